@@ -1,0 +1,13 @@
+"""megatron-hexi: long-context training on mixed GPU clusters, as a plugin for Megatron-LM.
+
+The rooms, from what is known to what is done (arrows of import run one way, `lint-imports` checks):
+
+* `plan`      what every rank does: tokens, attention heads, groups. No torch.
+* `runtime`   carries a plan out with torch.distributed.
+* `platform`  where it runs: CUDA as it is; the CPU, so that the same training runs without a GPU.
+* `megatron`  the only room that knows Megatron: arguments, patches, batch, rotary, attention layer.
+* `report`    what people look at.
+* `cli`       the command `hexi`.
+"""
+
+__version__ = "0.1.0"

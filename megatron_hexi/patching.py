@@ -1,0 +1,171 @@
+"""Patches: what we replace in Megatron, each one small, checked before it is put on, and removable.
+
+A `Patch` says what it replaces (`target`), why, for which versions of megatron-core (or of another
+`package`), and what the target's parameters must be called for the replacement to be right. A
+`PatchSet` puts a list of them on and takes them off again. Modules that imported the original by name
+are rebound too, so it does not matter whether Megatron was imported before us.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from megatron_hexi.errors import PatchError
+
+#: Megatron and the training scripts: their globals may hold a second name for a patched function
+#: (`from x import f`).
+MEGATRON_MODULES = (
+    "megatron.",
+    "__main__",
+    "pretrain_gpt",
+    "pretrain_hybrid",
+    "gpt_builders",
+    "model_provider",
+)
+
+#: Stands for "the holder had no such attribute of its own" (a class that inherits it).
+_INHERITED = object()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replacement of one attribute of one module or class.
+
+    Args:
+        target: ``"package.module:attribute"`` or ``"package.module:Class.attribute"``.
+        why: one sentence, shown by ``hexi doctor``.
+        build: takes the original, returns what stands in its place.
+        parameters: the names that the original's signature must have, in order; ``None`` where the
+            target is no function.
+        versions: the versions of `package` for which the replacement is right (PEP 440).
+        requires: a module without which the patch is not needed and is left out (for example
+            ``"transformer_engine"``).
+        package: the distribution that `target` belongs to and `versions` speaks of.
+    """
+
+    target: str
+    why: str
+    build: Callable[[Any], Any] = field(repr=False)
+    parameters: tuple[str, ...] | None = None
+    versions: str = ">=0.19,<0.20"
+    requires: str | None = None
+    package: str = "megatron-core"
+
+    def wanted(self) -> bool:
+        """Whether the module that the patch is for is installed."""
+        return self.requires is None or importlib.util.find_spec(self.requires) is not None
+
+    def locate(self) -> tuple[Any, str, Any]:
+        """The object that holds the target, the attribute's name there, and its present value.
+
+        Raises:
+            PatchError: the target is missing, or its version or parameters are not as expected.
+        """
+        installed = _version(self.package)
+        if installed is not None and not SpecifierSet(self.versions).contains(installed, prereleases=True):
+            raise PatchError(
+                f"patch of {self.target}: written for {self.package} {self.versions}, found {installed}; "
+                f"install a {self.package} in that range"
+            )
+        module_name, _, path = self.target.partition(":")
+        *parents, name = path.split(".")
+        try:
+            holder: Any = importlib.import_module(module_name)
+            for parent in parents:
+                holder = getattr(holder, parent)
+            original = inspect.getattr_static(holder, name)
+        except (ImportError, AttributeError) as problem:
+            raise PatchError(
+                f"patch of {self.target}: not found in {self.package} {installed} ({problem}); "
+                f"use {self.package} {self.versions}, unmodified"
+            ) from problem
+        if self.parameters is not None:
+            function = original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
+            found = tuple(inspect.signature(function).parameters)
+            if found != self.parameters:
+                raise PatchError(
+                    f"patch of {self.target}: expected the parameters {', '.join(self.parameters)}, found "
+                    f"{', '.join(found)}; use {self.package} {self.versions}, unmodified"
+                )
+        return holder, name, original
+
+
+class PatchSet:
+    """Patches that are put on together and taken off together, in reverse order."""
+
+    def __init__(self, patches: Sequence[Patch]) -> None:
+        self.patches = tuple(patch for patch in patches if patch.wanted())
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    @property
+    def installed(self) -> bool:
+        return bool(self._undo)
+
+    def install(self) -> None:
+        """Check every target, then replace them all.
+
+        Raises:
+            PatchError: a target does not look as expected (nothing was replaced then), or the set is
+                on already.
+        """
+        if self.installed:
+            raise PatchError("these patches are on already; remove() them first")
+        for patch in self.patches:
+            patch.locate()
+        try:
+            for patch in self.patches:
+                # Located again: an earlier patch of this set may have replaced the same target.
+                holder, name, original = patch.locate()
+                replacement = patch.build(original)
+                self._replace(holder, name, replacement)
+                if inspect.ismodule(holder):
+                    self._rebind(original, replacement)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Put every original back where it was."""
+        while self._undo:
+            holder, name, original = self._undo.pop()
+            if original is _INHERITED:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, original)
+
+    def _replace(self, holder: Any, name: str, replacement: Any) -> None:
+        self._undo.append((holder, name, vars(holder).get(name, _INHERITED)))
+        setattr(holder, name, replacement)
+
+    def _rebind(self, original: Any, replacement: Any) -> None:
+        for module_name, module in list(sys.modules.items()):
+            if not module_name.startswith(MEGATRON_MODULES):
+                continue
+            for name, value in list(vars(module).items()):
+                if value is original:
+                    self._replace(module, name, replacement)
+
+
+def _version(package: str) -> str | None:
+    """The version of a distribution that Python would import.
+
+    A Megatron-LM checkout on the path comes before an installed wheel, so Megatron itself is asked first.
+    """
+    if package == "megatron-core":
+        try:
+            return str(importlib.import_module("megatron.core.package_info").__version__)
+        except (ImportError, AttributeError):
+            pass
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,36 @@
+"""The plan: what every rank does, its layout arithmetic, its checks, its file. No torch here."""
+
+from megatron_hexi.plan.file import dump_plan, plan_dict, plan_digest, read_plan, validate_plan, write_plan
+from megatron_hexi.plan.model import Domain, Estimate, Exchange, Group, Member, Plan, Provenance, Replica, Stage, Workload
+from megatron_hexi.plan.proportion import proportional_domain, proportional_plan
+from megatron_hexi.plan.schedule import Block, Schedule, Step, Transfer, build_schedule
+from megatron_hexi.plan.traffic import Traffic, backward_traffic, forward_traffic
+
+__all__ = [
+    "Block",
+    "Domain",
+    "Estimate",
+    "Exchange",
+    "Group",
+    "Member",
+    "Plan",
+    "Provenance",
+    "Replica",
+    "Schedule",
+    "Stage",
+    "Step",
+    "Traffic",
+    "Transfer",
+    "Workload",
+    "backward_traffic",
+    "build_schedule",
+    "dump_plan",
+    "forward_traffic",
+    "plan_dict",
+    "plan_digest",
+    "proportional_domain",
+    "proportional_plan",
+    "read_plan",
+    "validate_plan",
+    "write_plan",
+]

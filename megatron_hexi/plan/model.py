@@ -1,0 +1,216 @@
+"""The plan: what every rank of a job does, as plain data.
+
+The levels are replicas > stages > groups > members. Sizes are counts; ranges and segments are half
+open. Everything here is frozen, so a plan can be shared, compared and digested.
+
+Terms:
+    * replica: the ranks that process whole sequences of their own (data parallelism).
+    * stage: a pipeline stage of a replica.
+    * domain: the ranks that share one sequence; with pipeline parallelism the same domain stands once
+      in every stage.
+    * group (A2A group): ranks of a domain that exchange by all-to-all. A group holds a set of tokens;
+      together its members hold every attention head for those tokens.
+    * shard: the tokens that one member holds outside attention.
+    * head range: the query heads that one member computes in attention, for all tokens of its group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+#: Half-open range ``(start, stop)``.
+Range = tuple["Count", "Count"]
+Count = Annotated[int, Field(strict=True, ge=0, le=2**40)]
+Positive = Annotated[int, Field(strict=True, ge=1, le=2**40)]
+Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+#: What pydantic checks when a plan is read from a file. The constructors themselves check nothing.
+_STRICT = ConfigDict(extra="forbid")
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The model and the sequence that a plan was made for; a job that differs is refused.
+
+    Args:
+        seq_length: tokens of one sequence (S).
+        heads: query heads of a layer, over all tensor-parallel ranks.
+        kv_heads: key and value heads of a layer; divides `heads` (equal: MHA, fewer: GQA, one: MQA).
+        head_dim: size of one head (D).
+        causal: whether a token sees itself and earlier tokens only, or all.
+        layers: transformer layers of the model; ``None`` where the plan does not care.
+        hidden_size: width of the model; ``None`` where the plan does not care.
+        tensor_parallel: ranks over which each head-wise weight is cut evenly. With more than one, a
+            member of the plan is a unit of that many ranks, and its head range counts the heads of
+            one of them.
+    """
+
+    seq_length: Positive
+    heads: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    causal: bool = True
+    layers: Positive | None = None
+    hidden_size: Positive | None = None
+    tensor_parallel: Positive = 1
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    @property
+    def local_heads(self) -> int:
+        """Query heads of one tensor-parallel rank (H): what head ranges partition."""
+        return self.heads // self.tensor_parallel
+
+    @property
+    def local_kv_heads(self) -> int:
+        """KV heads of one tensor-parallel rank (K). Megatron gives every rank at least one."""
+        return max(1, self.kv_heads // self.tensor_parallel)
+
+    @property
+    def queries_per_kv(self) -> int:
+        """Query heads that share one KV head, on one tensor-parallel rank."""
+        return self.local_heads // self.local_kv_heads
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank's part.
+
+    Args:
+        rank: the rank with its tensor and pipeline coordinates taken out: Megatron's rank in the
+            data-and-context-parallel group. The job's own rank where neither is used.
+        tokens: size of its shard (T); may be 0.
+        heads: its query heads in attention; may be empty.
+    """
+
+    rank: Count
+    tokens: Count
+    heads: Range
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
+class Group:
+    """An A2A group: its tokens, ascending, are cut into consecutive shards in member order."""
+
+    name: str = field(default="", kw_only=True)
+    segments: tuple[Range, ...]
+    members: tuple[Member, ...]
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the group (G)."""
+        return sum(stop - start for start, stop in self.segments)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The ranks that share one sequence."""
+
+    groups: tuple[Group, ...]
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """All members, in the order of their ranks: the order of a context-parallel group (P of them)."""
+        return tuple(sorted((m for g in self.groups for m in g.members), key=lambda m: m.rank))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage. Until uneven pipelines are carried out, a replica has one, for all its layers."""
+
+    domain: Domain
+    layers: Positive | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A data-parallel replica and its share of the global batch.
+
+    Args:
+        stages: its pipeline stages.
+        micro_batches: micro-batches of one global batch that it takes; ``None``: an equal share.
+    """
+
+    stages: tuple[Stage, ...]
+    micro_batches: Positive | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    @property
+    def domain(self) -> Domain:
+        """The domain of the one stage."""
+        return self.stages[0].domain
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How keys and values travel between groups.
+
+    Args:
+        window: KV blocks in flight ahead of the one in use.
+    """
+
+    window: Positive = 1
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the planner expects. Read by people and reports, never by the runtime."""
+
+    iteration_s: Real | None = None
+    tokens_per_s: Real | None = None
+    lower_bound_s: Real | None = None
+    gap: Real | None = None
+    memory_gib: tuple[Real, ...] | None = None
+    against: dict[str, Real] | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the plan comes from."""
+
+    planner: str | None = None
+    solver: str | None = None
+    seed: Count | None = None
+    cluster: str | None = None
+    cluster_digest: str | None = None
+    model: str | None = None
+    created: str | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The one thing that the planner writes and the runtime reads."""
+
+    workload: Workload
+    replicas: tuple[Replica, ...]
+    exchange: Exchange = field(default_factory=Exchange)
+    estimate: Estimate | None = None
+    provenance: Provenance | None = None
+    version: Literal[1] = FORMAT_VERSION
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    @property
+    def ranks(self) -> int:
+        """Members over all replicas."""
+        return sum(len(replica.domain.members) for replica in self.replicas)

@@ -1,0 +1,59 @@
+"""The plain plan: tokens and heads in proportion to the ranks' speeds.
+
+It knows nothing of memory or links. It is what one writes without a planner, and a baseline for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_hexi.errors import PlanError
+from megatron_hexi.plan.layout import apportion, causal_segments, consecutive, full_segments
+from megatron_hexi.plan.model import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload
+
+
+def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], first_rank: int = 0) -> Domain:
+    """A domain whose groups and members are given their part of the work.
+
+    Args:
+        workload: the model and the sequence.
+        speeds: for each group, the relative speed of each of its members; ranks are numbered in this order.
+        first_rank: number of the first.
+
+    Raises:
+        PlanError: no group, a group without members, or a speed that is not above 0.
+    """
+    if not speeds or not all(speeds):
+        raise PlanError(f"speeds {list(map(list, speeds))}: give at least one rank in every group")
+    for group in speeds:
+        for speed in group:
+            if not 0 < speed < float("inf"):
+                raise PlanError(f"speed {speed} is not above 0; leave a rank without work out instead")
+    group_tokens = apportion(workload.seq_length, [sum(group) for group in speeds])
+    segments = (causal_segments if workload.causal else full_segments)(group_tokens)
+    groups = []
+    rank = first_rank
+    for number, group in enumerate(speeds):
+        tokens = apportion(group_tokens[number], group)
+        heads = consecutive(apportion(workload.local_heads, group))
+        members = tuple(Member(rank + i, tokens[i], heads[i]) for i in range(len(group)))
+        rank += len(group)
+        groups.append(Group(segments[number], members, name=f"group-{number}"))
+    return Domain(tuple(groups))
+
+
+def proportional_plan(
+    workload: Workload, replicas: Sequence[Sequence[Sequence[float]]], window: int = 1
+) -> Plan:
+    """One domain a replica, each cut in proportion to the given speeds (replica, group, member).
+
+    Raises:
+        PlanError: as `proportional_domain`.
+    """
+    built = []
+    first_rank = 0
+    for speeds in replicas:
+        domain = proportional_domain(workload, speeds, first_rank)
+        first_rank += len(domain.members)
+        built.append(Replica((Stage(domain),)))
+    return Plan(workload, tuple(built), Exchange(window))

@@ -1,0 +1,192 @@
+"""Split tables: everything one rank must know of a domain to compute its attention.
+
+They are derived once, from the plan alone, and kept with the object that uses them. Because every rank
+derives its own from the same plan, both ends of each transfer agree on its size without asking.
+
+The exchange goes round the groups: in step s a rank of group g uses the keys of group g - s and serves
+the ranks of group g + s. Inside a step a key travels straight from one owner to each user; the heads
+that the same two ranks share are one message (the part of a sub-ring between them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_hexi.plan.heads import HeadSpan, head_spans, kv_range, overlap
+from megatron_hexi.plan.layout import merge_segments, shard_segments, tokens_before
+from megatron_hexi.plan.model import Domain, Group, Range, Workload
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of unmasked attention: some queries of a group against a prefix of another's keys.
+
+    Args:
+        queries: range of the user's group tokens, ascending.
+        keys: length of the prefix of the owner's group tokens, ascending.
+    """
+
+    queries: Range
+    keys: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One message of keys and values.
+
+    Args:
+        peer: the other rank, as an index into the domain's ranks.
+        kv: KV heads that travel, counted over the layer.
+        keys: tokens that travel: a prefix of the owner's group tokens.
+    """
+
+    peer: int
+    kv: Range
+    keys: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the exchange, as one rank sees it.
+
+    Args:
+        receives: what it is sent; together the KV heads that it uses, in order.
+        sends: what it sends to others.
+        blocks: what it computes with the keys received.
+    """
+
+    receives: tuple[Transfer, ...]
+    sends: tuple[Transfer, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def keys(self) -> int:
+        """Tokens received of each KV head."""
+        return self.receives[0].keys if self.receives else 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One rank's split tables for one layer.
+
+    Args:
+        index: the rank, as an index into the domain's ranks (its context-parallel rank).
+        members: the ranks of its group, likewise, ascending.
+        position: the rank's own position among them.
+        segments: positions of the sequence that it holds outside attention.
+        shards: tokens of each member of its group.
+        heads: query heads of each member of its group.
+        kv: KV heads of each member of its group.
+        spans: its own query heads beside the KV heads they read, for the kernels.
+        causal: whether the block of its own group is causal (the others never need a mask).
+        steps: the exchange with the other groups.
+    """
+
+    index: int
+    members: tuple[int, ...]
+    position: int
+    segments: tuple[Range, ...]
+    shards: tuple[int, ...]
+    heads: tuple[Range, ...]
+    kv: tuple[Range, ...]
+    spans: tuple[HeadSpan, ...]
+    causal: bool
+    steps: tuple[Step, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its shard (T)."""
+        return self.shards[self.position]
+
+    @property
+    def group_tokens(self) -> int:
+        """Tokens of its group (G)."""
+        return sum(self.shards)
+
+    @property
+    def own_heads(self) -> int:
+        """Query heads that it computes (h)."""
+        start, stop = self.heads[self.position]
+        return stop - start
+
+    @property
+    def own_kv(self) -> Range:
+        """KV heads that it holds in attention."""
+        return self.kv[self.position]
+
+
+def build_schedule(workload: Workload, domain: Domain, index: int) -> Schedule:
+    """The split tables of the domain's rank number `index`, for a plan that passed its checks."""
+    ratio = workload.queries_per_kv
+    rank = domain.members[index].rank
+    number = next(n for n, group in enumerate(domain.groups) if any(m.rank == rank for m in group.members))
+    group = domain.groups[number]
+    indices = {member.rank: i for i, member in enumerate(domain.members)}
+    position = next(i for i, member in enumerate(group.members) if member.rank == rank)
+    heads = group.members[position].heads
+    others = len(domain.groups)
+    steps = []
+    for distance in range(1, others):
+        source = domain.groups[(number - distance) % others]
+        target = domain.groups[(number + distance) % others]
+        blocks = exchange_blocks(group, source, workload.causal) if heads[0] < heads[1] else ()
+        sends = [
+            Transfer(indices[user.rank], transfer.kv, transfer.keys)
+            for user in target.members
+            for transfer in _incoming(user.heads, target, group, indices, workload)
+            if transfer.peer == index
+        ]
+        steps.append(Step(_incoming(heads, group, source, indices, workload), tuple(sends), blocks))
+    return Schedule(
+        index=index,
+        members=tuple(indices[member.rank] for member in group.members),
+        position=position,
+        segments=shard_segments(group, position),
+        shards=tuple(member.tokens for member in group.members),
+        heads=tuple(member.heads for member in group.members),
+        kv=tuple(kv_range(member.heads, ratio) for member in group.members),
+        spans=head_spans(heads, ratio),
+        causal=workload.causal,
+        steps=tuple(steps),
+    )
+
+
+def exchange_blocks(group: Group, source: Group, causal: bool) -> tuple[Block, ...]:
+    """The rectangles that `group`'s queries see of `source`'s keys.
+
+    The groups' segments are disjoint, so a query segment sees each key segment whole or not at all:
+    its visible keys are a prefix. Neighbouring queries with the same prefix are one rectangle.
+    """
+    blocks: list[Block] = []
+    offset = 0
+    for start, stop in merge_segments(group.segments):
+        queries = (offset, offset + stop - start)
+        offset = queries[1]
+        keys = tokens_before(source.segments, start) if causal else source.tokens
+        if keys == 0:
+            continue
+        if blocks and blocks[-1].keys == keys and blocks[-1].queries[1] == queries[0]:
+            queries = (blocks.pop().queries[0], queries[1])
+        blocks.append(Block(queries, keys))
+    return tuple(blocks)
+
+
+def _incoming(
+    heads: Range, group: Group, source: Group, indices: dict[int, int], workload: Workload
+) -> tuple[Transfer, ...]:
+    """What a rank of `group` with these query heads is sent by the members of `source`."""
+    blocks = exchange_blocks(group, source, workload.causal)
+    ratio = workload.queries_per_kv
+    transfers: list[Transfer] = []
+    if not blocks:
+        return ()
+    keys = max(block.keys for block in blocks)
+    for kv in range(*kv_range(heads, ratio)):
+        # A KV head held by several members comes from the one that shares the most of the user's query
+        # heads of it: where both sides are cut alike, each owner then serves its own counterpart.
+        queries = (max(heads[0], kv * ratio), min(heads[1], (kv + 1) * ratio))
+        owner = max(source.members, key=lambda member: overlap(member.heads, queries))
+        peer = indices[owner.rank]
+        start = transfers.pop().kv[0] if transfers and transfers[-1].peer == peer else kv
+        transfers.append(Transfer(peer, (start, kv + 1), keys))
+    return tuple(transfers)

@@ -1,0 +1,70 @@
+"""What a schedule puts on the wire in one layer: the counts that measurements are held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_hexi.plan.model import Range
+from megatron_hexi.plan.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One rank's part in one direction (forward or backward) of one attention layer.
+
+    Args:
+        all_to_alls: collectives inside its group.
+        all_to_all_bytes: bytes that it sends to other members in them.
+        messages: point-to-point messages that it sends to other groups.
+        message_bytes: bytes of these.
+    """
+
+    all_to_alls: int
+    all_to_all_bytes: int
+    messages: int
+    message_bytes: int
+
+
+def forward_traffic(schedule: Schedule, head_dim: int, batch: int, element_bytes: int) -> Traffic:
+    """Query, key and value to the heads' layout; keys and values to their users; the output back."""
+    element = head_dim * batch * element_bytes
+    inward = sum(
+        schedule.tokens * (_size(heads) + 2 * _size(kv))
+        for i, (heads, kv) in enumerate(zip(schedule.heads, schedule.kv, strict=True))
+        if i != schedule.position
+    )
+    outward = schedule.own_heads * (schedule.group_tokens - schedule.tokens)
+    sends = [send for step in schedule.steps for send in step.sends]
+    return Traffic(
+        all_to_alls=2 if exchanges_heads(schedule) else 0,
+        all_to_all_bytes=(inward + outward) * element,
+        messages=len(sends),
+        message_bytes=sum(2 * _size(send.kv) * send.keys for send in sends) * element,
+    )
+
+
+def backward_traffic(schedule: Schedule, head_dim: int, batch: int, element_bytes: int) -> Traffic:
+    """The output's gradient in; keys and values again; their gradients to the owners; all three back."""
+    element = head_dim * batch * element_bytes
+    inward = sum(
+        schedule.tokens * _size(heads) for i, heads in enumerate(schedule.heads) if i != schedule.position
+    )
+    own_columns = schedule.own_heads + 2 * _size(schedule.own_kv)
+    outward = own_columns * (schedule.group_tokens - schedule.tokens)
+    sends = [send for step in schedule.steps for send in step.sends]
+    returns = [receive for step in schedule.steps for receive in step.receives]
+    return Traffic(
+        all_to_alls=2 if exchanges_heads(schedule) else 0,
+        all_to_all_bytes=(inward + outward) * element,
+        messages=len(sends) + len(returns),
+        message_bytes=sum(2 * _size(part.kv) * part.keys for part in sends + returns) * element,
+    )
+
+
+def exchanges_heads(schedule: Schedule) -> bool:
+    """Whether the rank's group needs its all-to-alls at all."""
+    return len(schedule.members) > 1 and schedule.group_tokens > 0
+
+
+def _size(span: Range) -> int:
+    return span[1] - span[0]
