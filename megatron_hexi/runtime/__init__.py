@@ -1,0 +1,7 @@
+"""Carries a plan out with torch.distributed. Start reading at `attention`."""
+
+from megatron_hexi.runtime.agreement import NO_PLAN, agree_on_plan
+from megatron_hexi.runtime.attention import DomainAttention
+from megatron_hexi.runtime.kernels import KERNEL_NAMES, select_kernel
+
+__all__ = ["KERNEL_NAMES", "NO_PLAN", "DomainAttention", "agree_on_plan", "select_kernel"]

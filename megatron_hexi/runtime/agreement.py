@@ -1,0 +1,136 @@
+"""What ranks agree on before anything is sent, so that a mistake is an error and never a hang.
+
+At set-up every rank posts the digest of its plan in the job's store; rank 0 compares and answers. The
+store works before any process group does and knows which ranks never came. Before the first message
+of a kind, the ranks of a domain compare the shapes that they are about to send.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hexi.errors import PlanError
+from megatron_hexi.plan.model import Workload
+from megatron_hexi.plan.schedule import Schedule
+
+#: What a rank without a plan posts.
+NO_PLAN = ""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def agree_on_plan(
+    store: dist.Store, rank: int, world_size: int, digest: str, path: str, timeout: timedelta
+) -> None:
+    """Make sure that every rank of the job has the same plan.
+
+    Args:
+        store: the job's store.
+        rank: this rank's number in the job.
+        world_size: ranks of the job.
+        digest: of this rank's plan; `NO_PLAN` if it has none.
+        path: where this rank read it.
+        timeout: how long to wait for the others.
+
+    Raises:
+        PlanError: on every rank, naming those that have another plan or never answered.
+    """
+    store.set(f"plan/{rank}", json.dumps([digest, path, socket.gethostname()]))
+    if rank == 0:
+        store.set("verdict", _verdict(store, world_size, timeout))
+    try:
+        # Rank 0 needs up to the whole time itself.
+        store.wait(["verdict"], timeout + timedelta(seconds=30))
+    except RuntimeError:
+        raise PlanError(
+            f"rank 0 did not answer within {timeout}; does every rank run the same command with --hexi-plan?"
+        ) from None
+    verdict = store.get("verdict").decode()
+    if verdict:
+        raise PlanError(verdict)
+
+
+def _verdict(store: dist.Store, world_size: int, timeout: timedelta) -> str:
+    """What is wrong with the ranks' plans; empty if they are all the same."""
+    keys = [f"plan/{rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:
+        silent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        return (
+            f"rank {_listed(silent)} never said which plan it has; start every rank with the same command "
+            "and the same --hexi-plan"
+        )
+    answers = [json.loads(store.get(key)) for key in keys]
+    common, _ = Counter(digest for digest, _, _ in answers).most_common(1)[0]
+    odd = [
+        f"rank {rank} on {host} has {f'{path} ({digest[:12]})' if digest else 'no plan'}"
+        for rank, (digest, path, host) in enumerate(answers)
+        if digest != common
+    ]
+    if not odd:
+        return ""
+    usual = next(path for digest, path, _ in answers if digest == common)
+    has = f"{usual} ({common[:12]})" if common else "no plan"
+    more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
+    return f"ranks have different plans: {'; '.join(odd[:4])}{more}; the others have {has}; give all of them one file"
+
+
+def agree_on_shapes(
+    workload: Workload,
+    schedule: Schedule,
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    agreed: set[tuple[int, ...]],
+) -> None:
+    """Make sure that query, key and value are those of the plan, and of one kind on every rank.
+
+    The ranks are asked once for each kind of tensor; a kind must appear on all of them at once.
+
+    Args:
+        workload: the model and sequence of the plan.
+        schedule: this rank's split tables.
+        tensors: query [T, B, H, D], key and value [T, B, K, D].
+        group: the ranks of the domain.
+        agreed: the kinds that all ranks agreed on so far; a new one is added.
+
+    Raises:
+        PlanError: with both shapes; where ranks differ, on every rank.
+    """
+    query, key, value = tensors
+    batch = query.shape[1]
+    for name, tensor, heads in (
+        ("query", query, workload.local_heads),
+        ("key", key, workload.local_kv_heads),
+        ("value", value, workload.local_kv_heads),
+    ):
+        expected = (schedule.tokens, batch, heads, workload.head_dim)
+        if tuple(tensor.shape) != expected:
+            raise PlanError(
+                f"{name} has the shape {list(tensor.shape)}, the plan says {list(expected)} (tokens, batch, heads, "
+                "head_dim); was the plan made for this model?"
+            )
+    kind = (batch, _DTYPES.index(query.dtype))
+    if kind in agreed:
+        return
+    own = torch.tensor(kind, dtype=torch.int64, device=query.device)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, own, group=group)
+    kinds = [tuple(other.tolist()) for other in everyone]
+    if len(set(kinds)) > 1:
+        said = ", ".join(f"rank {i}: batch {b} of {_DTYPES[d]}" for i, (b, d) in enumerate(kinds))
+        raise PlanError(f"the ranks of a domain are about to send different tensors ({said}); use one micro-batch size")
+    agreed.add(kind)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks[:8]))
+    return f"{text} and {len(ranks) - 8} more" if len(ranks) > 8 else text

@@ -1,0 +1,219 @@
+"""Attention over a domain: uneven in tokens, heads and groups, exact as on one device.
+
+The way of a token through one layer:
+
+    own tokens, all heads  --all-to-all-->  own heads, the group's tokens
+        block of the own group, while keys and values of the next group arrive
+        one block after another against the other groups' keys, merged in fp32
+    own heads, the group's tokens  --all-to-all-->  own tokens, all heads
+
+The backward walks the same way back: the output's gradient in, keys and values exchanged again (they
+are not kept), their gradients sent to the owners, all three gradients back to the tokens' layout.
+
+Shape letters: T tokens of the shard, G tokens of the group, B batch, H query heads, K KV heads, h and k
+the rank's own of these, D head size, P ranks of the domain.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hexi.plan.model import Workload
+from megatron_hexi.plan.schedule import Schedule
+from megatron_hexi.plan.traffic import exchanges_heads
+from megatron_hexi.runtime.agreement import agree_on_shapes
+from megatron_hexi.runtime.all_to_all import heads_to_tokens, tokens_to_heads
+from megatron_hexi.runtime.blocks import BlockAttention, Merger
+from megatron_hexi.runtime.exchange import GradientReturn, KeyExchange
+from megatron_hexi.runtime.kernels import Kernel, select_kernel
+
+
+@dataclass
+class DomainAttention:
+    """What one rank needs to compute attention under a plan; everything here is derived from it.
+
+    Swapping the plan means replacing this object.
+
+    Args:
+        workload: the model and sequence of the plan.
+        schedule: this rank's split tables.
+        domain_group: the ranks of the domain, in rank order.
+        a2a_group: the ranks of its A2A group, in rank order; ``None`` where it is alone.
+        window: exchange steps under way ahead of the one in use.
+        kernel_name: a kernel's name, or ``auto``.
+    """
+
+    workload: Workload
+    schedule: Schedule
+    domain_group: dist.ProcessGroup
+    a2a_group: dist.ProcessGroup | None
+    window: int = 1
+    kernel_name: str = "auto"
+    _agreed: set[tuple[int, ...]] = field(default_factory=set, repr=False)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        """Attention of the rank's own tokens.
+
+        Args:
+            query: [T, B, H, D].
+            key: [T, B, K, D].
+            value: [T, B, K, D].
+            scale: softmax scale; 1 / sqrt(D) if not given.
+
+        Returns:
+            [T, B, H, D].
+
+        Raises:
+            PlanError: the tensors are not those of the plan, or another rank's differ; on every rank.
+            PlatformError: no kernel takes such tensors.
+        """
+        agree_on_shapes(self.workload, self.schedule, (query, key, value), self.domain_group, self._agreed)
+        scale = 1.0 / math.sqrt(query.shape[3]) if scale is None else scale
+        output: Tensor = _DomainAttentionFunction.apply(query, key, value, self, scale)
+        return output
+
+    def kernel(self, tensor: Tensor) -> Kernel:
+        """The kernel for tensors of this kind, [..., D]."""
+        return select_kernel(self.kernel_name, tensor.device, tensor.dtype, tensor.shape[-1])
+
+    def to_heads(self, *parts: Tensor) -> list[Tensor]:
+        """From the tokens' layout to the heads': [T, B, heads, D] to [G, B, own heads, D].
+
+        One part is a tensor with query heads; three are query, key and value.
+        """
+        if self.a2a_group is None or not exchanges_heads(self.schedule):
+            return list(parts)
+        return tokens_to_heads(parts, self._tables(parts), self.schedule, self.a2a_group)
+
+    def to_tokens(self, *parts: Tensor) -> list[Tensor]:
+        """The way back, [G, B, own heads, D] to [T, B, heads, D]."""
+        if self.a2a_group is None or not exchanges_heads(self.schedule):
+            return list(parts)
+        return heads_to_tokens(parts, self._tables(parts), self.schedule, self.a2a_group)
+
+    def _tables(self, parts: tuple[Tensor, ...]) -> list[Any]:
+        return [self.schedule.heads, self.schedule.kv, self.schedule.kv][: len(parts)]
+
+
+class _DomainAttentionFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, domain: DomainAttention, scale: float
+    ) -> Tensor:
+        parts = domain.to_heads(query, key, value)
+        # Kernels take heads before tokens; only the strides change.
+        query, key, value = (part.permute(1, 2, 0, 3) for part in parts)
+        output, log_sum_exp = _attend(domain, query, key, value, scale)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx.domain, ctx.scale = domain, scale
+        return domain.to_tokens(output.permute(2, 0, 1, 3))[0].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        domain: DomainAttention = ctx.domain
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
+        (grad_output,) = domain.to_heads(*grads)
+        grad_parts = _attend_backward(
+            domain, grad_output.permute(1, 2, 0, 3), query, key, value, output, log_sum_exp, ctx.scale
+        )
+        returned = domain.to_tokens(*(grad.permute(2, 0, 1, 3) for grad in grad_parts))
+        return *(grad.contiguous() for grad in returned), None, None
+
+
+def _attend(
+    domain: DomainAttention, query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output [B, h, G, D] in the query's type and log-sum-exp [B, h, G]; key and value [B, k, G, D]."""
+    schedule = domain.schedule
+    exchange = KeyExchange(_side_by_side(key, value), schedule, domain.domain_group, domain.window)
+    if not query.numel():
+        _run_idle(exchange)
+        return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    blocks = BlockAttention(domain.kernel(query), schedule.spans, scale)
+    output, log_sum_exp = blocks.forward(query, key, value, schedule.causal)
+    if not schedule.steps:
+        return output, log_sum_exp
+    merger = Merger(output, log_sum_exp)
+    for step, received in exchange:
+        for block in step.blocks:
+            far_key, far_value = _apart(received, block.keys, key.shape[3])
+            rows = query[:, :, slice(*block.queries)]
+            merger.add(block.queries, *blocks.forward(rows, far_key, far_value, causal=False))
+    return merger.output.to(query.dtype), merger.log_sum_exp
+
+
+def _attend_backward(
+    domain: DomainAttention,
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query [B, h, G, D], key and value [B, k, G, D], in their types."""
+    schedule = domain.schedule
+    own_keys = _side_by_side(key, value)
+    exchange = KeyExchange(own_keys, schedule, domain.domain_group, domain.window)
+    if not query.numel():
+        total = torch.zeros_like(own_keys)
+        returns = GradientReturn(total, schedule, domain.domain_group)
+        for step, _ in exchange:
+            returns.post(step, None, like=own_keys)
+        returns.finish()
+        return torch.zeros_like(query), *_apart(total, total.shape[2], key.shape[3])
+    blocks = BlockAttention(domain.kernel(query), schedule.spans, scale)
+    grads = blocks.backward(grad_output, query, key, value, output, log_sum_exp, schedule.causal)
+    if not schedule.steps:
+        return grads
+    # Parts are added up in fp32 (fp64 for fp64), so that the number of groups costs no precision.
+    wide = log_sum_exp.dtype
+    grad_query = grads[0].to(wide)
+    total = _side_by_side(grads[1], grads[2]).to(wide)
+    returns = GradientReturn(total, schedule, domain.domain_group)
+    for step, received in exchange:
+        gradient = None if received is None else torch.zeros_like(received, dtype=wide)
+        for block in step.blocks:
+            far_key, far_value = _apart(received, block.keys, key.shape[3])
+            rows = slice(*block.queries)
+            part = blocks.backward(
+                grad_output[:, :, rows],
+                query[:, :, rows],
+                far_key,
+                far_value,
+                output[:, :, rows],
+                log_sum_exp[:, :, rows],
+                causal=False,
+            )
+            grad_query[:, :, rows].add_(part[0])
+            assert gradient is not None
+            gradient[:, :, : block.keys].add_(_side_by_side(part[1], part[2]))
+        returns.post(step, None if gradient is None else gradient.to(query.dtype), like=own_keys)
+    returns.finish()
+    grad_key, grad_value = _apart(total.to(query.dtype), total.shape[2], key.shape[3])
+    return grad_query.to(query.dtype), grad_key, grad_value
+
+
+def _run_idle(exchange: KeyExchange) -> None:
+    """Take part in an exchange without using anything of it."""
+    for _ in exchange:
+        pass
+
+
+def _side_by_side(key: Tensor, value: Tensor) -> Tensor:
+    """[B, k, G, D] twice as one contiguous [k, B, G, 2 D]: heads first, the layout that travels."""
+    return torch.cat((key, value), dim=3).transpose(0, 1).contiguous()
+
+
+def _apart(keys: Tensor | None, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Views of the first tokens' keys and values, [B, k, S, D] each."""
+    assert keys is not None
+    prefix = keys[:, :, :tokens].transpose(0, 1)
+    return prefix[..., :head_dim], prefix[..., head_dim:]

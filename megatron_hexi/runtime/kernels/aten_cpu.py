@@ -1,0 +1,46 @@
+"""torch's flash attention for the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class AtenCpuKernel:
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`: fp64, fp32, bf16 and fp16, GQA natively.
+
+    The operator dies (SIGFPE) on an empty query or key, so none is ever given to it.
+    """
+
+    name = "aten-cpu"
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device.type != "cpu":
+            return f"it runs on the CPU, the tensors are on {device.type}"
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            return f"it does not take {dtype}"
+        return None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return _FORWARD(query, key, value, 0.0, causal, scale=scale)
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _BACKWARD(
+            grad_output, query, key, value, output, log_sum_exp, 0.0, causal, scale=scale
+        )

@@ -1,0 +1,81 @@
+"""torch's FlashAttention-2 for CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_HALF_TYPES = (torch.bfloat16, torch.float16)
+
+
+class AtenFlashKernel:
+    """`aten::_flash_attention_forward`: bf16 and fp16 on Ampere and newer, GQA natively.
+
+    Takes [B, tokens, heads, D]: with one sequence a batch, the layout in which our all-to-all delivers.
+    """
+
+    name = "aten-flash"
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device.type != "cuda":
+            return f"it runs on CUDA, the tensors are on {device.type}"
+        if dtype not in _HALF_TYPES:
+            return f"it takes bf16 and fp16, not {dtype}"
+        if head_dim % 8 or head_dim > 256:
+            return f"it takes head sizes up to 256 that 8 divides, not {head_dim}"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs compute capability 8.0"
+        return None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            causal,
+            False,
+            scale=scale,
+        )
+        return output.transpose(1, 2), log_sum_exp
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Without dropout the two generator states are not read; any tensors of their type will do.
+        state = torch.empty(2, dtype=torch.uint64, device=query.device)
+        unused = torch.empty(0, dtype=torch.uint64, device=query.device)
+        grads = torch.ops.aten._flash_attention_backward(
+            grad_output.transpose(1, 2),
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            output.transpose(1, 2),
+            log_sum_exp.contiguous(),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            causal,
+            state,
+            unused,
+            scale=scale,
+        )
+        grad_query, grad_key, grad_value = (grad.transpose(1, 2) for grad in grads)
+        return grad_query, grad_key, grad_value

@@ -1,0 +1,125 @@
+"""FlashAttention 2 and 3 from their own packages, where installed.
+
+Their releases add parameters to the functions used here. Each call therefore names what it means and
+leaves the rest at its default, or at ``None`` where a release has none.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class FlashAttentionKernel:
+    """`flash_attn` (2) or `flash_attn_interface` (3): bf16 and fp16, GQA natively.
+
+    Takes [B, tokens, heads, D]: with one sequence a batch, the layout in which our all-to-all delivers.
+
+    Args:
+        name: what the kernel is called in flags and logs.
+        module: the module that holds its functions.
+        capability: the CUDA compute capabilities it is built for, least and (exclusive) most.
+    """
+
+    def __init__(self, name: str, module: str, capability: tuple[tuple[int, int], tuple[int, int]]) -> None:
+        self.name = name
+        self._module = module
+        self._capability = capability
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device.type != "cuda":
+            return f"it runs on CUDA, the tensors are on {device.type}"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bf16 and fp16, not {dtype}"
+        if head_dim % 8 or head_dim > 256:
+            return f"it takes head sizes up to 256 that 8 divides, not {head_dim}"
+        least, most = self._capability
+        if not least <= torch.cuda.get_device_capability(device) < most:
+            return f"it is made for compute capabilities from {least} to below {most}"
+        if find_spec(self._module.partition(".")[0]) is None:
+            return f"the package {self._module.partition('.')[0]} is not installed"
+        return None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        output, log_sum_exp, *_ = _named(self._module, "_flash_attn_forward")(
+            q=query.transpose(1, 2),
+            k=key.transpose(1, 2),
+            v=value.transpose(1, 2),
+            softmax_scale=scale,
+            causal=causal,
+            dropout_p=0.0,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            return_softmax=False,
+        )
+        return output.transpose(1, 2), log_sum_exp
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
+        _named(self._module, "_flash_attn_backward")(
+            dout=grad_output.transpose(1, 2),
+            q=q,
+            k=k,
+            v=v,
+            out=output.transpose(1, 2),
+            softmax_lse=log_sum_exp.contiguous(),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=scale,
+            causal=causal,
+            dropout_p=0.0,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            deterministic=False,
+        )
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def flash_attention_2() -> FlashAttentionKernel:
+    """FlashAttention-2: Ampere and newer."""
+    return FlashAttentionKernel("flash-attn-2", "flash_attn.flash_attn_interface", ((8, 0), (99, 0)))
+
+
+def flash_attention_3() -> FlashAttentionKernel:
+    """FlashAttention-3: Hopper only."""
+    return FlashAttentionKernel("flash-attn-3", "flash_attn_interface", ((9, 0), (10, 0)))
+
+
+@cache
+def _named(module: str, name: str) -> Callable[..., Any]:
+    """The module's function, to be called by names: unknown ones dropped, missing ones ``None``."""
+    function = getattr(importlib.import_module(module), name)
+    parameters = inspect.signature(function).parameters
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+
+    def call(**arguments: Any) -> Any:
+        return function(
+            **{key: None for key in required if key not in arguments},
+            **{key: value for key, value in arguments.items() if key in parameters},
+        )
+
+    return call

@@ -1,0 +1,86 @@
+"""The two ways in which ranks send each other tensors, the same on NCCL and gloo.
+
+Gloo sends from host memory only: with tensors on a GPU (a test of several ranks on one card, say)
+everything is staged through the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    received_sizes: Sequence[int],
+    sent_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+) -> None:
+    """One ragged all-to-all of flat tensors; the sizes count elements, zeros are allowed."""
+    if _staged(sent, group):
+        host = torch.empty_like(received, device="cpu")
+        dist.all_to_all_single(host, sent.cpu(), list(received_sizes), list(sent_sizes), group=group)
+        received.copy_(host)
+    else:
+        dist.all_to_all_single(received, sent, list(received_sizes), list(sent_sizes), group=group)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A contiguous tensor to send to, or to fill from, another rank of the domain."""
+
+    peer: int
+    tensor: Tensor
+
+
+@dataclass
+class Transfers:
+    """Messages under way. Their tensors must not be touched before `wait`."""
+
+    _works: list[dist.Work] = field(default_factory=list)
+    _staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _alive: list[Tensor] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Return when all have arrived (on CUDA: when the current stream will see them)."""
+        for work in self._works:
+            work.wait()
+        for tensor, host in self._staged:
+            tensor.copy_(host)
+        self._works.clear()
+        self._staged.clear()
+        self._alive.clear()
+
+
+def post(
+    receives: Sequence[Message], sends: Sequence[Message], group: dist.ProcessGroup, tag: int
+) -> Transfers:
+    """Start sending and receiving, without waiting.
+
+    Every rank of the group posts its batches in the same order, which is all that NCCL needs to match
+    them; gloo matches by tag. Receives go first: gloo would serialise both directions otherwise.
+    """
+    transfers = Transfers()
+    operations: list[dist.P2POp] = []
+    for message in receives:
+        tensor = message.tensor
+        if _staged(tensor, group):
+            tensor = torch.empty_like(tensor, device="cpu")
+            transfers._staged.append((message.tensor, tensor))
+        operations.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=message.peer, tag=tag))
+    for message in sends:
+        tensor = message.tensor.cpu() if _staged(message.tensor, group) else message.tensor
+        transfers._alive.append(tensor)
+        operations.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=message.peer, tag=tag))
+    if operations:
+        transfers._works.extend(dist.batch_isend_irecv(operations))
+    return transfers
+
+
+def _staged(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    return tensor.is_cuda and dist.get_backend(group) == dist.Backend.GLOO
