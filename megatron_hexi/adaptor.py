@@ -1,0 +1,24 @@
+"""The one-line import: ``import megatron_hexi.adaptor``, first in a training script.
+
+Importing this module chooses the platform (``--hexi-platform``), installs it, and puts our patches on
+Megatron, exactly once a process. It also works after Megatron was imported.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_hexi.errors import user_errors
+from megatron_hexi.patching import PatchSet
+from megatron_hexi.platform import requested_platform, select_platform
+
+with user_errors():
+    #: Where this process trains.
+    platform = select_platform(requested_platform(sys.argv[1:]))
+    platform.install()  # before the next import, which imports Megatron
+
+    from megatron_hexi.megatron.patches import all_patches  # noqa: E402
+
+    #: What is replaced in Megatron.
+    patches = PatchSet(all_patches(platform))
+    patches.install()

@@ -1,0 +1,1 @@
+"""The command `hexi`: thin. What it prints is made in `report`."""

@@ -1,0 +1,204 @@
+"""``hexi patch CHECKOUT`` and ``hexi unpatch CHECKOUT``: our line in the scripts of a Megatron-LM checkout.
+
+The change is a unified diff without context (``diff -U0``) that only adds lines, so it holds our text and
+none of NVIDIA's. Lines ``# NAME sha256 HEX`` at its top say which original each file must be; a file that
+is not that original is left alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import megatron_hexi
+from megatron_hexi.errors import HexiError
+
+_SHA256 = re.compile(r"# (?P<name>\S+) sha256 (?P<digest>[0-9a-f]{64})")
+_FILE = re.compile(r"\+\+\+ b/(?P<name>\S+)")
+_HUNK = re.compile(r"@@ -(?P<after>\d+),0 \+\d+(?:,(?P<count>\d+))? @@")
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """Lines added to one file.
+
+    Attributes:
+        name: the file, relative to the checkout.
+        sha256: of the original's bytes, in hexadecimal.
+        insertions: after which line of the original (1 is the first), and the line added there.
+    """
+
+    name: str
+    sha256: str
+    insertions: tuple[tuple[int, bytes], ...]
+
+    def apply(self, original: bytes) -> bytes:
+        """The original with our lines in it."""
+        lines = original.splitlines(keepends=True)
+        for after, line in reversed(self.insertions):
+            lines.insert(after, line)
+        return b"".join(lines)
+
+    def revert(self, patched: bytes) -> bytes:
+        """The file without our lines; any other file comes back changed or not, and is told by its hash."""
+        lines = patched.splitlines(keepends=True)
+        for after, line in self.insertions:
+            if lines[after : after + 1] == [line]:
+                del lines[after]
+        return b"".join(lines)
+
+    def is_original(self, content: bytes) -> bool:
+        return hashlib.sha256(content).hexdigest() == self.sha256
+
+    def is_patched(self, content: bytes) -> bool:
+        return not self.is_original(content) and self.is_original(self.revert(content))
+
+
+def known_diffs() -> list[Path]:
+    """The diffs that come with megatron-hexi, one a supported Megatron-LM version."""
+    package = Path(megatron_hexi.__file__).parent
+    # Installed, they lie inside the package; in the repository, beside it.
+    folders = (package / "patches", package.parent / "patches")
+    return sorted(diff for folder in folders for diff in folder.glob("megatron-lm-*.diff"))
+
+
+def read_diff(path: Path) -> list[FileChange]:
+    """The changes in a diff of ours.
+
+    Raises:
+        HexiError: the diff does more than adding lines, or lacks a file's hash.
+    """
+    digests: dict[str, str] = {}
+    insertions: dict[str, list[tuple[int, bytes]]] = {}
+    name, after, expected = "", 0, 0
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if match := _SHA256.fullmatch(line):
+            digests[match["name"]] = match["digest"]
+        elif match := _FILE.fullmatch(line):
+            name = match["name"]
+        elif match := _HUNK.fullmatch(line):
+            after, expected = int(match["after"]), int(match["count"] or 1)
+        elif expected and line.startswith("+"):
+            insertions.setdefault(name, []).append((after, line[1:].encode() + b"\n"))
+            expected -= 1
+        elif not line.startswith(("#", "--- a/")):
+            raise HexiError(
+                f"{path}:{number}: {line!r} does more than add a line; write the diff with diff -U0"
+            )
+    missing = insertions.keys() - digests.keys()
+    if missing or not insertions:
+        raise HexiError(
+            f"{path}: no line '# NAME sha256 HEX' for {', '.join(sorted(missing)) or 'any file'}; add it"
+        )
+    return [FileChange(name, digests[name], tuple(lines)) for name, lines in insertions.items()]
+
+
+def patch_checkout(checkout: Path, diffs: Sequence[Path] | None = None) -> list[Path]:
+    """Add our line to the training scripts of a Megatron-LM checkout: to all of them or to none.
+
+    Args:
+        checkout: the folder that holds ``pretrain_gpt.py``.
+        diffs: the diffs to choose from; those that come with megatron-hexi if None.
+
+    Returns:
+        The files that were changed.
+
+    Raises:
+        HexiError: a file is missing, is patched already, is not an original that we know, or cannot be written.
+    """
+    changes, contents = _matching(checkout, diffs)
+    for change in changes:
+        if change.is_patched(contents[change.name]):
+            raise HexiError(
+                f"{checkout / change.name}: patched already; take it off with hexi unpatch {checkout}"
+            )
+    return _write(checkout, {change.name: change.apply(contents[change.name]) for change in changes})
+
+
+def unpatch_checkout(checkout: Path, diffs: Sequence[Path] | None = None) -> list[Path]:
+    """Take our line out again, so that every file is its original, byte for byte.
+
+    Args and returns as for `patch_checkout`.
+
+    Raises:
+        HexiError: a file is missing, is not patched, was changed in other ways, or cannot be written.
+    """
+    changes, contents = _matching(checkout, diffs)
+    for change in changes:
+        if not change.is_patched(contents[change.name]):
+            raise HexiError(
+                f"{checkout / change.name}: not patched; put our line in with hexi patch {checkout}"
+            )
+    return _write(checkout, {change.name: change.revert(contents[change.name]) for change in changes})
+
+
+def _matching(checkout: Path, diffs: Sequence[Path] | None) -> tuple[list[FileChange], dict[str, bytes]]:
+    """The changes of the diff that knows every one of its files in the checkout, and the files' contents."""
+    candidates = known_diffs() if diffs is None else list(diffs)
+    refusals: list[str] = []
+    for diff in candidates:
+        changes = read_diff(diff)
+        contents: dict[str, bytes] = {}
+        for change in changes:
+            file = checkout / change.name
+            if not file.is_file():
+                refusals.append(f"{file}: not there; give the folder of a Megatron-LM checkout")
+                break
+            content = file.read_bytes()
+            if not (change.is_original(content) or change.is_patched(content)):
+                refusals.append(
+                    f"{file}: not the original of {diff.stem}; restore it with git checkout -- {change.name}, "
+                    "or add 'import megatron_hexi.adaptor' as its first import yourself"
+                )
+                break
+            contents[change.name] = content
+        else:
+            _refuse_half_patched(checkout, changes, contents)
+            return changes, contents
+    raise HexiError(
+        refusals[-1] if refusals else "no diff comes with this installation; reinstall megatron-hexi"
+    )
+
+
+def _refuse_half_patched(checkout: Path, changes: list[FileChange], contents: dict[str, bytes]) -> None:
+    patched = [change.name for change in changes if change.is_patched(contents[change.name])]
+    if patched and len(patched) < len(changes):
+        raise HexiError(
+            f"{checkout}: only {', '.join(patched)} is patched; restore it with git checkout -- {' '.join(patched)}"
+        )
+
+
+def _write(checkout: Path, contents: dict[str, bytes]) -> list[Path]:
+    """Replace files, each at once and with its mode kept; put back what was replaced if one fails."""
+    targets = {checkout / name: content for name, content in contents.items()}
+    originals = {path: path.read_bytes() for path in targets}
+    done: list[Path] = []
+    try:
+        for path, content in targets.items():
+            _replace(path, content)
+            done.append(path)
+    except OSError as problem:
+        for path in done:
+            _replace(path, originals[path])
+        raise HexiError(
+            f"{problem.filename}: {problem.strerror}; nothing was changed, make it writable"
+        ) from problem
+    return done
+
+
+def _replace(path: Path, content: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

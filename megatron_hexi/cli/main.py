@@ -1,0 +1,137 @@
+"""The command `hexi`: its subcommands and its exit codes.
+
+0 done, 2 the user's input is wrong (one line on standard error), 1 our fault (a traceback). Documents
+asked for with ``--json`` go to standard output, everything said besides to standard error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import megatron_hexi
+from megatron_hexi.cli.checkout import patch_checkout, unpatch_checkout
+from megatron_hexi.errors import HexiError, user_errors
+from megatron_hexi.plan import plan_dict, plan_digest, read_plan
+from megatron_hexi.report.holdings import holdings
+from megatron_hexi.report.tables import plan_report
+
+# Wide enough for a line a rank when the output goes to a file or a pipe.
+_PIPE_WIDTH = 160
+
+app = typer.Typer(
+    help="Long-context training on mixed GPU clusters, as a plugin for Megatron-LM.",
+    add_completion=False,
+    pretty_exceptions_enable=False,  # our faults keep a traceback that can be pasted into an issue
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Checkout = Annotated[
+    Path, typer.Argument(metavar="CHECKOUT", help="Folder of a Megatron-LM checkout, with pretrain_gpt.py.")
+]
+PlanPath = Annotated[Path, typer.Argument(metavar="PLAN.yaml", help="The plan.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+def main() -> None:
+    """Run the command line and exit.
+
+    Raises:
+        SystemExit: always, with the exit code.
+    """
+    with user_errors():
+        try:
+            code = app(prog_name="hexi", standalone_mode=False)
+        except typer.TyperException as problem:  # an unknown option, a missing argument
+            raise HexiError(f"{problem.format_message().rstrip('.')}; see hexi --help") from None
+    sys.exit(code)
+
+
+@app.callback(invoke_without_command=True)
+def hexi(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Long-context training on mixed GPU clusters, as a plugin for Megatron-LM."""
+    if version:
+        print(f"megatron-hexi {megatron_hexi.__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command(epilog="Example: hexi patch ~/Megatron-LM")
+def patch(checkout: Checkout) -> None:
+    """Add our one import line to the training scripts of a Megatron-LM checkout."""
+    for path in patch_checkout(checkout):
+        _say(f"patched {path}")
+
+
+@app.command(epilog="Example: hexi unpatch ~/Megatron-LM")
+def unpatch(checkout: Checkout) -> None:
+    """Take that line out again: every file is its original, byte for byte."""
+    for path in unpatch_checkout(checkout):
+        _say(f"restored {path}")
+
+
+@app.command(epilog="Example: hexi validate plan.yaml")
+def validate(plan: PlanPath, as_json: AsJson = False) -> None:
+    """Check every rule that a plan must keep; exit code 2 and the place where one is broken."""
+    try:
+        checked = read_plan(plan)
+    except HexiError as problem:
+        if as_json:
+            _print_json({"plan": str(plan), "valid": False, "error": str(problem)})
+        raise
+    if as_json:
+        digest = plan_digest(checked)
+        _print_json({"plan": str(plan), "valid": True, "ranks": checked.ranks, "digest": digest})
+    else:
+        print(f"{plan}: a valid plan for {checked.ranks} ranks")
+
+
+@app.command(epilog="Example: hexi show plan.yaml --picture plan.png")
+def show(
+    plan: PlanPath,
+    as_json: AsJson = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT.png", help="Draw the plan too (.png, .svg, .pdf, …)."),
+    ] = None,
+) -> None:
+    """Show who holds what: tokens, heads, positions, and the bytes that each rank sends."""
+    shown = read_plan(plan)
+    rows = holdings(shown)
+    if picture is not None:
+        # Takes a second to import, which the other commands need not spend.
+        from megatron_hexi.report.pictures import draw_plan, save_picture
+
+        save_picture(draw_plan(shown, rows), picture)
+        _say(f"drew {picture}")
+    if as_json:
+        _print_json(
+            {
+                "plan": plan_dict(shown),
+                "digest": plan_digest(shown),
+                "ranks": [dataclasses.asdict(row) for row in rows],
+            }
+        )
+    else:
+        Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(plan_report(shown, rows))
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Our part of Megatron's command line: the argument group ``hexi`` and the checks after parsing."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron_hexi.errors import user_errors
+from megatron_hexi.megatron.plan_arguments import take_plan
+from megatron_hexi.patching import Patch
+from megatron_hexi.platform import Platform, adjust_cpu_arguments
+from megatron_hexi.platform.select import PLATFORM_FLAG, PLATFORM_NAMES, say
+from megatron_hexi.runtime import KERNEL_NAMES
+
+
+def argument_patches(platform: Platform) -> tuple[Patch, ...]:
+    """The patches that add our flags and check them."""
+    return (
+        Patch(
+            target="megatron.training.arguments:add_megatron_arguments",
+            why="adds the argument group hexi",
+            build=_with_hexi_arguments,
+            parameters=("parser",),
+        ),
+        Patch(
+            target="megatron.training.arguments:validate_args",
+            why="fits Megatron's arguments to the platform, and checks ours",
+            build=functools.partial(_with_hexi_checks, platform=platform),
+            parameters=("args", "defaults"),
+        ),
+    )
+
+
+def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add the argument group ``hexi`` to a parser."""
+    group = parser.add_argument_group("hexi", "uneven context x head parallelism")
+    group.add_argument("--hexi-plan", metavar="PATH", help="the plan to train by; none: Megatron as it is")
+    group.add_argument(
+        PLATFORM_FLAG,
+        choices=PLATFORM_NAMES,
+        default="auto",
+        help="where to train; auto: on the GPU where there is one, else on the CPU with gloo",
+    )
+    group.add_argument(
+        "--hexi-kernel",
+        choices=KERNEL_NAMES,
+        default="auto",
+        help="the attention kernel of a plan; auto: the fastest that is installed and takes the model",
+    )
+    group.add_argument(
+        "--hexi-metrics",
+        metavar="PATH",
+        help="write one JSON line an iteration: loss, gradient norm, learning rate, seconds, at full precision",
+    )
+    return parser
+
+
+def prepare_arguments(args: Namespace, given: set[str], platform: Platform) -> None:
+    """Fit Megatron's parsed arguments to the platform, before Megatron checks them.
+
+    Args:
+        args: Megatron's arguments; changed in place.
+        given: the flags that the user wrote.
+        platform: where this job runs.
+
+    Raises:
+        HexiError: the arguments cannot be carried out.
+    """
+    if platform.name == "cpu":
+        changed = adjust_cpu_arguments(args, given)
+        if changed:
+            say(f"on the CPU, Megatron's defaults are replaced by: {' '.join(changed)}")
+    decided = take_plan(args, given, platform.device)
+    if decided:
+        say(f"the plan needs, and sets: {' '.join(decided)}")
+    _order_communication(args)
+
+
+def _order_communication(args: Namespace) -> None:
+    """Set what Megatron demands for tensor and context parallelism before Blackwell, where it is unset.
+
+    Sharded data parallelism wants the opposite, and Megatron says so itself.
+    """
+    parallel = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
+    if parallel and not (args.use_torch_fsdp2 or args.use_megatron_fsdp):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def _with_hexi_arguments(original: Callable[[ArgumentParser], Any]) -> Callable[[ArgumentParser], Any]:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: ArgumentParser) -> Any:
+        return add_hexi_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def _with_hexi_checks(original: Callable[..., Any], platform: Platform) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def validate_args(args: Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006 (Megatron's own)
+        with user_errors():
+            given = {word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")}
+            prepare_arguments(args, given, platform)
+        return original(args, defaults)
+
+    return validate_args

@@ -1,0 +1,229 @@
+"""GPT pretraining on Megatron's own parts: batch, forward step, loss, data sets."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers, pretrain, print_rank_0
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron_hexi.errors import HexiError
+
+#: What a model takes of a batch, each [B, S] on one context-parallel rank; the mask is [B, 1, S, S].
+_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+
+#: Arguments of Megatron that `pretrain_gpt.py` carries out and this script does not.
+_NOT_CARRIED_OUT = {
+    "sft": "--sft",
+    "fim_data": "--fim-data",
+    "logits_load_dir": "--logits-load-dir",
+    "logits_save_dir": "--logits-save-dir",
+    "hybrid_context_parallel": "--hybrid-context-parallel",
+    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "check_for_spiky_loss": "--check-for-spiky-loss",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern",
+    "perform_rl_step": "--perform-rl-step",
+    "inprocess_restart": "--inprocess-restart",
+    "yaml_cfg": "--yaml-cfg",
+}
+
+
+def pretrain_from_command_line() -> None:
+    """Parse the command line and train.
+
+    Raises:
+        HexiError: the command line asks for something that this script does not carry out.
+    """
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    _refuse_what_is_not_carried_out(args)
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its own
+    pretrain(
+        config,
+        build_datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        get_embedding_ranks=embedding_ranks,
+    )
+
+
+def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[Any, Any]:
+    """Run the model on the next microbatch.
+
+    Returns:
+        The model's output (on the last pipeline stage the loss of each token, [B, S of this rank]) and the
+        function that reduces it.
+    """
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(reduce_loss, batch["loss_mask"])
+
+
+def get_batch(
+    data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None
+) -> dict[str, torch.Tensor | None]:
+    """This rank's part of the next microbatch; all None on a pipeline stage that needs no tokens."""
+    args = get_args()
+    has_mtp = _has_multi_token_prediction(args, vp_stage)
+    if not is_first_or_last_pipeline_stage(vp_stage) and not has_mtp:
+        return dict.fromkeys(_FIELDS)
+
+    batch: dict[str, torch.Tensor | None] = {}
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    if tp_rank == 0:
+        sample = next(data_iterator)
+        batch = {name: sample[name].cuda(non_blocking=True) if name in sample else None for name in _FIELDS}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=has_mtp,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+    return {name: batch[name] for name in _FIELDS}
+
+
+def reduce_loss(
+    loss_mask: torch.Tensor, token_losses: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum the losses of the tokens that count.
+
+    Args:
+        loss_mask: 1.0 where a token counts, [B, S of this rank].
+        token_losses: of the same shape.
+
+    Returns:
+        The sum, the number of tokens, and the two together under the name that Megatron's log gives them.
+    """
+    mask = loss_mask.float().view(-1)
+    loss = torch.sum(token_losses.float().view(-1) * mask)
+    tokens = mask.sum().detach().to(torch.int)
+    if get_args().check_for_nan_in_loss_and_grad:
+        for name, is_bad in (("NaN", torch.isnan), ("infinite", torch.isinf)):
+            get_rerun_state_machine().validate_result(
+                loss, is_bad, f"{name} loss in the forward pass", fatal=True
+            )
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+
+
+def build_datasets(sample_counts: list[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """The training, validation and test sets.
+
+    Args:
+        sample_counts: the samples wanted of each.
+        vp_stage: the virtual pipeline stage of this rank.
+    """
+    args = get_args()
+    print_rank_0("> building train, validation, and test datasets for GPT ...")
+    builder = BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset,
+        sample_counts,
+        partial(_needs_dataset, args, vp_stage),
+        dataset_config(args),
+    )
+    train, valid, test = builder.build()
+    return train, valid, test
+
+
+def dataset_config(args: Namespace) -> GPTDatasetConfig:
+    """Megatron's data set configuration, from its arguments."""
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sequences = None
+    if args.per_dataset_sequences_path is not None:
+        with open(args.per_dataset_sequences_path) as file:
+            sequences = json.load(file)
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        sequences_per_dataset=sequences,
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 0,
+    )
+
+
+def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
+    """The ranks of a pipeline that hold the word embedding: the first, those that share it, those of MTP."""
+    args = get_args()
+    ranks = {pipeline_ranks[0]}
+    if len(pipeline_ranks) > 1:
+        if not args.untie_embeddings_and_output_weights:
+            ranks.add(pipeline_ranks[-1])
+        ranks.update(get_mtp_ranks(pipeline_ranks, core_transformer_config_from_args(args)))
+    return sorted(ranks)
+
+
+def _has_multi_token_prediction(args: Namespace, vp_stage: int | None) -> bool:
+    config = core_transformer_config_from_args(args)
+    return bool(
+        mtp_on_this_rank(config.pipeline_model_parallel_layout, config.mtp_num_layers, False, vp_stage)
+    )
+
+
+def _needs_dataset(args: Namespace, vp_stage: int | None) -> bool:
+    """Only the first rank of a tensor-parallel group reads data, on the stages where tokens enter or leave."""
+    if mpu.get_tensor_model_parallel_rank() != 0:
+        return False
+    return is_first_or_last_pipeline_stage(vp_stage) or _has_multi_token_prediction(args, vp_stage)
+
+
+def _refuse_what_is_not_carried_out(args: Namespace) -> None:
+    for name, flag in _NOT_CARRIED_OUT.items():
+        if getattr(args, name):
+            raise HexiError(
+                f"{flag}: megatron_hexi.pretrain_gpt does not carry it out; use NVIDIA's script through "
+                "torchrun … -m megatron_hexi.run pretrain_gpt.py"
+            )

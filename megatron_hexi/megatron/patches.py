@@ -1,0 +1,30 @@
+"""Everything that is replaced in Megatron: the one list that the adaptor installs and `hexi doctor` shows."""
+
+from __future__ import annotations
+
+from megatron_hexi.megatron.arguments import argument_patches
+from megatron_hexi.megatron.batch import BATCH_PATCHES
+from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
+from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
+from megatron_hexi.megatron.groups import group_patches
+from megatron_hexi.megatron.metrics import METRICS_PATCHES
+from megatron_hexi.megatron.pipeline import PIPELINE_PATCHES
+from megatron_hexi.megatron.rotary import ROTARY_PATCHES
+from megatron_hexi.patching import Patch
+from megatron_hexi.platform import Platform
+
+
+def all_patches(platform: Platform) -> list[Patch]:
+    """The patches of Megatron for a platform, in the order in which they are put on."""
+    return [
+        *platform.megatron_patches,
+        *argument_patches(platform),
+        HELPERS_PATH,
+        COMPILE_HELPERS,
+        *METRICS_PATCHES,
+        *group_patches(platform.device),
+        *BATCH_PATCHES,
+        *ROTARY_PATCHES,
+        *ATTENTION_PATCHES,
+        *PIPELINE_PATCHES,
+    ]

@@ -1,0 +1,80 @@
+"""Rotary embeddings at the rank's true positions.
+
+Forgetting this is silent: training runs, and the loss is off in its fifth digit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hexi.megatron.session import active_session
+from megatron_hexi.patching import Patch
+
+
+def _at_positions(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: dist.ProcessGroup) -> Tensor:
+        session = active_session()
+        if session is None:
+            return original(pos_emb, seq_dim, cp_group)
+        assert pos_emb.shape[seq_dim] == session.seq_length, "embeddings must cover the whole sequence"
+        return pos_emb.index_select(seq_dim, session.shard.positions)
+
+    return get_pos_emb_on_this_cp_rank
+
+
+def _of_whole_sequence(original: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(original)
+    def get_rotary_seq_len(
+        self: Any,
+        inference_context: Any,
+        transformer: Any,
+        transformer_input: Tensor,
+        transformer_config: Any,
+        packed_seq_params: Any = None,
+        *,
+        inference_params: Any = None,
+    ) -> int:
+        session = active_session()
+        if session is not None:
+            return session.seq_length
+        return original(
+            self,
+            inference_context,
+            transformer,
+            transformer_input,
+            transformer_config,
+            packed_seq_params,
+            inference_params=inference_params,
+        )
+
+    return get_rotary_seq_len
+
+
+ROTARY_PATCHES = (
+    Patch(
+        target="megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
+        why="takes the embeddings of the plan's positions instead of two equal chunks",
+        build=_at_positions,
+        parameters=("pos_emb", "seq_dim", "cp_group"),
+    ),
+    Patch(
+        target="megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",
+        why="the whole sequence is not the local length times the number of ranks",
+        build=_of_whole_sequence,
+        parameters=(
+            "self",
+            "inference_context",
+            "transformer",
+            "transformer_input",
+            "transformer_config",
+            "packed_seq_params",
+            "inference_params",
+        ),
+    ),
+)

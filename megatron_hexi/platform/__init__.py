@@ -1,0 +1,11 @@
+"""Where training runs: CUDA as is, or the CPU with gloo.
+
+`select_platform(name)` gives the `Platform`; `install()` puts on what the platform replaces (nothing on
+CUDA) and `remove()` takes it off. `requested_platform(argv)` reads the one flag that must be known before
+Megatron is imported. `adjust_cpu_arguments` turns off the defaults of Megatron that need a GPU.
+"""
+
+from megatron_hexi.platform.cpu_arguments import adjust_cpu_arguments
+from megatron_hexi.platform.select import Platform, requested_platform, select_platform
+
+__all__ = ["Platform", "adjust_cpu_arguments", "requested_platform", "select_platform"]

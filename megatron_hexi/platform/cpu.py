@@ -1,0 +1,70 @@
+"""The CPU platform: an unmodified Megatron trains without a GPU, with gloo.
+
+Megatron has no CPU mode: it names the device ``"cuda"`` at some seventy places. Rather than touching
+those, the few PyTorch entry points through which they all go are replaced, each by a `Patch` with its
+reason:
+
+- `cpu_device`: the tensor factories and ``.cuda()``/``.to()`` take ``"cuda"`` to mean the CPU;
+- `cpu_cuda`: the surface of ``torch.cuda`` (streams, events, memory, properties);
+- `cpu_random`: the random number stream of "the device";
+- `cpu_tensor_type`: the type names by which Megatron tells tensors apart;
+- `cpu_megatron`: four places in Megatron itself.
+
+Explicit wrappers were preferred to a `TorchFunctionMode`, which slows down every operation and holds for
+one thread only (autograd has its own), and to a device registered as ``PrivateUse1``, which needs
+kernels. What is not in these lists fails as it always does on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_hexi.patching import Patch, PatchSet
+from megatron_hexi.platform.cpu_cuda import CUDA_PATCHES
+from megatron_hexi.platform.cpu_device import DEVICE_PATCHES
+from megatron_hexi.platform.cpu_megatron import MEGATRON_PATCHES
+from megatron_hexi.platform.cpu_random import RANDOM_PATCHES
+from megatron_hexi.platform.cpu_tensor_type import TENSOR_TYPE_PATCHES
+from megatron_hexi.platform.select import Platform
+
+
+def _do_not_compile(model: Any = None, **options: Any) -> Any:
+    """Stands for `torch.compile`, bare or with options, and returns the function as it is."""
+    return model if model is not None else lambda function: function
+
+
+COMPILE = Patch(
+    target="torch:compile",
+    why="Megatron compiles small functions at import; on a CPU that costs minutes and gains nothing",
+    build=lambda original: _do_not_compile,
+    package="torch",
+    versions=">=2.6",
+)
+
+
+@dataclass(frozen=True)
+class CpuPlatform(Platform):
+    """`Platform` for the CPU; also puts to rest what was compiled before it was installed."""
+
+    def install(self) -> None:
+        super().install()
+        self._set_stance("force_eager")
+
+    def remove(self) -> None:
+        self._set_stance("default")
+        super().remove()
+
+    def _set_stance(self, stance: str) -> None:
+        # Functions that were decorated before `COMPILE` was on (Megatron was imported first).
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.set_stance(stance)
+
+
+def cpu_platform() -> Platform:
+    """The CPU platform, not yet installed."""
+    torch_patches = PatchSet((*DEVICE_PATCHES, *CUDA_PATCHES, *RANDOM_PATCHES, *TENSOR_TYPE_PATCHES, COMPILE))
+    return CpuPlatform("cpu", torch.device("cpu"), "gloo", torch_patches, MEGATRON_PATCHES)

@@ -1,0 +1,17 @@
+"""Who asks: some answers hold for Megatron and the training script only, not for PyTorch itself."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron_hexi.patching import MEGATRON_MODULES
+
+
+def called_from_megatron() -> bool:
+    """Whether the function that calls this was itself called from Megatron or the training script.
+
+    PyTorch consults the same functions (its optimizers ask `torch.cuda.is_available()`), and has to hear
+    the truth.
+    """
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    return str(caller).startswith(MEGATRON_MODULES)

@@ -1,0 +1,169 @@
+"""What Megatron asks of ``torch.cuda``, answered by a CPU: one device, one stream, all in order."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_hexi.patching import Patch
+from megatron_hexi.platform.cpu_callers import called_from_megatron
+
+_PAGE_BYTES = resource.getpagesize()
+
+
+class Stream(contextlib.AbstractContextManager):  # type: ignore[type-arg]
+    """The only stream: work on a CPU is done when the call returns."""
+
+    cuda_stream = 0
+    device = torch.device("cpu")
+
+    def __init__(self, device: Any = None, priority: int = 0, **options: Any) -> None:
+        self.priority = priority
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, 0)
+
+    def synchronize(self) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """A moment; `elapsed_time` is in milliseconds, as CUDA's."""
+
+    def __init__(self, *options: Any, **named_options: Any) -> None:
+        self.seconds = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.seconds = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.seconds - self.seconds) * 1000.0
+
+
+_STREAM = Stream()
+
+
+def _always(answer: Any = None) -> Callable[..., Any]:
+    """A new function that returns `answer`, whatever it is asked (Dynamo wants a function of its own for each name)."""
+    return lambda *args, **kwargs: answer
+
+
+def _is_available() -> bool:
+    return called_from_megatron()
+
+
+def _device_count() -> int:
+    # One "device" a rank of this machine, so that LOCAL_RANK always names one of them.
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if called_from_megatron() else 0
+
+
+def _resident_bytes(device: Any = None) -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * _PAGE_BYTES
+
+
+def _peak_resident_bytes(device: Any = None) -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _memory_stats(device: Any = None) -> dict[str, int]:
+    stats = collections.defaultdict(int)
+    for pool in ("allocated_bytes", "reserved_bytes"):
+        stats[f"{pool}.all.current"] = _resident_bytes()
+        stats[f"{pool}.all.peak"] = _peak_resident_bytes()
+    return stats
+
+
+def _properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=_device_name(),
+        major=0,
+        minor=0,
+        multi_processor_count=os.cpu_count(),
+        total_memory=os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES,
+    )
+
+
+def _device_name(device: Any = None) -> str:
+    return f"CPU ({platform.machine()})"
+
+
+def _answers(why: str, **answers: Any) -> tuple[Patch, ...]:
+    """Patches that put each value in the place of the attribute of ``torch.cuda`` of that name."""
+    return tuple(
+        Patch(
+            f"torch.cuda:{name}",
+            why,
+            lambda original, answer=answer: answer,
+            package="torch",
+            versions=">=2.6",
+        )
+        for name, answer in answers.items()
+    )
+
+
+CUDA_PATCHES = (
+    *_answers(
+        "Megatron refuses to start without CUDA",
+        is_available=_is_available,
+        device_count=_device_count,
+        current_device=_always(0),
+        set_device=_always(),
+        device=_always(contextlib.nullcontext()),
+        get_device_properties=_properties,
+        get_device_capability=_always((0, 0)),
+        get_device_name=_device_name,
+    ),
+    *_answers(
+        "work on a CPU is done when the call returns: one stream, always in order",
+        Stream=Stream,
+        Event=Event,
+        stream=_always(contextlib.nullcontext()),
+        current_stream=_always(_STREAM),
+        default_stream=_always(_STREAM),
+        set_stream=_always(),
+        synchronize=_always(),
+        is_current_stream_capturing=_always(False),
+    ),
+    *_answers(
+        "Megatron reports the device's memory: here, the memory of this process",
+        memory_allocated=_resident_bytes,
+        max_memory_allocated=_peak_resident_bytes,
+        memory_reserved=_resident_bytes,
+        max_memory_reserved=_peak_resident_bytes,
+        device_memory_used=_resident_bytes,
+        memory_stats=_memory_stats,
+        reset_peak_memory_stats=_always(),
+        empty_cache=_always(),
+    ),
+)

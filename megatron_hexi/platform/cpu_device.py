@@ -1,0 +1,90 @@
+"""The device named "cuda", wherever a tensor is made or moved, means the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+from megatron_hexi.patching import Patch
+
+_CPU = torch.device("cpu")
+
+_FACTORIES = (
+    *(
+        "arange",
+        "as_tensor",
+        "empty",
+        "empty_like",
+        "eye",
+        "full",
+        "full_like",
+        "linspace",
+        "ones",
+        "ones_like",
+    ),
+    *("rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
+)
+_NEW_METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+# PyTorch looks its factories up once for `with torch.device(...)`: let it find the originals.
+_device_constructors()
+
+
+def _on_cpu(device: Any) -> Any:
+    """The CPU for whatever names a CUDA device (``"cuda"``, ``"cuda:1"``, an index); else `device` itself."""
+    is_cuda = (
+        isinstance(device, int)
+        or (isinstance(device, str) and device.startswith("cuda"))
+        or (isinstance(device, torch.device) and device.type == "cuda")
+    )
+    return _CPU if is_cuda else device
+
+
+def _factory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)  # pages are pinned for the sake of a GPU
+        return original(*args, **kwargs)
+
+    return make
+
+
+def _to(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args:
+            args = (_on_cpu(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return original(tensor, *args, **kwargs)
+
+    return to
+
+
+def _itself(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    return itself
+
+
+def _patch(target: str, why: str, build: Callable[[Any], Any]) -> Patch:
+    return Patch(target, why, build, package="torch", versions=">=2.6")
+
+
+#: `torch.nn.Module.cuda` and `.to` go through the methods of the tensors and need no patch.
+DEVICE_PATCHES = (
+    *(_patch(f"torch:{name}", 'device="cuda" makes a CPU tensor', _factory) for name in _FACTORIES),
+    *(_patch(f"torch:Tensor.{name}", 'device="cuda" makes a CPU tensor', _factory) for name in _NEW_METHODS),
+    _patch("torch:Tensor.to", "a tensor moved to CUDA stays on the CPU", _to),
+    _patch("torch:Tensor.cuda", "a tensor moved to CUDA stays on the CPU", _itself),
+    _patch("torch:Tensor.pin_memory", "pages are pinned for the sake of a GPU", _itself),
+    _patch("torch:Tensor.record_stream", "there are no streams to record", _itself),
+)

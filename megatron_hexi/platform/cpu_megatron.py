@@ -1,0 +1,72 @@
+"""What the CPU needs replaced in Megatron itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_hexi.patching import Patch
+from megatron_hexi.platform.cpu_random import HOST_GENERATOR
+
+
+def _no_warm_up(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def warm_up(*args: Any, **kwargs: Any) -> None: ...
+
+    return warm_up
+
+
+def _host_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        loader = original(*args, **kwargs)
+        if loader is not None:
+            loader.generator = HOST_GENERATOR
+            loader.pin_memory = False
+        return loader
+
+    return build
+
+
+def _norm_with_sequence_parallel(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
+    build = original.__func__
+
+    @functools.wraps(build)
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if not config.sequence_parallel:
+            return build(cls, config, *args, **kwargs)
+        norm = build(cls, SimpleNamespace(**{**vars(config), "sequence_parallel": False}), *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    return staticmethod(new)
+
+
+MEGATRON_PATCHES = (
+    Patch(
+        target="megatron.training.initialize:_warmup_jit_function",
+        why="nothing is compiled on a CPU, and its draws depend on the sequence length",
+        build=_no_warm_up,
+        parameters=("tp_size",),
+    ),
+    Patch(
+        target="megatron.training.datasets.data_samplers:build_pretraining_data_loader",
+        why="the data loader draws its seed from the host's stream, and there is no GPU to pin pages for",
+        build=_host_data_loader,
+        parameters=("dataset", "consumed_samples"),
+    ),
+    Patch(
+        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        why="PyTorch's norm works on the rows of a sequence-parallel rank; its weights' gradients must be summed",
+        build=_norm_with_sequence_parallel,
+        parameters=(
+            *("cls", "config", "hidden_size", "eps"),
+            *("persist_layer_norm", "zero_centered_gamma", "normalization"),
+        ),
+    ),
+)

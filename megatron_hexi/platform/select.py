@@ -1,0 +1,93 @@
+"""Choosing the platform: ``--hexi-platform {auto,cpu,cuda}``."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_hexi.errors import PlatformError
+from megatron_hexi.patching import Patch, PatchSet
+
+PLATFORM_FLAG = "--hexi-platform"
+PLATFORM_NAMES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Where tensors live and how ranks talk.
+
+    Attributes:
+        name: ``"cuda"`` or ``"cpu"``.
+        device: the device of this rank's tensors.
+        backend: the backend of torch.distributed.
+        torch_patches: what is replaced in PyTorch; must be on before Megatron is imported.
+        megatron_patches: what is replaced in Megatron for this platform alone.
+    """
+
+    name: str
+    device: torch.device
+    backend: str
+    torch_patches: PatchSet
+    megatron_patches: tuple[Patch, ...] = ()
+
+    def install(self) -> None:
+        """Replace what the platform needs replaced in PyTorch.
+
+        Raises:
+            PatchError: PyTorch does not look as expected, or the platform is installed already.
+        """
+        self.torch_patches.install()
+
+    def remove(self) -> None:
+        """Restore PyTorch exactly as it was."""
+        self.torch_patches.remove()
+
+
+def requested_platform(argv: Sequence[str]) -> str:
+    """The value of ``--hexi-platform`` in a command line that Megatron has not parsed yet.
+
+    Raises:
+        PlatformError: the flag has no value, or one that is not known.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(PLATFORM_FLAG, choices=PLATFORM_NAMES, default="auto")
+    try:
+        return str(parser.parse_known_args(list(argv))[0].hexi_platform)
+    except argparse.ArgumentError as problem:
+        raise PlatformError(f"{PLATFORM_FLAG}: {problem.message}; give auto, cpu or cuda") from problem
+
+
+def select_platform(name: str) -> Platform:
+    """The platform of that name; ``auto`` is CUDA where there is a GPU and the CPU elsewhere.
+
+    Raises:
+        PlatformError: CUDA was asked for and there is none, or the name is not known.
+    """
+    if name not in PLATFORM_NAMES:
+        raise PlatformError(f"{PLATFORM_FLAG} {name}: not a platform; give auto, cpu or cuda")
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise PlatformError(
+            f"{PLATFORM_FLAG} cuda: PyTorch {torch.__version__} sees no GPU on this machine; "
+            f"use {PLATFORM_FLAG} cpu, or check the driver and CUDA_VISIBLE_DEVICES"
+        )
+    if name == "cuda" or (name == "auto" and has_gpu):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return Platform("cuda", device, "nccl", PatchSet(()))
+    if name == "auto":
+        say("no GPU found: running on the CPU with gloo (say --hexi-platform cpu to choose it)")
+    from megatron_hexi.platform.cpu import cpu_platform
+
+    return cpu_platform()
+
+
+def say(message: str) -> None:
+    """Tell the user something, once: one line on standard error, from rank 0, not from its helper processes."""
+    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
+        print(f"hexi: {message}", file=sys.stderr, flush=True)

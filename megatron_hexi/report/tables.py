@@ -1,0 +1,137 @@
+"""Plans as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megatron_hexi.plan import Estimate, Plan, Provenance, Traffic, Workload
+from megatron_hexi.plan.model import Range
+from megatron_hexi.report.holdings import Holding
+
+_CAPTION = "heads and positions: first-last; sent: bytes a layer and sequence in bf16, forward + backward"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def plan_report(plan: Plan, rows: Sequence[Holding]) -> RenderableType:
+    """The plan for a reader: the workload, who holds what, and what the planner expected.
+
+    Args:
+        plan: the plan.
+        rows: its holdings.
+    """
+    parts: list[RenderableType] = [Text(_workload_line(plan.workload)), holdings_table(plan, rows)]
+    if plan.estimate is not None:
+        parts.append(Text(_estimate_line(plan.estimate)))
+    if plan.provenance is not None:
+        parts.append(Text(_provenance_line(plan.provenance)))
+    return Group(*parts)
+
+
+def holdings_table(plan: Plan, rows: Sequence[Holding]) -> Table:
+    """Who holds what, one line a rank, with a rule between groups."""
+    table = Table(caption=_CAPTION, caption_justify="left")
+    several_replicas = len(plan.replicas) > 1
+    if several_replicas:
+        table.add_column("replica", justify="right")
+    for name in (
+        "rank",
+        "group",
+        "tokens",
+        "share",
+        "heads",
+        "kv heads",
+        "positions",
+        "sent in group",
+        "to others",
+    ):
+        table.add_column(name, justify="left" if name in ("group", "positions") else "right", overflow="fold")
+    for number, row in enumerate(rows):
+        following = rows[number + 1] if number + 1 < len(rows) else row
+        cells = (
+            str(row.rank),
+            Text(row.group_name or str(row.group)),  # a name may hold what rich takes for markup
+            f"{row.tokens:,}",
+            f"{row.share:.1%}",
+            spell_range(row.heads),
+            spell_range(row.kv_heads),
+            ", ".join(map(spell_range, row.segments)) or "none",
+            _both_ways(row.forward, row.backward, "all_to_all_bytes"),
+            _both_ways(row.forward, row.backward, "message_bytes"),
+        )
+        table.add_row(
+            *([str(row.replica)] if several_replicas else []),
+            *cells,
+            end_section=(following.replica, following.group) != (row.replica, row.group),
+        )
+    return table
+
+
+def spell_range(span: Range) -> str:
+    """A half-open range as people count: ``0-7`` for (0, 8), ``7`` for (7, 8), ``none`` if empty."""
+    start, stop = span
+    if start == stop:
+        return "none"
+    return str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+
+
+def spell_bytes(count: int) -> str:
+    """A number of bytes in the largest binary unit that leaves at least one: ``1.5 MiB``."""
+    size = float(count)
+    for unit in _UNITS[:-1]:
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} {_UNITS[-1]}"
+
+
+def _both_ways(forward: Traffic, backward: Traffic, name: str) -> str:
+    there, back = getattr(forward, name), getattr(backward, name)
+    return f"{spell_bytes(there)} + {spell_bytes(back)}" if there or back else "nothing"
+
+
+def _workload_line(workload: Workload) -> str:
+    facts = [
+        f"{workload.seq_length:,} tokens",
+        f"{workload.heads} heads of {workload.head_dim}, {workload.kv_heads} kv heads",
+        "causal" if workload.causal else "not causal",
+    ]
+    if workload.layers is not None:
+        facts.append(f"{workload.layers} layers")
+    if workload.hidden_size is not None:
+        facts.append(f"hidden size {workload.hidden_size}")
+    if workload.tensor_parallel > 1:
+        facts.append(f"tensor parallel {workload.tensor_parallel} (heads below are those of one such rank)")
+    return "workload: " + ", ".join(facts)
+
+
+def _estimate_line(estimate: Estimate) -> str:
+    facts = []
+    if estimate.iteration_s is not None:
+        facts.append(f"{estimate.iteration_s:.3f} s an iteration")
+    if estimate.tokens_per_s is not None:
+        facts.append(f"{estimate.tokens_per_s:,.0f} tokens/s")
+    if estimate.gap is not None:
+        facts.append(f"at most {estimate.gap:.1%} above the lower bound")
+    if estimate.memory_gib:
+        facts.append(f"up to {max(estimate.memory_gib):.1f} GiB a rank")
+    for name, tokens_per_s in (estimate.against or {}).items():
+        facts.append(f"{name} {tokens_per_s:,.0f} tokens/s")
+    return "estimate: " + (", ".join(facts) or "none")
+
+
+def _provenance_line(provenance: Provenance) -> str:
+    facts = {
+        "by": provenance.planner,
+        "solver": provenance.solver,
+        "seed": provenance.seed,
+        "cluster": provenance.cluster,
+        "model": provenance.model,
+        "on": provenance.created,
+    }
+    return "made: " + (
+        ", ".join(f"{key} {value}" for key, value in facts.items() if value is not None) or "by hand"
+    )

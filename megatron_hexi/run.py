@@ -1,0 +1,45 @@
+"""``torchrun … -m megatron_hexi.run PRETRAIN_SCRIPT.py [its arguments]``: an unmodified script, with us in it.
+
+Works the same under torchrun and under SLURM's ``srun``.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from megatron_hexi.errors import HexiError, user_errors
+from megatron_hexi.platform.slurm import adopt_slurm_environment
+
+_USAGE = "usage: torchrun --nproc-per-node 8 -m megatron_hexi.run pretrain_gpt.py --hexi-plan plan.yaml …"
+
+
+def main(argv: list[str]) -> None:
+    """Run a training script as ``python SCRIPT …`` would, with the adaptor imported first.
+
+    Args:
+        argv: the script and its arguments.
+
+    Raises:
+        SystemExit: the script is missing, or its arguments are wrong (exit code 2).
+    """
+    with user_errors():
+        if not argv:
+            raise HexiError(f"no training script given; {_USAGE}")
+        script = argv[0]
+        if not os.path.isfile(script):
+            raise HexiError(f"{script}: no such training script; {_USAGE}")
+        adopt_slurm_environment(os.environ)
+
+    # As Python itself does: the script's own directory comes first on the path, in place of ours.
+    sys.argv[:] = argv
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+
+    import megatron_hexi.adaptor  # noqa: F401
+
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
