@@ -54,9 +54,11 @@ class FileChange:
         return b"".join(lines)
 
     def is_original(self, content: bytes) -> bool:
+        """Whether a file's content is the original's."""
         return hashlib.sha256(content).hexdigest() == self.sha256
 
     def is_patched(self, content: bytes) -> bool:
+        """Whether a file's content is the original's with our lines in it."""
         return not self.is_original(content) and self.is_original(self.revert(content))
 
 
@@ -110,7 +112,7 @@ def patch_checkout(checkout: Path, diffs: Sequence[Path] | None = None) -> list[
         The files that were changed.
 
     Raises:
-        HexiError: a file is missing, is patched already, is not an original that we know, or cannot be written.
+        HexiError: a file is missing, is patched already, is no original that we know, or cannot be written.
     """
     changes, contents = _matching(checkout, diffs)
     for change in changes:
@@ -153,8 +155,8 @@ def _matching(checkout: Path, diffs: Sequence[Path] | None) -> tuple[list[FileCh
             content = file.read_bytes()
             if not (change.is_original(content) or change.is_patched(content)):
                 refusals.append(
-                    f"{file}: not the original of {diff.stem}; restore it with git checkout -- {change.name}, "
-                    "or add 'import megatron_hexi.adaptor' as its first import yourself"
+                    f"{file}: not the original of {diff.stem}; restore it with git checkout -- "
+                    f"{change.name}, or add 'import megatron_hexi.adaptor' as its first import yourself"
                 )
                 break
             contents[change.name] = content
@@ -170,7 +172,8 @@ def _refuse_half_patched(checkout: Path, changes: list[FileChange], contents: di
     patched = [change.name for change in changes if change.is_patched(contents[change.name])]
     if patched and len(patched) < len(changes):
         raise HexiError(
-            f"{checkout}: only {', '.join(patched)} is patched; restore it with git checkout -- {' '.join(patched)}"
+            f"{checkout}: only {', '.join(patched)} is patched; "
+            f"restore it with git checkout -- {' '.join(patched)}"
         )
 
 

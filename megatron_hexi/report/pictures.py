@@ -11,9 +11,15 @@ from matplotlib.figure import Figure
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.model import Range
 from megatron_hexi.report.holdings import Holding
 
+#: Red, green, blue, opacity; each from 0 to 1.
+Colour = tuple[float, float, float, float]
+
 _ROW = 0.8  # height of a bar, where rows are one apart
+_MAX_HEIGHT = 60.0  # inches; beyond it rows get thinner instead
+_LABEL_SHARE = 0.01  # part of the axis that a bar must take for its label to fit
 
 
 def draw_plan(plan: Plan, rows: Sequence[Holding]) -> Figure:
@@ -23,26 +29,16 @@ def draw_plan(plan: Plan, rows: Sequence[Holding]) -> Figure:
         plan: the plan.
         rows: its holdings.
     """
-    groups = list(dict.fromkeys((row.replica, row.group) for row in rows))
-    figure = Figure(figsize=(11, 2.6 + 0.5 * (len(plan.replicas) + len(groups))), layout="constrained")
+    groups = [(r, g) for r, replica in enumerate(plan.replicas) for g in range(len(replica.domain.groups))]
+    height = min(2.6 + 0.5 * (len(plan.replicas) + len(groups)), _MAX_HEIGHT)
+    figure = Figure(figsize=(11, height), layout="constrained")
     sequence, heads = figure.subplots(2, 1, height_ratios=[len(plan.replicas) + 0.5, len(groups) + 0.5])
+    _set_up(sequence, "position in the sequence", plan.workload.seq_length, _replica_names(plan))
+    _set_up(heads, "query head", plan.workload.local_heads, _group_names(plan))
     for row in rows:
         colour = _colour(row.rank, len(rows))
-        shard = [(start, stop - start) for start, stop in row.segments]
-        _add_bar(sequence, shard, row.replica, colour, f"{row.rank}")
-        first, last = row.heads
-        _add_bar(
-            heads, [(first, last - first)], groups.index((row.replica, row.group)), colour, f"{row.rank}"
-        )
-    several = len(plan.replicas) > 1
-    names = {(row.replica, row.group): row.group_name or f"group {row.group}" for row in rows}
-    _finish(sequence, "position in the sequence", plan.workload.seq_length, _replica_names(plan))
-    _finish(
-        heads,
-        "query head",
-        plan.workload.local_heads,
-        [f"replica {key[0]}: {names[key]}" if several else names[key] for key in groups],
-    )
+        _add_bars(sequence, row.segments, row.replica, colour, str(row.rank))
+        _add_bars(heads, [row.heads], groups.index((row.replica, row.group)), colour, str(row.rank))
     sequence.set_title("Numbers are ranks. Above: tokens outside attention. Below: heads in attention.")
     return figure
 
@@ -64,21 +60,27 @@ def save_picture(figure: Figure, path: Path) -> None:
         raise HexiError(f"{path}: cannot be written ({problem.strerror}); check the folder") from None
 
 
-def _colour(rank: int, ranks: int) -> tuple[float, float, float, float]:
+def _colour(rank: int, ranks: int) -> Colour:
     """Colours that neighbours can be told apart by, and that all differ in larger plans too."""
     return colormaps["tab20"](rank) if ranks <= 20 else colormaps["turbo"]((rank + 0.5) / ranks)
 
 
-def _add_bar(
-    axes: Axes, spans: list[tuple[int, int]], row: int, colour: tuple[float, float, float, float], label: str
-) -> None:
-    spans = [(start, size) for start, size in spans if size]
-    axes.broken_barh(spans, (row - _ROW / 2, _ROW), facecolor=colour, edgecolor="white", linewidth=0.5)
-    for start, size in spans:
-        axes.text(start + size / 2, row, label, ha="center", va="center", fontsize=7, clip_on=True)
+def _add_bars(axes: Axes, ranges: Sequence[Range], row: int, colour: Colour, label: str) -> None:
+    axes.broken_barh(
+        [(start, stop - start) for start, stop in ranges],
+        (row - _ROW / 2, _ROW),
+        facecolor=colour,
+        edgecolor="white",
+        linewidth=0.5,
+    )
+    red, green, blue, _ = colour
+    ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.45 else "white"
+    for start, stop in ranges:
+        if stop - start > _LABEL_SHARE * axes.get_xlim()[1]:
+            axes.text((start + stop) / 2, row, label, ha="center", va="center", fontsize=7, color=ink)
 
 
-def _finish(axes: Axes, what: str, end: int, rows: list[str]) -> None:
+def _set_up(axes: Axes, what: str, end: int, rows: list[str]) -> None:
     axes.set_xlim(0, end)
     axes.set_xlabel(what)
     axes.set_yticks(range(len(rows)), rows)
@@ -89,3 +91,12 @@ def _finish(axes: Axes, what: str, end: int, rows: list[str]) -> None:
 
 def _replica_names(plan: Plan) -> list[str]:
     return [f"replica {number}" for number in range(len(plan.replicas))]
+
+
+def _group_names(plan: Plan) -> list[str]:
+    several = len(plan.replicas) > 1
+    return [
+        (f"replica {r}: " if several else "") + (group.name or f"group {g}")
+        for r, replica in enumerate(plan.replicas)
+        for g, group in enumerate(replica.domain.groups)
+    ]

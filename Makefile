@@ -1,0 +1,28 @@
+# Every target first brings .venv up to date (scripts/bootstrap.sh: at once when nothing changed).
+BIN := .venv/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help environment demo test lint clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1: /p' Makefile | awk -F': ' '{printf "make %-12s %s\n", $$1, $$2}'
+
+environment:  ## build .venv
+	@sh scripts/bootstrap.sh
+
+demo: environment  ## train a small model unevenly on this machine's CPU, and compare
+	$(BIN)/python scripts/quickstart/demo.py $(ARGS)
+
+test: lint  ## every check that CI runs; make test ARGS='-k plan' hands words to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: environment  ## style, types, and the arrows between rooms
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports
+
+clean:  ## remove .venv, builds and caches
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find megatron_hexi scripts tests -name __pycache__ -prune -exec rm -rf {} +

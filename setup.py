@@ -1,0 +1,84 @@
+"""What megatron-hexi is and needs. The tools' settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def version() -> str:
+    """The package's version, read without importing it: its dependencies may not be there yet."""
+    text = (HERE / "megatron_hexi" / "__init__.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError('megatron_hexi/__init__.py: no line __version__ = "…"; add it')
+    return found[1]
+
+
+def long_description() -> str:
+    """The README; an sdist that was cut down may come without."""
+    readme = HERE / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+setup(
+    name="megatron-hexi",
+    version=version(),
+    description="Long-context training on mixed GPU clusters: uneven context parallelism for Megatron",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["megatron", "context parallelism", "heterogeneous", "long context", "distributed training"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    python_requires=">=3.12",  # as megatron-core
+    # The diffs lie at the top of the repository, where people look for them; installed, inside the package.
+    packages=[*find_packages(include=["megatron_hexi", "megatron_hexi.*"]), "megatron_hexi.patches"],
+    package_dir={"megatron_hexi.patches": "patches"},
+    package_data={"megatron_hexi": ["py.typed"], "megatron_hexi.patches": ["*.diff"]},
+    entry_points={"console_scripts": ["hexi = megatron_hexi.cli.main:main"]},
+    install_requires=[
+        "matplotlib",
+        "megatron-core>=0.19,<0.20",
+        "numpy",
+        "ortools>=9.11",
+        "packaging",
+        "psutil",  # megatron-core saves torch_dist checkpoints with it, and does not declare it
+        "pydantic>=2",
+        "pyyaml",
+        "rich",
+        "torch>=2.11",
+        "typer>=0.28",  # the first that exports TyperException
+    ],
+    extras_require={
+        # Kernels for NVIDIA GPUs. Both build against the torch that is installed, so install them after it:
+        # pip install --no-build-isolation 'megatron-hexi[gpu]'
+        "gpu": ["flash-attn", "transformer-engine[pytorch]"],
+        # A linter's next minor version may format or judge differently: these move on purpose only.
+        "dev": [
+            "build",
+            "hypothesis",
+            "import-linter>=2.16,<3",
+            "mypy>=2.4,<2.5",
+            "pytest>=9,<10",
+            "pytest-timeout",
+            "ruff>=0.17,<0.18",
+            "setuptools>=77",  # builds wheels without isolation in the tests
+            "types-PyYAML",
+        ],
+    },
+)

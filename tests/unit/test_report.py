@@ -1,0 +1,167 @@
+"""Reports: every number in a table or a picture comes from the plan, and all of the plan is in it."""
+
+import io
+
+import pytest
+from matplotlib.colors import to_hex
+from rich.console import Console
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import (
+    Domain,
+    Estimate,
+    Group,
+    Member,
+    Plan,
+    Provenance,
+    Replica,
+    Stage,
+    Workload,
+    proportional_plan,
+    validate_plan,
+)
+from megatron_hexi.report.holdings import holdings
+from megatron_hexi.report.pictures import draw_plan, save_picture
+from megatron_hexi.report.tables import plan_report, spell_bytes, spell_range
+
+WORKLOAD = Workload(seq_length=4096, heads=16, kv_heads=4, head_dim=64)
+
+
+def text_of(plan: Plan) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=200).print(plan_report(plan, holdings(plan)))
+    return stream.getvalue()
+
+
+@pytest.fixture
+def two_replicas():
+    return proportional_plan(WORKLOAD, [[[2, 2], [1, 1]], [[1, 1, 1]]])
+
+
+def test_holdings_partition_every_sequence(two_replicas):
+    rows = holdings(two_replicas)
+    assert [row.rank for row in rows] == list(range(7))
+    for replica in (0, 1):
+        mine = [row for row in rows if row.replica == replica]
+        positions = sorted(p for row in mine for start, stop in row.segments for p in range(start, stop))
+        assert positions == list(range(4096))
+        assert sum(row.share for row in mine) == pytest.approx(1)
+        assert all(row.tokens == sum(stop - start for start, stop in row.segments) for row in mine)
+
+
+def test_holdings_count_traffic_by_hand():
+    # Two groups of one rank each: no all-to-all. The outer group holds [0, 1024) and [3072, 4096), so its
+    # back half sees all 2048 keys of the inner one, and all the inner one's queries see its front half.
+    rows = holdings(proportional_plan(WORKLOAD, [[[1], [1]]]))
+    key_bytes = 2 * 4 * 64 * 2  # key and value of 4 KV heads of 64, two bytes each
+    assert [row.forward.message_bytes for row in rows] == [1024 * key_bytes, 2048 * key_bytes]
+    assert [row.forward.all_to_all_bytes for row in rows] == [0, 0]
+    # Backward sends the keys again, and the gradients of those received.
+    assert [row.backward.message_bytes for row in rows] == [3072 * key_bytes, 3072 * key_bytes]
+
+
+def test_ranks_need_not_follow_the_groups():
+    groups = (
+        Group(((0, 1000),), (Member(0, 500, (0, 8)), Member(2, 500, (8, 16)))),
+        Group(((1000, 4096),), (Member(1, 3096, (0, 16)),)),
+    )
+    plan = Plan(Workload(4096, 16, 4, 64, causal=False), (Replica((Stage(Domain(groups)),)),))
+    validate_plan(plan)
+    assert [(row.rank, row.group, row.tokens) for row in holdings(plan)] == [
+        (0, 0, 500),
+        (1, 1, 3096),
+        (2, 0, 500),
+    ]
+
+
+def test_table_shows_what_the_plan_says(two_replicas):
+    text = text_of(two_replicas)
+    assert "4,096 tokens, 16 heads of 64, 4 kv heads, causal" in text
+    assert "replica" in text
+    for row in holdings(two_replicas):
+        assert any(
+            f"{row.tokens:,}" in line and f"{row.share:.1%}" in line and spell_range(row.heads) in line
+            for line in text.splitlines()
+        )
+
+
+def test_table_of_a_rank_without_work():
+    group = Group(((0, 4096),), (Member(0, 4096, (0, 16)), Member(1, 0, (16, 16))))
+    plan = Plan(WORKLOAD, (Replica((Stage(Domain((group,))),)),))
+    validate_plan(plan)
+    (line,) = (line for line in text_of(plan).splitlines() if " 0.0%" in line)
+    assert line.count("none") == 3  # heads, KV heads, positions
+
+
+def test_group_names_are_no_markup():
+    group = Group(((0, 4096),), (Member(0, 4096, (0, 16)),), name="[red]a")
+    assert "[red]a" in text_of(Plan(WORKLOAD, (Replica((Stage(Domain((group,))),)),)))
+
+
+def test_estimate_and_provenance_are_shown_where_given():
+    plain = proportional_plan(WORKLOAD, [[[1, 1]]])
+    assert "estimate" not in text_of(plain)
+    told = Plan(
+        plain.workload,
+        plain.replicas,
+        estimate=Estimate(iteration_s=1.25, tokens_per_s=26214.4, gap=0.031, against={"ring": 17000.0}),
+        provenance=Provenance(planner="exact", seed=0),
+    )
+    text = text_of(told)
+    assert "estimate: 1.250 s an iteration, 26,214 tokens/s" in text
+    assert "ring 17,000 tokens/s" in text
+    assert "made: by exact, seed 0" in text
+
+
+@pytest.mark.parametrize(
+    ("span", "text"), [((0, 8), "0-7"), ((7, 8), "7"), ((8, 8), "none")], ids=["many", "one", "none"]
+)
+def test_spell_range(span, text):
+    assert spell_range(span) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB"), (2**52, "4096.0 TiB")],
+)
+def test_spell_bytes(count, text):
+    assert spell_bytes(count) == text
+
+
+def test_picture_has_every_segment_and_head_range(two_replicas):
+    rows = holdings(two_replicas)
+    sequence, heads = draw_plan(two_replicas, rows).axes
+
+    def bars(axes):
+        """(row, colour) -> half-open ranges drawn there."""
+        drawn: dict[tuple[int, str], set[tuple[int, int]]] = {}
+        for collection in axes.collections:
+            for path in collection.get_paths():
+                (left, bottom), (right, top) = path.get_extents().min, path.get_extents().max
+                key = (round((bottom + top) / 2), to_hex(collection.get_facecolor()[0]))
+                drawn.setdefault(key, set()).add((round(left), round(right)))
+        return drawn
+
+    assert sorted(map(sorted, bars(sequence).values())) == sorted(sorted(row.segments) for row in rows)
+    assert sorted(map(sorted, bars(heads).values())) == sorted([row.heads] for row in rows)
+    assert {row for row, _ in bars(sequence)} == {0, 1}
+    assert [label.get_text() for label in heads.get_yticklabels()] == [
+        "replica 0: group-0",
+        "replica 0: group-1",
+        "replica 1: group-0",
+    ]
+
+
+@pytest.mark.parametrize("name", ["plan.png", "plan.svg", "plan.PDF"])
+def test_picture_in_the_format_of_its_name(two_replicas, tmp_path, name):
+    path = tmp_path / name
+    save_picture(draw_plan(two_replicas, holdings(two_replicas)), path)
+    assert path.stat().st_size > 1000
+
+
+def test_picture_in_an_unknown_format_is_refused(two_replicas, tmp_path):
+    figure = draw_plan(two_replicas, holdings(two_replicas))
+    with pytest.raises(HexiError, match=r"unknown format; end its name in \.") as error:
+        save_picture(figure, tmp_path / "plan.xyz")
+    assert "plan.xyz" in str(error.value)
+    assert not list(tmp_path.iterdir())
