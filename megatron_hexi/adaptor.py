@@ -17,7 +17,7 @@ with user_errors():
     platform = select_platform(requested_platform(sys.argv[1:]))
     platform.install()  # before the next import, which imports Megatron
 
-    from megatron_hexi.megatron.patches import all_patches  # noqa: E402
+    from megatron_hexi.megatron.patches import all_patches
 
     #: What is replaced in Megatron.
     patches = PatchSet(all_patches(platform))

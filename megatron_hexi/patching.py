@@ -108,6 +108,7 @@ class PatchSet:
 
     @property
     def installed(self) -> bool:
+        """Whether the patches are on."""
         return bool(self._undo)
 
     def install(self) -> None:

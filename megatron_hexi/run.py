@@ -1,4 +1,4 @@
-"""``torchrun … -m megatron_hexi.run PRETRAIN_SCRIPT.py [its arguments]``: an unmodified script, with us in it.
+"""``torchrun … -m megatron_hexi.run PRETRAIN_SCRIPT.py [its arguments]``: an unmodified script with us in.
 
 Works the same under torchrun and under SLURM's ``srun``.
 """
@@ -38,7 +38,8 @@ def main(argv: list[str]) -> None:
 
     import megatron_hexi.adaptor  # noqa: F401
 
-    runpy.run_path(script, run_name="__main__")
+    with user_errors():
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--hexi-metrics",
         metavar="PATH",
-        help="write one JSON line an iteration: loss, gradient norm, learning rate, seconds, at full precision",
+        help="write one JSON line an iteration: loss, gradient norm, learning rate, seconds and processor "
+        "seconds, at full precision; with {rank} in PATH every rank writes a file of its own",
     )
     return parser
 

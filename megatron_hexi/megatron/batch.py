@@ -34,15 +34,18 @@ def cut_batch(batch: Batch, session: Session) -> Batch:
     """
     shard = session.shard
     if batch.get("attention_mask") is not None:
-        raise PlanError("the batch has an attention mask, a plan makes its own; use --no-create-attention-mask-in-dataloader")
+        raise PlanError(
+            "the batch has an attention mask, a plan makes its own; "
+            "use --no-create-attention-mask-in-dataloader"
+        )
     for key in _TOKEN_KEYS:
         tensor: Tensor | None = batch.get(key)
         if tensor is None:
             continue
         if tensor.shape[1] != session.seq_length:
             raise PlanError(
-                f"{key} hold {tensor.shape[1]} tokens, the plan {session.given.path} was made for {session.seq_length}; "
-                "use a plan for this length"
+                f"{key} hold {tensor.shape[1]} tokens, the plan {session.given.path} was made for "
+                f"{session.seq_length}; use a plan for this length"
             )
         batch[key] = tensor.index_select(1, shard.positions)
     if batch.get("loss_mask") is not None:

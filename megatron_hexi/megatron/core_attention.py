@@ -20,7 +20,7 @@ from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
 
 
-class HexiCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron is untyped
+class HexiCoreAttention(MegatronModule):
     """Attention under the active plan. Has no weights, so checkpoints do not know it.
 
     Takes what Megatron's own core attentions take; arguments that only theirs need are accepted and
@@ -43,12 +43,15 @@ class HexiCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron is un
         session = _session()
         causal = session.given.plan.workload.causal
         if attention_type != "self":
-            raise PlanError(f"layer {layer_number} has {attention_type} attention; a plan carries out self attention only")
+            raise PlanError(
+                f"layer {layer_number} has {attention_type} attention; a plan carries out self attention only"
+            )
         if attn_mask_type is not (AttnMaskType.causal if causal else AttnMaskType.no_mask):
             raise PlanError(
                 f"layer {layer_number} has the mask {attn_mask_type.name}, the plan {session.given.path} is "
                 f"{'causal' if causal else 'not causal'}; use a plan for this model"
             )
+        self.attn_mask_type = attn_mask_type
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         if config.apply_query_key_layer_scaling:
             self.softmax_scale /= max(1, layer_number)
@@ -69,7 +72,10 @@ class HexiCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron is un
             query: [L, B, H, D], rows of the shard, padding last.
             key: [L, B, K, D].
             value: [L, B, K, D].
-            attention_mask: must be ``None``, as the other arguments: the mask is the plan's.
+            attention_mask: must be ``None``: the mask is the plan's.
+            attn_mask_type: ``None``, or the one that the layer was built with.
+            attention_bias: must be ``None``.
+            packed_seq_params: must be ``None``.
 
         Returns:
             [L, B, H D], zero in padding rows.
@@ -83,10 +89,18 @@ class HexiCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron is un
             ("packed_seq_params", packed_seq_params),
         ):
             if given is not None:
-                raise PlanError(f"attention was given {name}, which a plan cannot carry out yet; train without it")
+                raise PlanError(
+                    f"attention was given {name}, which a plan cannot carry out yet; train without it"
+                )
+        if attn_mask_type not in (None, self.attn_mask_type):
+            raise PlanError(
+                f"attention was given the mask {attn_mask_type}, the layer has {self.attn_mask_type}; "
+                "train without it"
+            )
         session = _session()
         tokens = session.shard.tokens
-        output = session.attention(query[:tokens], key[:tokens], value[:tokens], self.softmax_scale).flatten(2)
+        output = session.attention(query[:tokens], key[:tokens], value[:tokens], self.softmax_scale)
+        output = output.flatten(2)
         padding = session.shard.rows - tokens
         return torch.cat([output, output.new_zeros(padding, *output.shape[1:])]) if padding else output
 
@@ -108,13 +122,15 @@ def _replaceable() -> tuple[type, ...]:
 
 def _with_hexi_attention(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def __init__(self: Any, config: TransformerConfig, submodules: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self: Any, config: TransformerConfig, submodules: Any, layer_number: int, *args: Any, **kwargs: Any
+    ) -> None:
         if active_session() is not None:
             with user_errors():
                 if submodules.core_attention not in _replaceable():
                     raise PlanError(
-                        f"layer {layer_number} has the core attention {submodules.core_attention!r}, which a plan cannot "
-                        "replace; use the local or the Transformer Engine layer spec"
+                        f"layer {layer_number} has the core attention {submodules.core_attention!r}, which a "
+                        "plan cannot replace; use the local or the Transformer Engine layer spec"
                     )
             submodules = dataclasses.replace(submodules, core_attention=HexiCoreAttention)
         with user_errors():

@@ -18,7 +18,7 @@ _HELPERS = "megatron.core.datasets.helpers_cpp"
 
 
 def _with_helpers_elsewhere(original: list[str]) -> list[str]:
-    """The folders of ``megatron.core.datasets``, and those of other installations that hold compiled helpers."""
+    """The folders of ``megatron.core.datasets``, with those of other installations that have the helpers."""
     if importlib.util.find_spec(_HELPERS) is not None:
         return original
     folders = [Path(portion, "core", "datasets") for portion in importlib.import_module("megatron").__path__]

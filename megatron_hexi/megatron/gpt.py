@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import mpu
@@ -19,7 +19,7 @@ from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, pretrain, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args, parse_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_hexi.errors import HexiError
@@ -50,8 +50,8 @@ def pretrain_from_command_line() -> None:
     Raises:
         HexiError: the command line asks for something that this script does not carry out.
     """
+    _refuse_what_is_not_carried_out(parse_args())  # before Megatron asks what those flags need
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    _refuse_what_is_not_carried_out(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its own
     pretrain(
@@ -81,7 +81,8 @@ def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )
-    return output, partial(reduce_loss, batch["loss_mask"])
+    # Only the last stage, which has a mask, calls it.
+    return output, partial(reduce_loss, cast(torch.Tensor, batch["loss_mask"]))
 
 
 def get_batch(
@@ -214,7 +215,7 @@ def _has_multi_token_prediction(args: Namespace, vp_stage: int | None) -> bool:
 
 
 def _needs_dataset(args: Namespace, vp_stage: int | None) -> bool:
-    """Only the first rank of a tensor-parallel group reads data, on the stages where tokens enter or leave."""
+    """Only the first tensor-parallel rank reads data, on the stages where tokens enter or leave."""
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
     return is_first_or_last_pipeline_stage(vp_stage) or _has_multi_token_prediction(args, vp_stage)

@@ -67,17 +67,21 @@ def start_session(given: GivenPlan, device: torch.device) -> Session:
     domain = given.plan.replicas[replica].domain
     if dist.get_world_size(domain_group) != len(domain.members):
         raise PlanError(
-            f"{given.path}: replica {replica} has {len(domain.members)} ranks, Megatron's context-parallel group "
-            f"{dist.get_world_size(domain_group)}; make the two equal"
+            f"{given.path}: replica {replica} has {len(domain.members)} ranks, Megatron's context-parallel "
+            f"group {dist.get_world_size(domain_group)}; make the two equal"
         )
     schedule = build_schedule(given.plan.workload, domain, index)
-    a2a_group = None
+    a2a_group: dist.ProcessGroup | None = None
     if len(schedule.members) > 1:
         job_ranks = dist.get_process_group_ranks(domain_group)
         # Members only: groups of different size cannot be made by all ranks in one order cheaply.
-        a2a_group = dist.new_group(
-            [job_ranks[i] for i in schedule.members], use_local_synchronization=True, group_desc="HEXI_A2A_GROUP"
+        made = dist.new_group(
+            [job_ranks[i] for i in schedule.members],
+            use_local_synchronization=True,
+            group_desc="HEXI_A2A_GROUP",
         )
+        assert isinstance(made, dist.ProcessGroup), "this rank is a member"
+        a2a_group = made
     attention = DomainAttention(
         given.plan.workload,
         schedule,
@@ -128,11 +132,13 @@ def _announce(given: GivenPlan) -> None:
     if dist.get_rank() != 0:
         return
     groups = "; ".join(
-        " + ".join(str(len(group.members)) for group in replica.domain.groups) for replica in given.plan.replicas
+        " + ".join(str(len(group.members)) for group in replica.domain.groups)
+        for replica in given.plan.replicas
     )
     print(
         f"hexi: plan {given.path} ({given.digest[:12]}): {len(given.plan.replicas)} x "
-        f"{len(given.plan.replicas[0].domain.members)} ranks in groups of {groups}; attention kernel {given.kernel}",
+        f"{len(given.plan.replicas[0].domain.members)} ranks in groups of {groups}; "
+        f"attention kernel {given.kernel}",
         file=sys.stderr,
         flush=True,
     )

@@ -1,7 +1,9 @@
 """``--hexi-metrics PATH``: what an iteration gave, at full precision, one JSON line each.
 
 Megatron's log rounds losses to seven digits and gradient norms to three decimals, which is too little to
-compare two layouts by. The rank that writes Megatron's log (the last) writes this file too.
+compare two layouts by. The rank that writes Megatron's log (the last) writes this file too; with
+``{rank}`` in the path, every rank writes its own, and its processor time tells how much it had to do:
+wall-clock seconds do not, for ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -15,11 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_hexi.patching import Patch
 
-#: Seconds that the last training step took on this rank; Megatron logs a step after it has returned.
-_step_seconds: float | None = None
+#: Megatron's name of the language model's loss, and ours.
+_NAMES = {"lm loss": "loss"}
+
+#: What the last training step took on this rank; Megatron logs a step after it has returned.
+_step_times: dict[str, float] = {}
 
 
 def record(path: Path, iteration: int, losses: dict[str, float], **values: float | None) -> None:
@@ -31,8 +37,7 @@ def record(path: Path, iteration: int, losses: dict[str, float], **values: float
         losses: the losses by Megatron's names (``"lm loss"``), each the mean over the batch's tokens.
         values: more numbers of the iteration.
     """
-    named = {name.replace(" ", "_"): value for name, value in losses.items()}
-    named["loss"] = named.pop("lm_loss", None)
+    named = {_NAMES.get(name, name.replace(" ", "_")): value for name, value in losses.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps({"iteration": iteration, **named, **values}) + "\n")
@@ -43,40 +48,53 @@ def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        global _step_seconds
+        global _step_times
         if get_args().hexi_metrics is None:
             return original(*args, **kwargs)
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         result = original(*args, **kwargs)
         torch.cuda.synchronize()
-        _step_seconds = time.perf_counter() - begin
+        _step_times = {
+            "seconds": time.perf_counter() - begin,
+            "cpu_seconds": time.process_time() - cpu_begin,
+        }
         return result
 
     return train_step
 
 
 def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron.training import get_args, is_last_rank
+    from megatron.training import get_args
 
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        path = get_args().hexi_metrics
-        if path is not None and is_last_rank():
+        path = _own_path(get_args().hexi_metrics)
+        if path is not None:
             logged = signature.bind(*args, **kwargs).arguments
             record(
-                Path(path),
+                path,
                 logged["iteration"],
                 {name: float(value) for name, value in logged["loss_dict"].items()},
                 grad_norm=_number(logged["grad_norm"]),
                 learning_rate=_number(logged["learning_rate"]),
                 skipped=logged["skipped_iter"],
-                seconds=_step_seconds,
+                **_step_times,
             )
         return original(*args, **kwargs)
 
     return training_log
+
+
+def _own_path(pattern: str | None) -> Path | None:
+    """The file that this rank writes, if it writes one."""
+    if pattern is None:
+        return None
+    rank = dist.get_rank()
+    if "{rank}" in pattern:
+        return Path(pattern.replace("{rank}", str(rank)))
+    return Path(pattern) if rank == dist.get_world_size() - 1 else None
 
 
 def _number(value: Any) -> float | None:

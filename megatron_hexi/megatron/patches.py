@@ -8,6 +8,7 @@ from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
 from megatron_hexi.megatron.groups import group_patches
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
+from megatron_hexi.megatron.optimizer import OPTIMIZER_PATCHES
 from megatron_hexi.megatron.pipeline import PIPELINE_PATCHES
 from megatron_hexi.megatron.rotary import ROTARY_PATCHES
 from megatron_hexi.patching import Patch
@@ -22,6 +23,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         HELPERS_PATH,
         COMPILE_HELPERS,
         *METRICS_PATCHES,
+        *OPTIMIZER_PATCHES,
         *group_patches(platform.device),
         *BATCH_PATCHES,
         *ROTARY_PATCHES,

@@ -30,7 +30,9 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     set_given_plan(None)
     if args.hexi_plan is None:
         if args.hexi_kernel != "auto":
-            raise HexiError(f"--hexi-kernel {args.hexi_kernel}: chooses the kernel of a plan; give --hexi-plan too")
+            raise HexiError(
+                f"--hexi-kernel {args.hexi_kernel}: chooses the kernel of a plan; give --hexi-plan too"
+            )
         return []
     plan = read_plan(args.hexi_plan)
     refuse_unsupported(args)
@@ -54,19 +56,37 @@ def check_workload(args: Namespace, plan: Plan) -> None:
     sizes = (
         ("seq_length", workload.seq_length, "--seq-length", args.seq_length or args.encoder_seq_length),
         ("heads", workload.heads, "--num-attention-heads", args.num_attention_heads),
-        ("kv_heads", workload.kv_heads, "--num-query-groups", args.num_query_groups if grouped else args.num_attention_heads),
-        ("head_dim", workload.head_dim, "--kv-channels", args.kv_channels or args.hidden_size // args.num_attention_heads),
+        (
+            "kv_heads",
+            workload.kv_heads,
+            "--num-query-groups",
+            args.num_query_groups if grouped else args.num_attention_heads,
+        ),
+        (
+            "head_dim",
+            workload.head_dim,
+            "--kv-channels",
+            args.kv_channels or args.hidden_size // args.num_attention_heads,
+        ),
         ("layers", workload.layers, "--num-layers", args.num_layers),
         ("hidden_size", workload.hidden_size, "--hidden-size", args.hidden_size),
-        ("tensor_parallel", workload.tensor_parallel, "--tensor-model-parallel-size", args.tensor_model_parallel_size),
+        (
+            "tensor_parallel",
+            workload.tensor_parallel,
+            "--tensor-model-parallel-size",
+            args.tensor_model_parallel_size,
+        ),
     )
     for name, planned, flag, found in sizes:
         if planned is not None and planned != found:
             raise PlanError(
-                f"{args.hexi_plan}: workload.{name} is {planned}, the job has {flag} {found}; use a plan made for this job"
+                f"{args.hexi_plan}: workload.{name} is {planned}, the job has {flag} {found}; "
+                "use a plan made for this job"
             )
     if not workload.causal:
-        raise PlanError(f"{args.hexi_plan}: workload.causal is false, a GPT is causal; use a plan made for this job")
+        raise PlanError(
+            f"{args.hexi_plan}: workload.causal is false, a GPT is causal; use a plan made for this job"
+        )
 
 
 def check_ranks(args: Namespace, plan: Plan) -> None:
@@ -84,8 +104,8 @@ def check_ranks(args: Namespace, plan: Plan) -> None:
         )
     if args.context_parallel_size != sizes[0]:
         raise PlanError(
-            f"{path}: a replica has {sizes[0]} ranks, the job has --context-parallel-size {args.context_parallel_size}; "
-            f"give --context-parallel-size {sizes[0]}, or leave it out"
+            f"{path}: a replica has {sizes[0]} ranks, the job has --context-parallel-size "
+            f"{args.context_parallel_size}; give --context-parallel-size {sizes[0]}, or leave it out"
         )
     for number, replica in enumerate(plan.replicas):
         ranks = [member.rank for member in replica.domain.members]
@@ -99,8 +119,8 @@ def check_ranks(args: Namespace, plan: Plan) -> None:
     needed = plan.ranks * model
     if args.world_size != needed:
         raise PlanError(
-            f"{path}: {len(plan.replicas)} replicas of {sizes[0]} ranks, tensor and pipeline parallel {model}, are {needed} "
-            f"ranks, the job has {args.world_size}; start {needed} ranks or use another plan"
+            f"{path}: {len(plan.replicas)} replicas of {sizes[0]} ranks, tensor and pipeline parallel {model}, "
+            f"are {needed} ranks, the job has {args.world_size}; start {needed} ranks or use another plan"
         )
     _check_shares(args, plan)
 
@@ -113,13 +133,14 @@ def _check_shares(args: Namespace, plan: Plan) -> None:
         return
     if len(set(shares)) > 1:
         raise PlanError(
-            f"{args.hexi_plan}: replicas take {', '.join(map(str, shares))} micro-batches; give all of them the same, or "
-            "none (unequal shares are not carried out yet)"
+            f"{args.hexi_plan}: replicas take {', '.join(map(str, shares))} micro-batches; give all of them "
+            "the same, or none (unequal shares are not carried out yet)"
         )
     batch = args.global_batch_size
-    if batch is not None and sum(stated) * args.micro_batch_size != batch:
+    sequences = sum(stated) * args.micro_batch_size
+    if batch is not None and sequences != batch:
         raise PlanError(
-            f"{args.hexi_plan}: {sum(stated)} micro-batches of {args.micro_batch_size} are {sum(stated) * args.micro_batch_size} "
+            f"{args.hexi_plan}: {sum(stated)} micro-batches of {args.micro_batch_size} are {sequences} "
             f"sequences, the job has --global-batch-size {batch}; make the two equal"
         )
 

@@ -42,14 +42,36 @@ def _differs(name: str, usual: object) -> Callable[[Namespace], bool]:
 
 REFUSALS: tuple[Refusal, ...] = (
     # Attention
-    Refusal("--attention-dropout", _given("attention_dropout"), "its mask would depend on the plan", "give --attention-dropout 0"),
+    Refusal(
+        "--attention-dropout",
+        _given("attention_dropout"),
+        "its mask would depend on the plan",
+        "give --attention-dropout 0",
+    ),
     Refusal("--window-size", _given("window_size"), "blocks between groups have no window yet"),
     Refusal("--softmax-type", _differs("softmax_type", "vanilla"), "sinks are not merged over blocks yet"),
-    Refusal("--multi-latent-attention", _given("multi_latent_attention"), "keys and values of different size are not exchanged yet"),
-    Refusal("--experimental-attention-variant", _given("experimental_attention_variant"), "its layers are not cut by a plan"),
+    Refusal(
+        "--multi-latent-attention",
+        _given("multi_latent_attention"),
+        "keys and values of different size are not exchanged yet",
+    ),
+    Refusal(
+        "--experimental-attention-variant",
+        _given("experimental_attention_variant"),
+        "its layers are not cut by a plan",
+    ),
     Refusal("--qk-clip", _given("qk_clip"), "the largest logit is not tracked over blocks"),
-    Refusal("--log-max-attention-logit", _given("log_max_attention_logit"), "the largest logit is not tracked over blocks"),
-    Refusal("--use-kitchen-attention", _given("use_kitchen_attention"), "a plan brings its own kernels", "choose one with --hexi-kernel"),
+    Refusal(
+        "--log-max-attention-logit",
+        _given("log_max_attention_logit"),
+        "the largest logit is not tracked over blocks",
+    ),
+    Refusal(
+        "--use-kitchen-attention",
+        _given("use_kitchen_attention"),
+        "a plan brings its own kernels",
+        "choose one with --hexi-kernel",
+    ),
     Refusal(
         "--attention-backend",
         lambda args: getattr(getattr(args, "attention_backend", None), "name", "auto") != "auto",
@@ -63,16 +85,23 @@ REFUSALS: tuple[Refusal, ...] = (
         "use rope, yarn, learned_absolute or none",
     ),
     # Masks and packing
-    Refusal("--reset-attention-mask", _given("reset_attention_mask"), "document masks are not cut by a plan yet"),
+    Refusal(
+        "--reset-attention-mask", _given("reset_attention_mask"), "document masks are not cut by a plan yet"
+    ),
     Refusal("--sft", _given("sft"), "packed sequences are not cut by a plan yet"),
-    Refusal("--dataloader-inter-document-masking", _given("dataloader_inter_document_masking"), "document masks are not cut by a plan yet"),
+    Refusal(
+        "--dataloader-inter-document-masking",
+        _given("dataloader_inter_document_masking"),
+        "document masks are not cut by a plan yet",
+    ),
     # Layers that see the sequence
     Refusal("--num-experts", _given("num_experts"), "the router's losses assume equal token counts"),
     Refusal("--mtp-num-layers", _given("mtp_num_layers"), "its shift crosses shards of equal size only"),
     Refusal(
         "--hybrid-layer-pattern",
         lambda args: any(
-            getattr(args, name, None) for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
+            getattr(args, name, None)
+            for name in ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
         ),
         "its layers are not cut by a plan yet",
     ),
@@ -85,32 +114,81 @@ REFUSALS: tuple[Refusal, ...] = (
         "a plan has one number of heads for all layers",
     ),
     # Other ways to cut the sequence
-    Refusal("--cp-comm-type", _differs("cp_comm_type", ["p2p"]), "the plan says how ranks exchange", "leave it out"),
-    Refusal("--hybrid-context-parallel", _given("hybrid_context_parallel"), "the plan says which ranks share a sequence"),
-    Refusal("--hierarchical-context-parallel-sizes", _given("hierarchical_context_parallel_sizes"), "the plan says how ranks exchange", "leave it out"),
+    Refusal(
+        "--cp-comm-type",
+        _differs("cp_comm_type", ["p2p"]),
+        "the plan says how ranks exchange",
+        "leave it out",
+    ),
+    Refusal(
+        "--hybrid-context-parallel",
+        _given("hybrid_context_parallel"),
+        "the plan says which ranks share a sequence",
+    ),
+    Refusal(
+        "--hierarchical-context-parallel-sizes",
+        _given("hierarchical_context_parallel_sizes"),
+        "the plan says how ranks exchange",
+        "leave it out",
+    ),
     Refusal("--decoder-seq-length", _given("decoder_seq_length"), "a plan has one sequence length"),
     # Shapes that are fixed beforehand, or assumed equal on all ranks
     Refusal("--tp-comm-overlap", _given("tp_comm_overlap"), "its buffers have the size of an equal shard"),
     Refusal("--fp8-format", _given("fp8"), "its rows are not padded to what fp8 needs yet"),
     Refusal("--fp4-format", _given("fp4"), "its rows are not padded to what fp4 needs yet"),
-    Refusal("--cuda-graph-impl", _differs("cuda_graph_impl", "none"), "the exchange between groups is not captured yet"),
-    Refusal("--enable-cuda-graph", _given("enable_cuda_graph"), "the exchange between groups is not captured yet"),
-    Refusal("--external-cuda-graph", _given("external_cuda_graph"), "the exchange between groups is not captured yet"),
-    Refusal("--ddp-average-in-collective", _given("ddp_average_in_collective"), "it averages over ranks, a plan over tokens"),
+    Refusal(
+        "--cuda-graph-impl",
+        _differs("cuda_graph_impl", "none"),
+        "the exchange between groups is not captured yet",
+    ),
+    Refusal(
+        "--enable-cuda-graph", _given("enable_cuda_graph"), "the exchange between groups is not captured yet"
+    ),
+    Refusal(
+        "--external-cuda-graph",
+        _given("external_cuda_graph"),
+        "the exchange between groups is not captured yet",
+    ),
+    Refusal(
+        "--ddp-average-in-collective",
+        _given("ddp_average_in_collective"),
+        "it averages over ranks, a plan over tokens",
+    ),
     # Not shown to work yet
     Refusal("--use-torch-fsdp2", _given("use_torch_fsdp2"), "it was not shown to be exact under a plan yet"),
-    Refusal("--use-megatron-fsdp", _given("use_megatron_fsdp"), "it was not shown to be exact under a plan yet"),
-    Refusal("--fine-grained-activation-offloading", _given("fine_grained_activation_offloading"), "it was not shown to be exact under a plan yet"),
-    Refusal("--cpu-offloading-num-layers", _given("cpu_offloading_num_layers"), "it was not shown to be exact under a plan yet"),
+    Refusal(
+        "--use-megatron-fsdp", _given("use_megatron_fsdp"), "it was not shown to be exact under a plan yet"
+    ),
+    Refusal(
+        "--fine-grained-activation-offloading",
+        _given("fine_grained_activation_offloading"),
+        "it was not shown to be exact under a plan yet",
+    ),
+    Refusal(
+        "--cpu-offloading-num-layers",
+        _given("cpu_offloading_num_layers"),
+        "it was not shown to be exact under a plan yet",
+    ),
     Refusal(
         "--tensor-parallel-num-weight-shards",
-        lambda args: (getattr(args, "tensor_parallel_num_weight_shards", None) or 0) > args.tensor_model_parallel_size,
+        lambda args: (
+            (getattr(args, "tensor_parallel_num_weight_shards", None) or 0) > args.tensor_model_parallel_size
+        ),
         "it was not shown to be exact under a plan yet",
     ),
     Refusal("--logits-load-dir", _given("logits_load_dir"), "the stored logits are not cut by a plan"),
-    Refusal("--batch-invariant-mode", _given("batch_invariant_mode"), "Megatron supports it without context parallelism only"),
+    Refusal(
+        "--batch-invariant-mode",
+        _given("batch_invariant_mode"),
+        "Megatron supports it without context parallelism only",
+    ),
     Refusal("--perform-rl-step", _given("perform_rl_step"), "generation is not cut by a plan"),
-    Refusal("--yaml-cfg", _given("yaml_cfg"), "it replaces the command line that a plan is checked against", "give flags"),
+    Refusal(
+        "--yaml-cfg",
+        _given("yaml_cfg"),
+        "it replaces the command line that a plan is checked against",
+        "give flags",
+    ),
 )
 
 
@@ -122,4 +200,6 @@ def refuse_unsupported(args: Namespace) -> None:
     """
     for refusal in REFUSALS:
         if refusal.used(args):
-            raise PlanError(f"{refusal.option} does not work with --hexi-plan: {refusal.reason}; {refusal.remedy}")
+            raise PlanError(
+                f"{refusal.option} does not work with --hexi-plan: {refusal.reason}; {refusal.remedy}"
+            )

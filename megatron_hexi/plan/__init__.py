@@ -1,7 +1,18 @@
 """The plan: what every rank does, its layout arithmetic, its checks, its file. No torch here."""
 
 from megatron_hexi.plan.file import dump_plan, plan_dict, plan_digest, read_plan, validate_plan, write_plan
-from megatron_hexi.plan.model import Domain, Estimate, Exchange, Group, Member, Plan, Provenance, Replica, Stage, Workload
+from megatron_hexi.plan.model import (
+    Domain,
+    Estimate,
+    Exchange,
+    Group,
+    Member,
+    Plan,
+    Provenance,
+    Replica,
+    Stage,
+    Workload,
+)
 from megatron_hexi.plan.proportion import proportional_domain, proportional_plan
 from megatron_hexi.plan.schedule import Block, Schedule, Step, Transfer, build_schedule
 from megatron_hexi.plan.traffic import Traffic, backward_traffic, forward_traffic

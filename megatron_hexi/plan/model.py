@@ -17,7 +17,7 @@ Terms:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -30,7 +30,7 @@ Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 #: What pydantic checks when a plan is read from a file. The constructors themselves check nothing.
 _STRICT = ConfigDict(extra="forbid")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION: Final = 1
 
 
 @dataclass(frozen=True)

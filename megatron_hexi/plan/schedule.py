@@ -118,10 +118,11 @@ class Schedule:
 def build_schedule(workload: Workload, domain: Domain, index: int) -> Schedule:
     """The split tables of the domain's rank number `index`, for a plan that passed its checks."""
     ratio = workload.queries_per_kv
-    rank = domain.members[index].rank
+    members = domain.members
+    rank = members[index].rank
     number = next(n for n, group in enumerate(domain.groups) if any(m.rank == rank for m in group.members))
     group = domain.groups[number]
-    indices = {member.rank: i for i, member in enumerate(domain.members)}
+    indices = {member.rank: i for i, member in enumerate(members)}
     position = next(i for i, member in enumerate(group.members) if member.rank == rank)
     heads = group.members[position].heads
     others = len(domain.groups)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -50,15 +50,15 @@ COMPILE = Patch(
 class CpuPlatform(Platform):
     """`Platform` for the CPU; also puts to rest what was compiled before it was installed."""
 
-    def install(self) -> None:
+    def install(self) -> None:  # noqa: D102 (as the base's)
         super().install()
         self._set_stance("force_eager")
 
-    def remove(self) -> None:
+    def remove(self) -> None:  # noqa: D102
         self._set_stance("default")
         super().remove()
 
-    def _set_stance(self, stance: str) -> None:
+    def _set_stance(self, stance: Literal["default", "force_eager"]) -> None:
         # Functions that were decorated before `COMPILE` was on (Megatron was imported first).
         if "torch._dynamo" in sys.modules:
             torch.compiler.set_stance(stance)

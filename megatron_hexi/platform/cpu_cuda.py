@@ -20,7 +20,7 @@ from megatron_hexi.platform.cpu_callers import called_from_megatron
 _PAGE_BYTES = resource.getpagesize()
 
 
-class Stream(contextlib.AbstractContextManager):  # type: ignore[type-arg]
+class _Stream(contextlib.AbstractContextManager):  # type: ignore[type-arg]
     """The only stream: work on a CPU is done when the call returns."""
 
     cuda_stream = 0
@@ -37,12 +37,12 @@ class Stream(contextlib.AbstractContextManager):  # type: ignore[type-arg]
 
     def synchronize(self) -> None: ...
 
-    def wait_event(self, event: Event) -> None: ...
+    def wait_event(self, event: _Event) -> None: ...
 
-    def wait_stream(self, stream: Stream) -> None: ...
+    def wait_stream(self, stream: _Stream) -> None: ...
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
         event.record(self)
         return event
 
@@ -50,31 +50,31 @@ class Stream(contextlib.AbstractContextManager):  # type: ignore[type-arg]
         return True
 
 
-class Event:
+class _Event:
     """A moment; `elapsed_time` is in milliseconds, as CUDA's."""
 
     def __init__(self, *options: Any, **named_options: Any) -> None:
         self.seconds = 0.0
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: _Stream | None = None) -> None:
         self.seconds = time.perf_counter()
 
-    def wait(self, stream: Stream | None = None) -> None: ...
+    def wait(self, stream: _Stream | None = None) -> None: ...
 
     def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: _Event) -> float:
         return (end.seconds - self.seconds) * 1000.0
 
 
-_STREAM = Stream()
+_STREAM = _Stream()
 
 
 def _always(answer: Any = None) -> Callable[..., Any]:
-    """A new function that returns `answer`, whatever it is asked (Dynamo wants a function of its own for each name)."""
+    """A function that returns `answer` to whatever it is asked; Dynamo wants one of its own for each name."""
     return lambda *args, **kwargs: answer
 
 
@@ -121,13 +121,7 @@ def _device_name(device: Any = None) -> str:
 def _answers(why: str, **answers: Any) -> tuple[Patch, ...]:
     """Patches that put each value in the place of the attribute of ``torch.cuda`` of that name."""
     return tuple(
-        Patch(
-            f"torch.cuda:{name}",
-            why,
-            lambda original, answer=answer: answer,
-            package="torch",
-            versions=">=2.6",
-        )
+        Patch(f"torch.cuda:{name}", why, _always(answer), package="torch", versions=">=2.6")
         for name, answer in answers.items()
     )
 
@@ -146,8 +140,8 @@ CUDA_PATCHES = (
     ),
     *_answers(
         "work on a CPU is done when the call returns: one stream, always in order",
-        Stream=Stream,
-        Event=Event,
+        Stream=_Stream,
+        Event=_Event,
         stream=_always(contextlib.nullcontext()),
         current_stream=_always(_STREAM),
         default_stream=_always(_STREAM),

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform.cpu_random import HOST_GENERATOR
 
@@ -36,7 +34,7 @@ def _norm_with_sequence_parallel(original: staticmethod[..., Any]) -> staticmeth
     build = original.__func__
 
     @functools.wraps(build)
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.sequence_parallel:
             return build(cls, config, *args, **kwargs)
         norm = build(cls, SimpleNamespace(**{**vars(config), "sequence_parallel": False}), *args, **kwargs)
@@ -62,7 +60,7 @@ MEGATRON_PATCHES = (
     ),
     Patch(
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        why="PyTorch's norm works on the rows of a sequence-parallel rank; its weights' gradients must be summed",
+        why="PyTorch's norm does under sequence parallelism, once its gradients are summed over the ranks",
         build=_norm_with_sequence_parallel,
         parameters=(
             *("cls", "config", "hidden_size", "eps"),

@@ -88,6 +88,6 @@ def select_platform(name: str) -> Platform:
 
 
 def say(message: str) -> None:
-    """Tell the user something, once: one line on standard error, from rank 0, not from its helper processes."""
+    """Tell the user something, once: on standard error, from rank 0, and not from its helper processes."""
     if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
         print(f"hexi: {message}", file=sys.stderr, flush=True)

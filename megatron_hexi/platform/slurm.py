@@ -67,7 +67,7 @@ def _first_host(environment: MutableMapping[str, str]) -> str:
         if hosts:
             return hosts[0]
     raise PlatformError(
-        f"none of {', '.join(names)} names a host; start the job with srun inside an allocation, or set MASTER_ADDR"
+        f"none of {', '.join(names)} names a host; start with srun inside an allocation, or set MASTER_ADDR"
     )
 
 

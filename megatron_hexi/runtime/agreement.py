@@ -81,7 +81,10 @@ def _verdict(store: dist.Store, world_size: int, timeout: timedelta) -> str:
     usual = next(path for digest, path, _ in answers if digest == common)
     has = f"{usual} ({common[:12]})" if common else "no plan"
     more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
-    return f"ranks have different plans: {'; '.join(odd[:4])}{more}; the others have {has}; give all of them one file"
+    return (
+        f"ranks have different plans: {'; '.join(odd[:4])}{more}; the others have {has}; "
+        "give all of them one file"
+    )
 
 
 def agree_on_shapes(
@@ -115,8 +118,8 @@ def agree_on_shapes(
         expected = (schedule.tokens, batch, heads, workload.head_dim)
         if tuple(tensor.shape) != expected:
             raise PlanError(
-                f"{name} has the shape {list(tensor.shape)}, the plan says {list(expected)} (tokens, batch, heads, "
-                "head_dim); was the plan made for this model?"
+                f"{name} has the shape {list(tensor.shape)}, the plan says {list(expected)} (tokens, batch, "
+                "heads, head_dim); use a plan made for this model"
             )
     kind = (batch, _DTYPES.index(query.dtype))
     if kind in agreed:
@@ -127,7 +130,9 @@ def agree_on_shapes(
     kinds = [tuple(other.tolist()) for other in everyone]
     if len(set(kinds)) > 1:
         said = ", ".join(f"rank {i}: batch {b} of {_DTYPES[d]}" for i, (b, d) in enumerate(kinds))
-        raise PlanError(f"the ranks of a domain are about to send different tensors ({said}); use one micro-batch size")
+        raise PlanError(
+            f"the ranks of a domain are about to send different tensors ({said}); use one micro-batch size"
+        )
     agreed.add(kind)
 
 

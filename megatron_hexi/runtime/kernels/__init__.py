@@ -41,7 +41,9 @@ def select_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
             return kernel
     choices = ", ".join(kernel.name for kernel in usable) or "none"
     reason = refusals.get(name) or "there is none of that name"
-    raise PlatformError(f"kernel {name}: {reason}; for {dtype} with heads of {head_dim} on {device.type} use: {choices}")
+    raise PlatformError(
+        f"kernel {name}: {reason}; for {dtype} with heads of {head_dim} on {device.type} use: {choices}"
+    )
 
 
 __all__ = ["KERNELS", "KERNEL_NAMES", "Kernel", "MathKernel", "select_kernel"]

@@ -41,6 +41,4 @@ class AtenCpuKernel:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _BACKWARD(
-            grad_output, query, key, value, output, log_sum_exp, 0.0, causal, scale=scale
-        )
+        return _BACKWARD(grad_output, query, key, value, output, log_sum_exp, 0.0, causal, scale=scale)

@@ -1,0 +1,137 @@
+"""Attention under any plan is the attention of one device: output and all three gradients."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload, validate_plan
+from tests.support.plans import examples, plans, workloads
+from tests.support.reference import (
+    plain_attention,
+    plain_low_precision_results,
+    plain_results,
+    planned_results,
+    random_problem,
+    rms_error,
+)
+
+NAMES = ("output", "grad_query", "grad_key", "grad_value")
+SEEDS = st.integers(0, 2**31)
+
+
+def assert_close(results, expected, tolerance):
+    for name, result, truth in zip(NAMES, results, expected, strict=True):
+        torch.testing.assert_close(result, truth, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def one_replica(workload, *groups, window=1):
+    plan = Plan(workload, (Replica((Stage(Domain(groups)),)),), Exchange(window))
+    validate_plan(plan)
+    return plan
+
+
+#: A KV head cut in the middle, on both sides differently; a rank without heads; one without tokens.
+TORN = one_replica(
+    Workload(29, 6, 2, 4),
+    Group(((0, 5), (20, 29)), (Member(0, 9, (0, 2)), Member(1, 0, (2, 5)), Member(2, 5, (5, 6)))),
+    Group(((5, 20),), (Member(3, 8, (0, 0)), Member(4, 7, (0, 6)))),
+)
+
+#: Four groups, of which one has no tokens and one stands in the middle of another.
+SPARSE = one_replica(
+    Workload(17, 3, 1, 4),
+    Group(((0, 1), (16, 17)), (Member(1, 2, (0, 3)),)),
+    Group((), (Member(0, 0, (0, 1)), Member(5, 0, (1, 3)))),
+    Group(((1, 4), (6, 9), (12, 16)), (Member(2, 10, (2, 3)), Member(3, 0, (0, 2)))),
+    Group(((4, 6), (9, 12)), (Member(4, 5, (0, 3)),)),
+    window=2,
+)
+
+
+@given(
+    plan=plans(),
+    batch=st.integers(1, 3),
+    scale=st.none() | st.floats(0.05, 2.0),
+    kernel=st.sampled_from(["auto", "auto", "math"]),
+    seed=SEEDS,
+)
+@example(plan=TORN, batch=2, scale=None, kernel="auto", seed=0)
+@example(plan=SPARSE, batch=3, scale=0.3, kernel="auto", seed=0)
+@examples(300)
+def test_any_plan_gives_the_output_and_the_gradients_of_one_device(plan, batch, scale, kernel, seed):
+    problem = random_problem(plan.workload, batch, scale=scale, seed=seed)
+    assert_close(planned_results(plan, problem, kernel), plain_results(problem), tolerance=1e-10)
+
+
+def test_the_scale_is_one_over_the_root_of_the_head_size_unless_given():
+    problem = random_problem(TORN.workload, batch=1)
+
+    def without_scale(attention, query, key, value, scale):
+        return attention(query, key, value)
+
+    assert_close(planned_results(TORN, problem, layer=without_scale), plain_results(problem), tolerance=1e-10)
+
+
+#: Enough numbers for an error to be a statistic: a handful may be exact in one way and not in the other.
+LARGE = workloads(lengths=st.sampled_from([97, 128, 150, 199]), head_dims=(16,))
+
+
+def low_precision_ratios(plan, batch, dtype, seed):
+    """Our error over that of the same attention in one block, for output and gradients."""
+    problem = random_problem(plan.workload, batch, dtype, seed=seed)
+    truth = plain_results(problem.to(torch.float64))
+    ours = planned_results(plan, problem)
+    plain = plain_low_precision_results(problem)
+    return {
+        name: rms_error(mine, exact) / rms_error(theirs, exact)
+        for name, mine, theirs, exact in zip(NAMES, ours, plain, truth, strict=True)
+    }
+
+
+@given(plan=plans(LARGE), batch=st.integers(1, 2), seed=SEEDS)
+@examples(40)
+def test_bf16_is_at_most_twice_as_far_from_the_truth_as_in_one_block(plan, batch, seed):
+    ratios = low_precision_ratios(plan, batch, torch.bfloat16, seed)
+    assert max(ratios.values()) <= 2, ratios
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@given(plan=plans(LARGE), batch=st.integers(1, 2), seed=SEEDS)
+@examples(12)
+def test_fp16_and_fp32_are_at_most_twice_as_far_from_the_truth_as_in_one_block(dtype, plan, batch, seed):
+    ratios = low_precision_ratios(plan, batch, dtype, seed)
+    assert max(ratios.values()) <= 2, ratios
+
+
+@given(plan=plans(), seed=SEEDS)
+@example(plan=TORN, seed=0)
+@examples(12)
+def test_recomputing_the_activations_changes_nothing(plan, seed):
+    problem = random_problem(plan.workload, batch=2, seed=seed)
+
+    def recomputed(attention, query, key, value, scale, reentrant):
+        return checkpoint(attention, query, key, value, scale, use_reentrant=reentrant)
+
+    kept = planned_results(plan, problem)
+    for reentrant in (False, True):
+        again = planned_results(plan, problem, layer=functools.partial(recomputed, reentrant=reentrant))
+        for name, result, expected in zip(NAMES, again, kept, strict=True):
+            assert torch.equal(result, expected), (name, reentrant)
+
+
+@given(plan=plans(), seed=SEEDS)
+@example(plan=SPARSE, seed=0)
+@examples(25)
+def test_two_layers_in_sequence_do_not_disturb_each_other(plan, seed):
+    problem = random_problem(plan.workload, batch=1, seed=seed)
+
+    def two_layers(attend, query, key, value, *mode):
+        return attend(attend(query, key, value, *mode).tanh(), 2 * value, key, *mode)
+
+    planned = planned_results(plan, problem, layer=two_layers)
+    plain = plain_results(problem, functools.partial(two_layers, plain_attention))
+    assert_close(planned, plain, tolerance=1e-10)

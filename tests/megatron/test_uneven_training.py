@@ -1,0 +1,193 @@
+"""Real Megatron training under uneven plans, beside the same training on one rank from one checkpoint.
+
+Set MEGATRON_LM to a Megatron-LM checkout of core_v0.19.0 to train through its unmodified pretrain_gpt.py;
+without it, through our own entry point.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_hexi.plan import (
+    Domain,
+    Group,
+    Member,
+    Plan,
+    Replica,
+    Stage,
+    Workload,
+    proportional_plan,
+    write_plan,
+)
+from tests.megatron.launch import TrainingLog, train
+
+SEQ_LENGTH = 127  # prime to every number of ranks
+MODEL = (
+    *("--num-layers", "2", "--hidden-size", "96", "--num-attention-heads", "6", "--kv-channels", "16"),
+    *("--group-query-attention", "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm"),
+    *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH)),
+    *("--position-embedding-type", "rope", "--attention-dropout", "0", "--hidden-dropout", "0"),
+    *("--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-3", "--min-lr", "1e-4"),
+    *("--mock-data", "--split", "90,5,5", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),
+    *("--num-workers", "0", "--eval-interval", "1000", "--eval-iters", "1"),
+)
+WORKLOAD = Workload(SEQ_LENGTH, heads=6, kv_heads=2, head_dim=16, layers=2, hidden_size=96)
+ITERATIONS = 6
+
+# The KV heads 0 and 1 of the first group are each used by two of its members.
+THREE_AND_ONE = Plan(
+    WORKLOAD,
+    (
+        Replica(
+            (
+                Stage(
+                    Domain(
+                        (
+                            Group(
+                                ((0, 50), (77, 127)),
+                                (Member(0, 51, (0, 2)), Member(1, 36, (2, 5)), Member(2, 13, (5, 6))),
+                            ),
+                            Group(((50, 77),), (Member(3, 27, (0, 6)),)),
+                        )
+                    )
+                ),
+            )
+        ),
+    ),
+)
+
+
+def with_tensor_parallel(size: int) -> Workload:
+    return Workload(
+        SEQ_LENGTH, heads=6, kv_heads=2, head_dim=16, layers=2, hidden_size=96, tensor_parallel=size
+    )
+
+
+def one_domain(*members: tuple[int, tuple[int, int]]) -> Plan:
+    """All ranks in one group: tokens and heads of each."""
+    group = Group(((0, SEQ_LENGTH),), tuple(Member(i, t, h) for i, (t, h) in enumerate(members)))
+    return Plan(WORKLOAD, (Replica((Stage(Domain((group,))),)),))
+
+
+def entry() -> str | list[str]:
+    checkout = os.environ.get("MEGATRON_LM")
+    return (
+        ["megatron_hexi.run", str(Path(checkout) / "pretrain_gpt.py")]
+        if checkout
+        else "megatron_hexi.pretrain_gpt"
+    )
+
+
+def run(
+    folder: Path, ranks: int, *args: str, plan: Plan | None = None, iterations: int = ITERATIONS
+) -> TrainingLog:
+    path = None
+    if plan is not None:
+        path = folder / f"plan-{len(list(folder.glob('plan-*')))}.yaml"
+        write_plan(plan, path)
+    words = [*MODEL, "--train-iters", str(iterations), *args]
+    return train(folder, ranks=ranks, args=words, plan=path, entry=entry())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """Weights that every run starts from: CP 1 and CP n would initialise different ones."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    run(folder, 1, "--save", str(folder / "weights"), "--save-interval", "1", iterations=1)
+    return folder / "weights"
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint, tmp_path_factory) -> TrainingLog:
+    """One rank, without a plan: Megatron's own attention."""
+    return run(tmp_path_factory.mktemp("reference"), 1, "--load", str(checkpoint), "--finetune")
+
+
+def largest_difference(log: TrainingLog, reference: TrainingLog) -> float:
+    assert log.iterations == reference.iterations
+    pairs = [
+        *zip(log.losses, reference.losses, strict=True),
+        *zip(log.grad_norms, reference.grad_norms, strict=True),
+    ]
+    return max(abs(found - true) / abs(true) for found, true in pairs)
+
+
+EXACT = {
+    "cp4-groups-of-3-and-1": (4, THREE_AND_ONE, ()),
+    "cp4-micro-batch-1-recompute": (
+        4,
+        THREE_AND_ONE,
+        ("--micro-batch-size", "1", "--recompute-granularity", "selective"),
+    ),
+    "dp2-cp2-distributed-optimizer": (
+        4,
+        proportional_plan(WORKLOAD, [[[3], [1]], [[2, 5]]]),
+        ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    ),
+    "tp2-cp2": (
+        4,
+        proportional_plan(with_tensor_parallel(2), [[[3, 1]]]),
+        ("--tensor-model-parallel-size", "2"),
+    ),
+    "tp2-cp2-sequence-parallel": (
+        4,
+        proportional_plan(with_tensor_parallel(2), [[[3], [1]]]),
+        ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    ),
+    "pp2-cp2-full-recompute": (
+        4,
+        proportional_plan(WORKLOAD, [[[3], [1]]]),
+        (
+            *("--pipeline-model-parallel-size", "2", "--recompute-granularity", "full"),
+            *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        ),
+    ),
+    "rank-without-tokens": (2, one_domain((SEQ_LENGTH, (0, 2)), (0, (2, 6))), ()),
+    "rank-without-heads": (2, one_domain((100, (0, 6)), (27, (0, 0))), ()),
+}
+
+
+@pytest.mark.parametrize(("ranks", "plan", "args"), EXACT.values(), ids=EXACT)
+def test_losses_and_gradient_norms_are_those_of_one_rank(ranks, plan, args, checkpoint, reference, tmp_path):
+    log = run(tmp_path, ranks, "--load", str(checkpoint), "--finetune", *args, plan=plan)
+    assert largest_difference(log, reference) < 1e-5
+
+
+def test_learned_positions_are_taken_at_the_true_positions(tmp_path):
+    args = ("--position-embedding-type", "learned_absolute")
+    run(tmp_path, 1, *args, "--save", str(tmp_path / "weights"), "--save-interval", "1", iterations=1)
+    loaded = (*args, "--load", str(tmp_path / "weights"), "--finetune")
+    reference = run(tmp_path, 1, *loaded, iterations=3)
+    log = run(tmp_path, 4, *loaded, plan=THREE_AND_ONE, iterations=3)
+    assert largest_difference(log, reference) < 1e-5
+
+
+def test_bf16_is_as_near_as_even_shards_are(checkpoint, tmp_path):
+    args = ("--bf16", "--load", str(checkpoint), "--finetune")
+    reference = run(tmp_path, 1, *args)
+    even = run(tmp_path, 4, *args, plan=proportional_plan(WORKLOAD, [[[1, 1], [1, 1]]]))
+    uneven = run(tmp_path, 4, *args, plan=THREE_AND_ONE)
+    assert largest_difference(uneven, reference) <= 2 * largest_difference(even, reference)
+
+
+def test_a_checkpoint_is_continued_under_any_plan_and_none(checkpoint, tmp_path):
+    """Saved under one plan after some iterations, continued under others as if nothing had changed."""
+    optimizer = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
+    saved = ("--save", str(tmp_path / "weights"), "--save-interval", "3")
+    decay = ("--lr-decay-iters", "6", "--lr-warmup-iters", "0")
+    whole = run(tmp_path, 4, *optimizer, *decay, *saved, plan=THREE_AND_ONE)
+    assert whole.iterations == [1, 2, 3, 4, 5, 6]
+    (tmp_path / "weights" / "latest_checkpointed_iteration.txt").write_text("3")
+    continued = {
+        "another plan": (2, proportional_plan(WORKLOAD, [[[5], [2]]])),
+        "even shards": (4, proportional_plan(WORKLOAD, [[[1, 1, 1, 1]]])),
+        "no context parallelism": (1, None),
+    }
+    for name, (ranks, plan) in continued.items():
+        log = run(tmp_path, ranks, *optimizer, *decay, "--load", str(tmp_path / "weights"), plan=plan)
+        assert log.iterations == [4, 5, 6], name
+        for found, true in zip(log.losses, whole.losses[3:], strict=True):
+            assert abs(found - true) / true < 1e-5, name
