@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.plan_arguments import take_plan
+from megatron_hexi.megatron.refusals import refuse_yaml_configuration
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform import Platform, adjust_cpu_arguments
 from megatron_hexi.platform.select import PLATFORM_FLAG, PLATFORM_NAMES, say
@@ -94,6 +95,8 @@ def _order_communication(args: Namespace) -> None:
 def _with_hexi_arguments(original: Callable[[ArgumentParser], Any]) -> Callable[[ArgumentParser], Any]:
     @functools.wraps(original)
     def add_megatron_arguments(parser: ArgumentParser) -> Any:
+        with user_errors():
+            refuse_yaml_configuration(sys.argv)
         return add_hexi_arguments(original(parser))
 
     return add_megatron_arguments

@@ -119,7 +119,7 @@ def check_ranks(args: Namespace, plan: Plan) -> None:
     needed = plan.ranks * model
     if args.world_size != needed:
         raise PlanError(
-            f"{path}: {len(plan.replicas)} replicas of {sizes[0]} ranks, tensor and pipeline parallel {model}, "
+            f"{path}: {len(plan.replicas)} replicas of {sizes[0]} ranks, tensor x pipeline parallel {model}, "
             f"are {needed} ranks, the job has {args.world_size}; start {needed} ranks or use another plan"
         )
     _check_shares(args, plan)
@@ -135,6 +135,11 @@ def _check_shares(args: Namespace, plan: Plan) -> None:
         raise PlanError(
             f"{args.hexi_plan}: replicas take {', '.join(map(str, shares))} micro-batches; give all of them "
             "the same, or none (unequal shares are not carried out yet)"
+        )
+    if args.rampup_batch_size is not None:
+        raise PlanError(
+            f"{args.hexi_plan}: replicas state their micro_batches, the job has --rampup-batch-size; "
+            "leave micro_batches out"
         )
     batch = args.global_batch_size
     sequences = sum(stated) * args.micro_batch_size

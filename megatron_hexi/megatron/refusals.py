@@ -7,7 +7,7 @@ uneven shards. Its place here is the one list that the checks and the documentat
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_hexi.errors import PlanError
@@ -183,13 +183,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "Megatron supports it without context parallelism only",
     ),
     Refusal("--perform-rl-step", _given("perform_rl_step"), "generation is not cut by a plan"),
-    Refusal(
-        "--yaml-cfg",
-        _given("yaml_cfg"),
-        "it replaces the command line that a plan is checked against",
-        "give flags",
-    ),
 )
+
+
+def refuse_yaml_configuration(argv: Sequence[str]) -> None:
+    """Refuse ``--yaml-cfg`` beside a plan, before Megatron parses: it drops every flag, ours too.
+
+    Raises:
+        PlanError: both are on the command line.
+    """
+    flags = {word.partition("=")[0] for word in argv}
+    if {"--yaml-cfg", "--hexi-plan"} <= flags:
+        raise PlanError(
+            "--yaml-cfg does not work with --hexi-plan: it replaces the command line that a plan is checked "
+            "against; give flags"
+        )
 
 
 def refuse_unsupported(args: Namespace) -> None:

@@ -1,0 +1,190 @@
+"""A plan that does not fit the job, and options that a plan does not carry out: refused, with both values."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import torch
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.plan_arguments import take_plan
+from megatron_hexi.megatron.refusals import REFUSALS, refuse_yaml_configuration
+from megatron_hexi.megatron.session import given_plan
+from megatron_hexi.plan import (
+    Plan,
+    Replica,
+    Stage,
+    Workload,
+    proportional_domain,
+    proportional_plan,
+    write_plan,
+)
+from tests.megatron.launch import launch
+from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE, WORKLOAD
+
+DATA = (*MODEL, "--train-iters", "1")
+
+
+@pytest.fixture
+def take(monkeypatch, tmp_path):
+    """Take a plan as a job of four ranks with these arguments would."""
+
+    def run(plan: Plan, *words: str, ranks: int = 4):
+        from megatron.training.arguments import parse_args
+
+        from megatron_hexi.megatron.arguments import add_hexi_arguments
+
+        path = tmp_path / "plan.yaml"
+        write_plan(plan, path)
+        argv = ["pretrain_gpt.py", *DATA, "--hexi-plan", str(path), *words]
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        args = parse_args(add_hexi_arguments)
+        given = {word for word in argv if word.startswith("--")}
+        changed = take_plan(args, given, torch.device("cpu"))
+        return args, changed
+
+    return run
+
+
+def test_a_fitting_plan_is_taken_and_sets_what_it_decides(take):
+    args, changed = take(THREE_AND_ONE)
+    assert args.context_parallel_size == 4
+    assert args.calculate_per_token_loss
+    assert not args.create_attention_mask_in_dataloader
+    assert given_plan().plan == THREE_AND_ONE
+    assert given_plan().kernel == "aten-cpu"
+    assert changed == [
+        "--context-parallel-size 4",
+        "--calculate-per-token-loss",
+        "--no-create-attention-mask-in-dataloader",
+    ]
+
+
+def two_replicas(*shares: int | None) -> Plan:
+    domains = [proportional_domain(WORKLOAD, [[1, 1]], first_rank=first) for first in (0, 2)]
+    return Plan(
+        WORKLOAD,
+        tuple(Replica((Stage(domain),), share) for domain, share in zip(domains, shares, strict=True)),
+    )
+
+
+def dealt_in_turn() -> Plan:
+    plan = proportional_plan(WORKLOAD, [[[1], [1]], [[1], [1]]])
+    first, second = plan.replicas
+
+    def renumber(replica, ranks):
+        from dataclasses import replace
+
+        groups = tuple(
+            replace(group, members=(replace(group.members[0], rank=rank),))
+            for group, rank in zip(replica.domain.groups, ranks, strict=True)
+        )
+        return Replica((Stage(type(replica.domain)(groups)),))
+
+    return Plan(WORKLOAD, (renumber(first, (0, 2)), renumber(second, (1, 3))))
+
+
+def workload(**changes) -> Plan:
+    values = {"seq_length": 127, "heads": 6, "kv_heads": 2, "head_dim": 16, **changes}
+    return proportional_plan(Workload(**values), [[[1, 1, 1, 1]]])
+
+
+MISMATCHES = {
+    "sequence length": (workload(seq_length=128), (), ("seq_length is 128", "--seq-length 127")),
+    "heads": (workload(heads=12), (), ("heads is 12", "--num-attention-heads 6")),
+    "KV heads": (workload(kv_heads=3), (), ("kv_heads is 3", "--num-query-groups 2")),
+    "head size": (workload(head_dim=32), (), ("head_dim is 32", "--kv-channels 16")),
+    "layers": (workload(layers=3), (), ("layers is 3", "--num-layers 2")),
+    "hidden size": (workload(hidden_size=64), (), ("hidden_size is 64", "--hidden-size 96")),
+    "tensor parallel": (
+        workload(tensor_parallel=2),
+        (),
+        ("tensor_parallel is 2", "--tensor-model-parallel-size 1"),
+    ),
+    "mask": (workload(causal=False), (), ("causal is false", "a GPT is causal")),
+    "context parallel size": (THREE_AND_ONE, ("--context-parallel-size", "2"), ("4 ranks", "leave it out")),
+    "too few ranks": (proportional_plan(WORKLOAD, [[[1, 1]]]), (), ("2 ranks", "the job has 4")),
+    "too many ranks": (proportional_plan(WORKLOAD, [[[1] * 8]]), (), ("8 ranks", "the job has 4")),
+    "unequal replicas": (
+        proportional_plan(WORKLOAD, [[[1, 1, 1]], [[1]]]),
+        (),
+        ("replicas have 3, 1 ranks", "the same number"),
+    ),
+    "ranks dealt by the plan": (dealt_in_turn(), (), ("replicas[0] has the ranks 0, 2", "0 to 1")),
+    "unequal shares": (two_replicas(3, 1), (), ("take 3, 1 micro-batches", "the same")),
+    "global batch": (two_replicas(2, 2), (), ("4 micro-batches of 2 are 8", "--global-batch-size 4")),
+    "kernel": (THREE_AND_ONE, ("--hexi-kernel", "cudnn"), ("kernel cudnn", "use: aten-cpu")),
+    "option": (THREE_AND_ONE, ("--num-experts", "4"), ("--num-experts does not work", "train without it")),
+}
+
+
+@pytest.mark.parametrize(("plan", "words", "fragments"), MISMATCHES.values(), ids=MISMATCHES)
+def test_a_mismatch_is_refused_with_both_values(plan, words, fragments, take):
+    with pytest.raises(HexiError) as refused:
+        take(plan, *words)
+    message = str(refused.value)
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+    assert given_plan() is None
+
+
+# The words that make Megatron's parser set the option, where it is more than the flag alone.
+OPTION_WORDS = {
+    "--attention-dropout": ["--attention-dropout", "0.1"],
+    "--window-size": ["--window-size", "128,0"],
+    "--softmax-type": ["--softmax-type", "learnable"],
+    "--experimental-attention-variant": ["--experimental-attention-variant", "dsa"],
+    "--attention-backend": ["--attention-backend", "flash"],
+    "--position-embedding-type": ["--position-embedding-type", "mrope"],
+    "--num-experts": ["--num-experts", "4"],
+    "--mtp-num-layers": ["--mtp-num-layers", "1"],
+    "--hybrid-layer-pattern": ["--hybrid-layer-pattern", "M*"],
+    "--heterogeneous-layers-config-path": ["--heterogeneous-layers-config-path", "layers.json"],
+    "--cp-comm-type": ["--cp-comm-type", "a2a"],
+    "--hierarchical-context-parallel-sizes": ["--hierarchical-context-parallel-sizes", "2", "2"],
+    "--decoder-seq-length": ["--decoder-seq-length", "64"],
+    "--fp8-format": ["--fp8-format", "hybrid"],
+    "--fp4-format": ["--fp4-format", "e2m1"],
+    "--cuda-graph-impl": ["--cuda-graph-impl", "local"],
+    "--cpu-offloading-num-layers": ["--cpu-offloading-num-layers", "1"],
+    "--tensor-parallel-num-weight-shards": ["--tensor-parallel-num-weight-shards", "2"],
+    "--logits-load-dir": ["--logits-load-dir", "logits"],
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
+def test_an_option_is_refused_by_its_real_name(refusal, take):
+    """Each entry is tried with Megatron's own parser, so that a renamed flag cannot slip through."""
+    words = OPTION_WORDS.get(refusal.option, [refusal.option])
+    with pytest.raises(HexiError, match=re.escape(f"{refusal.option} does not work with --hexi-plan")):
+        take(THREE_AND_ONE, *words)
+
+
+def test_a_yaml_configuration_beside_a_plan_is_refused_before_it_drops_the_plan():
+    with pytest.raises(HexiError, match="--yaml-cfg does not work with --hexi-plan"):
+        refuse_yaml_configuration(["pretrain_gpt.py", "--yaml-cfg=job.yaml", "--hexi-plan", "plan.yaml"])
+    refuse_yaml_configuration(["pretrain_gpt.py", "--yaml-cfg=job.yaml"])
+
+
+def test_a_kernel_without_a_plan_is_refused(take, monkeypatch):
+    args, _ = take(THREE_AND_ONE)
+    args.hexi_plan, args.hexi_kernel = None, "math"
+    with pytest.raises(HexiError, match="give --hexi-plan too"):
+        take_plan(args, set(), torch.device("cpu"))
+
+
+def test_every_rank_says_what_is_wrong_and_ends_with_exit_code_2(tmp_path):
+    (tmp_path / "plan.yaml").write_text("workload: {seq_length: 0}\n")
+    result = launch(tmp_path, ranks=2, args=[*DATA, "--hexi-plan", "plan.yaml"], timeout=90)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("hexi: error:")]
+    assert sorted(lines) == [
+        f"hexi: error: [rank {rank}] plan.yaml:1: workload.seq_length = 0 is too small; the least is 1"
+        for rank in (0, 1)
+    ]
+    assert "Traceback (most recent call last)" not in result.stderr.split("hexi: error:")[0]
+    assert result.returncode != 0
+    assert re.search(r"exitcode\s*: 2", result.stderr)
