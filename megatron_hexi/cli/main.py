@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 import megatron_hexi
 from megatron_hexi.cli.checkout import patch_checkout, unpatch_checkout
+from megatron_hexi.cluster import catalog as known_devices
+from megatron_hexi.cluster import device as known_device
 from megatron_hexi.errors import HexiError, user_errors
-from megatron_hexi.plan import plan_dict, plan_digest, read_plan
+from megatron_hexi.plan import Workload, plan_dict, plan_digest, proportional_plan, read_plan, write_plan
+from megatron_hexi.report.catalog import catalog_table, device_dict, device_report
 from megatron_hexi.report.holdings import holdings
 from megatron_hexi.report.tables import plan_report
 
@@ -37,6 +40,9 @@ Checkout = Annotated[
 ]
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN.yaml", help="The plan.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+Picture = Annotated[
+    Path | None, typer.Option(metavar="OUT.png", help="Draw a picture too (.png, .svg, .pdf, …).")
+]
 
 
 def main() -> None:
@@ -99,10 +105,7 @@ def validate(plan: PlanPath, as_json: AsJson = False) -> None:
 def show(
     plan: PlanPath,
     as_json: AsJson = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option(metavar="OUT.png", help="Draw the plan too (.png, .svg, .pdf, …)."),
-    ] = None,
+    picture: Picture = None,
 ) -> None:
     """Show who holds what: tokens, heads, positions, and the bytes that each rank sends."""
     shown = read_plan(plan)
@@ -122,11 +125,79 @@ def show(
             }
         )
     else:
-        Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(plan_report(shown, rows))
+        _print_report(plan_report(shown, rows))
+
+
+@app.command(epilog="Example: hexi catalog H100-SXM-80GB --picture h100.png")
+def catalog(
+    gpu: Annotated[str | None, typer.Argument(metavar="[GPU]", help="Show this GPU's curves.")] = None,
+    as_json: AsJson = False,
+    picture: Picture = None,
+) -> None:
+    """Show the GPUs that are known: memory, links, achieved rates, and where each figure comes from."""
+    devices = list(known_devices().values()) if gpu is None else [known_device(gpu)]
+    if picture is not None:
+        from megatron_hexi.report.curves import draw_curves
+        from megatron_hexi.report.pictures import save_picture
+
+        save_picture(draw_curves(devices), picture)
+        _say(f"drew {picture}")
+    if as_json:
+        _print_json({"devices": [device_dict(device) for device in devices]})
+    else:
+        _print_report(catalog_table(devices) if gpu is None else device_report(devices[0]))
+
+
+@app.command(
+    epilog="Example: hexi proportion --speeds 4,3,2/3 --seq-length 1021 --heads 8 --kv-heads 4 --head-dim 16 "
+    "-o plan.yaml"
+)
+def proportion(
+    speeds: Annotated[
+        list[str],
+        typer.Option(
+            metavar="SPEEDS",
+            help="Relative speeds of the ranks of one replica, in rank order: commas between the members of a "
+            "group, slashes between groups. Once for each data-parallel replica.",
+        ),
+    ],
+    seq_length: Annotated[int, typer.Option(help="Tokens of one sequence.")],
+    heads: Annotated[int, typer.Option(help="Query heads of a layer.")],
+    head_dim: Annotated[int, typer.Option(help="Size of one head.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="PLAN.yaml", help="Where to write the plan.")],
+    kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads of a layer; as many as query heads if not given.")
+    ] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks that share each weight.")] = 1,
+    window: Annotated[int, typer.Option(help="KV blocks in flight ahead of the one in use.")] = 1,
+) -> None:
+    """Write the plain plan: tokens and heads in proportion to the ranks' speeds."""
+    workload = Workload(seq_length, heads, kv_heads or heads, head_dim, tensor_parallel=tensor_parallel)
+    write_plan(proportional_plan(workload, [parse_speeds(text) for text in speeds], window), out)
+    _say(f"wrote {out}")
+
+
+def parse_speeds(text: str) -> list[list[float]]:
+    """``"4,3,2/3"`` as ``[[4, 3, 2], [3]]``.
+
+    Raises:
+        HexiError: a part is not a number.
+    """
+    try:
+        return [[float(speed) for speed in group.split(",")] for group in text.split("/")]
+    except ValueError:
+        raise HexiError(
+            f"--speeds {text}: not numbers; write one a rank, with commas inside a group and slashes between "
+            "groups, for example 4,3,2/3"
+        ) from None
 
 
 def _say(message: str) -> None:
     print(message, file=sys.stderr)
+
+
+def _print_report(report: RenderableType) -> None:
+    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(report)
 
 
 def _print_json(document: dict[str, Any]) -> None:

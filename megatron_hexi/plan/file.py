@@ -12,7 +12,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan.check import check_plan
+from megatron_hexi.plan.check import Where, check_plan
 from megatron_hexi.plan.model import FORMAT_VERSION, Plan
 from megatron_hexi.yaml_file import Place, YamlFile, read_yaml, spell_place, write_text_atomically
 
@@ -21,17 +21,21 @@ _ADAPTER = TypeAdapter(Plan)
 #: The parts that inform people only: two plans that differ in nothing else do the same.
 _INFORMATION = ("estimate", "provenance")
 
-#: What pydantic says, as we say it. {} is its own wording where nothing shorter is known.
+#: pydantic's word for a field that the plan does not have.
+_UNKNOWN = "unexpected_keyword_argument"
+
+#: What pydantic says, as we say it; its own wording stands where none is given.
 _REMEDIES = {
     "missing": "is missing; add it",
-    "extra_forbidden": "is not a field of a plan; remove it or mend its name",
+    _UNKNOWN: "is not a field of a plan; remove it or mend its name",
     "int_type": "is not a whole number; write one",
     "float_type": "is not a number; write one",
+    "float_parsing": "is not a number; write one",
     "bool_type": "is not true or false; write one of them",
     "bool_parsing": "is not true or false; write one of them",
     "greater_than_equal": "is too small; the least is {ge}",
     "less_than_equal": "is too large; the most is {le}",
-    "finite_number": "is not finite; write a number",
+    "finite_number": "is not finite; write a number, or leave the field out",
     "tuple_type": "is not a list; write one",
     "too_long": "has too many values; a range is [start, stop]",
     "dataclass_type": "is not a mapping; write its fields below it",
@@ -54,27 +58,26 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 def plan_from_yaml(source: YamlFile) -> Plan:
     """The plan in a document that was read already. Raises as `read_plan` does."""
     if not isinstance(source.data, dict):
-        raise PlanError(f"{source.path}:1: not a plan: a plan is a mapping with workload and replicas")
-    found = source.data.get("version", FORMAT_VERSION)
-    if found != FORMAT_VERSION:
+        found = "nothing" if source.data is None else _short(source.data)
         raise PlanError(
-            f"{source.where(('version',))} is {found!r}; this megatron-hexi reads version {FORMAT_VERSION}"
+            f"{source.where(())}: not a plan: found {found}; write a mapping with workload and replicas"
         )
-    try:
-        plan = _ADAPTER.validate_python(source.data)
-    except ValidationError as problems:
-        raise PlanError(_first_problem(source, problems)) from None
-    check_plan(plan, source.where)
-    return plan
+    version = source.data.get("version", FORMAT_VERSION)
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise PlanError(
+            f"{source.where(('version',))} is {_short(version)}, this megatron-hexi reads {FORMAT_VERSION}; "
+            "make the plan again"
+        )
+    return _checked(source.data, source.where)
 
 
 def validate_plan(plan: Plan) -> None:
-    """Check the rules of a plan that was made in memory.
+    """Check a plan that was made in memory, as if it had been read from a file.
 
     Raises:
-        PlanError: a rule is broken.
+        PlanError: a value or a rule is broken.
     """
-    check_plan(plan, spell_place)
+    _checked(plan_dict(plan), spell_place)
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -106,12 +109,23 @@ def plan_digest(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _first_problem(source: YamlFile, problems: ValidationError) -> str:
-    problem = problems.errors(include_url=False)[0]
+def _checked(data: dict[str, Any], where: Where) -> Plan:
+    try:
+        plan = _ADAPTER.validate_python(data)
+    except ValidationError as problems:
+        raise PlanError(_first_problem(where, problems)) from None
+    check_plan(plan, where)
+    return plan
+
+
+def _first_problem(where: Where, problems: ValidationError) -> str:
+    # A mistyped name is two problems, one unknown and one missing: the unknown one is what stands there.
+    problem = min(problems.errors(include_url=False), key=lambda found: found["type"] != _UNKNOWN)
     place: Place = tuple(problem["loc"])
-    said = _REMEDIES.get(problem["type"], problem["msg"]).format(**problem.get("ctx", {}))
-    value = "" if problem["type"] in ("missing", "extra_forbidden") else f" = {_short(problem['input'])}"
-    return f"{source.where(place)}{value} {said}"
+    known = _REMEDIES.get(problem["type"])
+    said = known.format(**problem.get("ctx", {})) if known else f"is wrong ({problem['msg']}); mend it"
+    value = "" if problem["type"] in ("missing", _UNKNOWN) else f" = {_short(problem['input'])}"
+    return f"{where(place)}{value} {said}"
 
 
 def _short(value: Any) -> str:
@@ -134,7 +148,9 @@ class _Dumper(yaml.SafeDumper):
         flow = isinstance(mapping, dict) and "rank" in mapping
         return super().represent_mapping(tag, mapping, flow_style=flow)
 
-    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+    def represent_sequence(
+        self, tag: str, sequence: Any, flow_style: bool | None = None
+    ) -> yaml.SequenceNode:
         flow = all(not isinstance(item, dict) for item in sequence)
         return super().represent_sequence(tag, sequence, flow_style=flow)
 

@@ -1,7 +1,7 @@
 """Real Megatron training under uneven plans, beside the same training on one rank from one checkpoint.
 
-Set MEGATRON_LM to a Megatron-LM checkout of core_v0.19.0 to train through its unmodified pretrain_gpt.py;
-without it, through our own entry point.
+Set MEGATRON_LM to a Megatron-LM checkout of core_v0.19.0 to train through its unmodified pretrain_gpt.py,
+20 iterations; without it, 6 through our own entry point.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODEL = (
     *("--num-workers", "0", "--eval-interval", "1000", "--eval-iters", "1"),
 )
 WORKLOAD = Workload(SEQ_LENGTH, heads=6, kv_heads=2, head_dim=16, layers=2, hidden_size=96)
-ITERATIONS = 6
+ITERATIONS = 20 if "MEGATRON_LM" in os.environ else 6
 
 # The KV heads 0 and 1 of the first group are each used by two of its members.
 THREE_AND_ONE = Plan(
@@ -75,7 +75,7 @@ def one_domain(*members: tuple[int, tuple[int, int]]) -> Plan:
 def entry() -> str | list[str]:
     checkout = os.environ.get("MEGATRON_LM")
     return (
-        ["megatron_hexi.run", str(Path(checkout) / "pretrain_gpt.py")]
+        ["-m", "megatron_hexi.run", str(Path(checkout) / "pretrain_gpt.py")]
         if checkout
         else "megatron_hexi.pretrain_gpt"
     )
@@ -153,7 +153,9 @@ EXACT = {
 @pytest.mark.parametrize(("ranks", "plan", "args"), EXACT.values(), ids=EXACT)
 def test_losses_and_gradient_norms_are_those_of_one_rank(ranks, plan, args, checkpoint, reference, tmp_path):
     log = run(tmp_path, ranks, "--load", str(checkpoint), "--finetune", *args, plan=plan)
-    assert largest_difference(log, reference) < 1e-5
+    difference = largest_difference(log, reference)
+    print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
+    assert difference < 1e-5
 
 
 def test_learned_positions_are_taken_at_the_true_positions(tmp_path):
@@ -170,15 +172,16 @@ def test_bf16_is_as_near_as_even_shards_are(checkpoint, tmp_path):
     reference = run(tmp_path, 1, *args)
     even = run(tmp_path, 4, *args, plan=proportional_plan(WORKLOAD, [[[1, 1], [1, 1]]]))
     uneven = run(tmp_path, 4, *args, plan=THREE_AND_ONE)
-    assert largest_difference(uneven, reference) <= 2 * largest_difference(even, reference)
+    distances = largest_difference(uneven, reference), largest_difference(even, reference)
+    print(f"bf16 distance from one rank: uneven {distances[0]:.1e}, even {distances[1]:.1e}")
+    assert distances[0] <= 2 * distances[1]
 
 
 def test_a_checkpoint_is_continued_under_any_plan_and_none(checkpoint, tmp_path):
     """Saved under one plan after some iterations, continued under others as if nothing had changed."""
     optimizer = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
     saved = ("--save", str(tmp_path / "weights"), "--save-interval", "3")
-    decay = ("--lr-decay-iters", "6", "--lr-warmup-iters", "0")
-    whole = run(tmp_path, 4, *optimizer, *decay, *saved, plan=THREE_AND_ONE)
+    whole = run(tmp_path, 4, *optimizer, *saved, plan=THREE_AND_ONE, iterations=6)
     assert whole.iterations == [1, 2, 3, 4, 5, 6]
     (tmp_path / "weights" / "latest_checkpointed_iteration.txt").write_text("3")
     continued = {
@@ -187,7 +190,9 @@ def test_a_checkpoint_is_continued_under_any_plan_and_none(checkpoint, tmp_path)
         "no context parallelism": (1, None),
     }
     for name, (ranks, plan) in continued.items():
-        log = run(tmp_path, ranks, *optimizer, *decay, "--load", str(tmp_path / "weights"), plan=plan)
+        loaded = ("--load", str(tmp_path / "weights"))
+        log = run(tmp_path, ranks, *optimizer, *loaded, plan=plan, iterations=6)
         assert log.iterations == [4, 5, 6], name
         for found, true in zip(log.losses, whole.losses[3:], strict=True):
             assert abs(found - true) / true < 1e-5, name
+        print(f"{name}: {log.losses}")

@@ -12,7 +12,7 @@ from megatron_hexi.cli import main as cli
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Workload, plan_digest, proportional_plan, read_plan, write_plan
 
-COMMANDS = ["patch", "show", "unpatch", "validate"]
+COMMANDS = ["patch", "proportion", "show", "unpatch", "validate"]
 
 
 class Result(NamedTuple):
@@ -168,3 +168,31 @@ def test_patch_passes_a_refusal_on(hexi, monkeypatch):
 
     monkeypatch.setattr(cli, "patch_checkout", refuse)
     assert hexi("patch", "somewhere") == (2, "", "hexi: error: somewhere: patched already\n")
+
+
+SIZES = ("--seq-length", 1021, "--heads", 8, "--kv-heads", 4, "--head-dim", 16)
+
+
+def test_proportion_writes_a_plan_that_can_be_read(hexi, tmp_path):
+    path = tmp_path / "plan.yaml"
+    result = hexi("proportion", "--speeds", "4,3,2/3", "--speeds", "1,1,1,1", *SIZES, "-o", path)
+    assert (result.code, result.out) == (0, "")
+    assert read_plan(path) == proportional_plan(Workload(1021, 8, 4, 16), [[[4, 3, 2], [3]], [[1, 1, 1, 1]]])
+
+
+@pytest.mark.parametrize("speeds", ["4,x", "", "4,,3", "4,0", "4,-1", "nan", "inf", "1/"])
+def test_proportion_refuses_what_is_no_speed(hexi, tmp_path, speeds):
+    path = tmp_path / "plan.yaml"
+    result = hexi("proportion", "--speeds", speeds, *SIZES, "-o", path)
+    assert result.code == 2
+    assert is_one_error_line(result.err)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("wrong", [("--seq-length", 0), ("--heads", 0), ("--kv-heads", 3), ("--window", 0)])
+def test_proportion_refuses_sizes_that_no_plan_has(hexi, tmp_path, wrong):
+    path = tmp_path / "plan.yaml"
+    result = hexi("proportion", "--speeds", "2/1", *SIZES, *wrong, "-o", path)
+    assert result.code == 2
+    assert is_one_error_line(result.err)
+    assert not path.exists()
