@@ -26,6 +26,8 @@ class HexiCoreAttention(MegatronModule):
     Takes what Megatron's own core attentions take; arguments that only theirs need are accepted and
     not used: no communication type (the plan says how ranks exchange) and no process groups (the
     session has them). Dropout is refused with the other options that a plan cannot carry out.
+    ``apply_query_key_layer_scaling`` asks for nothing here: it divides the scores by the layer's number
+    and multiplies them again before the softmax, for the sake of fp16 scores, which our kernels never have.
     """
 
     def __init__(
@@ -53,8 +55,6 @@ class HexiCoreAttention(MegatronModule):
             )
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
-        if config.apply_query_key_layer_scaling:
-            self.softmax_scale /= max(1, layer_number)
 
     def forward(
         self,

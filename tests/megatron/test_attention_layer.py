@@ -1,0 +1,147 @@
+"""Our core attention stands in for Megatron's, whichever layer spec names it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.session import GivenPlan, Session, local_shard, set_active_session
+from megatron_hexi.patching import PatchSet
+from megatron_hexi.plan import Plan, Workload, build_schedule, plan_digest, proportional_plan
+from megatron_hexi.platform import select_platform
+from megatron_hexi.runtime import DomainAttention
+
+WORKLOAD = Workload(32, heads=4, kv_heads=2, head_dim=8)
+
+
+class SomeTransformerEngineAttention:
+    """Stands for TEDotProductAttention, which is a mock where Transformer Engine is not installed."""
+
+    def __init__(self, *args, **kwargs):
+        raise AssertionError("must have been replaced")
+
+
+@pytest.fixture
+def megatron(tmp_path):
+    """Megatron's groups for one rank, and our patch of the attention layer."""
+    from megatron.core import parallel_state
+
+    from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    patches = PatchSet(ATTENTION_PATCHES)
+    patches.install()
+    yield parallel_state
+    patches.remove()
+    set_active_session(None)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def activate(plan: Plan) -> None:
+    given = GivenPlan(plan, "plan.yaml", plan_digest(plan), "auto", row_multiple=1)
+    schedule = build_schedule(plan.workload, plan.replicas[0].domain, 0)
+    attention = DomainAttention(plan.workload, schedule, dist.group.WORLD, None)
+    set_active_session(Session(given, attention, local_shard(schedule, 1, torch.device("cpu"))))
+
+
+def build_layer(core_attention, mask="causal", **changes):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        **changes,
+    )
+    submodules = get_gpt_layer_local_spec().submodules.self_attention.submodules
+    if core_attention is not None:
+        submodules = dataclasses.replace(submodules, core_attention=core_attention)
+    return SelfAttention(config, submodules, layer_number=3, attn_mask_type=AttnMaskType[mask])
+
+
+def test_without_a_plan_megatrons_own_is_built(megatron):
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    assert type(build_layer(None).core_attention) is DotProductAttention
+
+
+@pytest.mark.parametrize("spec", ["local", "transformer engine"])
+def test_under_a_plan_ours_is_built(spec, megatron, monkeypatch):
+    import megatron.core.extensions.transformer_engine as extension
+
+    from megatron_hexi.megatron.core_attention import HexiCoreAttention
+
+    monkeypatch.setattr(extension, "TEDotProductAttention", SomeTransformerEngineAttention)
+    activate(proportional_plan(WORKLOAD, [[[1]]]))
+    layer = build_layer(SomeTransformerEngineAttention if spec == "transformer engine" else None)
+    assert type(layer.core_attention) is HexiCoreAttention
+    assert not list(layer.core_attention.parameters())
+
+
+def test_a_core_attention_that_we_do_not_know_is_refused(megatron, capsys):
+    activate(proportional_plan(WORKLOAD, [[[1]]]))
+    with pytest.raises(SystemExit) as refused:
+        build_layer(torch.nn.Identity)
+    assert refused.value.code == 2
+    assert "Identity" in capsys.readouterr().err
+
+
+def test_a_mask_that_is_not_the_plans_is_refused(megatron, capsys):
+    activate(proportional_plan(WORKLOAD, [[[1]]]))
+    with pytest.raises(SystemExit):
+        build_layer(None, mask="no_mask")
+    assert "layer 3 has the mask no_mask, the plan plan.yaml is causal" in capsys.readouterr().err
+
+
+@pytest.fixture
+def cpu():
+    """Megatron's own attention asks for a CUDA device."""
+    platform = select_platform("cpu")
+    platform.install()
+    yield
+    platform.remove()
+
+
+def test_the_layer_gives_what_megatrons_gives(cpu, megatron):
+    """Also with scores divided by the layer's number, which are multiplied again before the softmax."""
+    query = torch.randn(32, 2, 4, 8)
+    key, value = torch.randn(2, 32, 2, 2, 8)
+    mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1)
+    for changes in ({}, {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}):
+        set_active_session(None)
+        stock = build_layer(None, **changes).core_attention
+        activate(proportional_plan(WORKLOAD, [[[1]]]))
+        ours = build_layer(None, **changes).core_attention
+        # Dropout of the stock layer draws under Megatron's tracker, which only its set-up seeds.
+        stock.attention_dropout = torch.nn.Identity()
+        stock.config.sequence_parallel = True
+        torch.testing.assert_close(ours(query, key, value, None), stock(query, key, value, mask))
+
+
+def test_arguments_that_a_plan_cannot_carry_out_are_refused(megatron):
+    activate(proportional_plan(WORKLOAD, [[[1]]]))
+    ours = build_layer(None).core_attention
+    query, key, value = torch.randn(32, 2, 4, 8), torch.randn(32, 2, 2, 8), torch.randn(32, 2, 2, 8)
+    from megatron.core.transformer.enums import AttnMaskType
+
+    mask = torch.ones(1, 1, 32, 32, dtype=torch.bool)
+    for named in (
+        {"attention_mask": mask},
+        {"attention_mask": None, "attention_bias": mask},
+        {"attention_mask": None, "packed_seq_params": object()},
+        {"attention_mask": None, "attn_mask_type": AttnMaskType.padding_causal},
+    ):
+        with pytest.raises(HexiError, match="train without it"):
+            ours(query, key, value, **named)
