@@ -49,7 +49,11 @@ setup(
     # The diffs lie at the top of the repository, where people look for them; installed, inside the package.
     packages=[*find_packages(include=["megatron_hexi", "megatron_hexi.*"]), "megatron_hexi.patches"],
     package_dir={"megatron_hexi.patches": "patches"},
-    package_data={"megatron_hexi": ["py.typed"], "megatron_hexi.patches": ["*.diff"]},
+    package_data={
+        "megatron_hexi": ["py.typed"],
+        "megatron_hexi.cluster": ["data/*.yaml"],
+        "megatron_hexi.patches": ["*.diff"],
+    },
     entry_points={"console_scripts": ["hexi = megatron_hexi.cli.main:main"]},
     install_requires=[
         "matplotlib",

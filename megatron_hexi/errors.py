@@ -21,6 +21,10 @@ class PlanError(HexiError):
     """A plan that breaks one of its own rules, or does not fit the job it is used for."""
 
 
+class ClusterError(HexiError):
+    """A cluster file that breaks a rule, or a GPU that nothing is known of."""
+
+
 class PatchError(HexiError):
     """A part of Megatron does not look as the patch for it expects."""
 

@@ -157,8 +157,8 @@ def proportion(
         list[str],
         typer.Option(
             metavar="SPEEDS",
-            help="Relative speeds of the ranks of one replica, in rank order: commas between the members of a "
-            "group, slashes between groups. Once for each data-parallel replica.",
+            help="Relative speeds of a replica's ranks, in rank order: commas between the members of a group, "
+            "slashes between groups. Once for each data-parallel replica.",
         ),
     ],
     seq_length: Annotated[int, typer.Option(help="Tokens of one sequence.")],

@@ -12,7 +12,7 @@ from megatron_hexi.cli import main as cli
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Workload, plan_digest, proportional_plan, read_plan, write_plan
 
-COMMANDS = ["patch", "proportion", "show", "unpatch", "validate"]
+COMMANDS = ["catalog", "patch", "proportion", "show", "unpatch", "validate"]
 
 
 class Result(NamedTuple):

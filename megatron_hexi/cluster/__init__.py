@@ -1,0 +1,31 @@
+"""What the machines are: device catalogue, cluster file, topology. No torch here."""
+
+from megatron_hexi.cluster.catalog import catalog, device
+from megatron_hexi.cluster.device import Attention, Curve, Device, Link, Nominal, Passes
+from megatron_hexi.cluster.file import cluster_digest, cluster_from_yaml, read_cluster
+from megatron_hexi.cluster.links import LinkId, Node, Rank, Route, Tier
+from megatron_hexi.cluster.model import ClusterFile
+from megatron_hexi.cluster.partition import Partition
+from megatron_hexi.cluster.topology import Cluster
+
+__all__ = [
+    "Attention",
+    "Cluster",
+    "ClusterFile",
+    "Curve",
+    "Device",
+    "Link",
+    "LinkId",
+    "Node",
+    "Nominal",
+    "Partition",
+    "Passes",
+    "Rank",
+    "Route",
+    "Tier",
+    "catalog",
+    "cluster_digest",
+    "cluster_from_yaml",
+    "device",
+    "read_cluster",
+]

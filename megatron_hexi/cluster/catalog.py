@@ -1,0 +1,86 @@
+"""The device catalogue: what is known of each GPU. The numbers and their sources are in data/devices.yaml."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
+
+from pydantic import ConfigDict, TypeAdapter
+
+from megatron_hexi.cluster.device import Device
+from megatron_hexi.cluster.entries import STRICT, Builder, DeviceEntry, Mask, Name, Pass, Size, Text
+from megatron_hexi.cluster.schema import parse
+from megatron_hexi.errors import ClusterError
+from megatron_hexi.yaml_file import YamlFile, read_yaml
+
+DATA = Path(__file__).parent / "data" / "devices.yaml"
+
+
+@dataclass(frozen=True)
+class CatalogFile:
+    """The spelling of data/devices.yaml."""
+
+    sources: dict[Name, Text]
+    attention_half: dict[Mask, dict[Pass, Size]]
+    devices: dict[Name, DeviceEntry]
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+def catalog() -> Mapping[str, Device]:
+    """All known devices by name, in the order of the data."""
+    return _load()[1]
+
+
+def device(name: str) -> Device:
+    """The device of that name.
+
+    Raises:
+        ClusterError: there is none; names those that are spelled alike.
+    """
+    known = catalog()
+    if name not in known:
+        raise ClusterError(f"GPU {unknown_device(name, known)}")
+    return known[name]
+
+
+def unknown_device(name: str, known: Iterable[str]) -> str:
+    """What to say of a name that is not known: which ones are near, or where all are listed."""
+    names = {item.lower(): item for item in known}
+    families = {key.split("-")[0] for key in names}
+    wanted = name.lower()
+    near = [item for key, item in names.items() if wanted and key.startswith(wanted)]
+    if not near:
+        close = difflib.get_close_matches(wanted, [*names, *families], n=3, cutoff=0.6)
+        near = [item for key, item in names.items() if key in close or key.split("-")[0] in close][:4]
+    hint = f"did you mean {' or '.join(near)}?" if near else "`hexi catalog` lists those that are"
+    return f"{name!r} is not in the catalogue; {hint}"
+
+
+def catalog_with(entries: Mapping[str, DeviceEntry], source: YamlFile) -> Mapping[str, Device]:
+    """The catalogue with a cluster file's own devices and measured curves in place of its own.
+
+    Raises:
+        ClusterError: an entry lacks what the catalogue cannot lend it, or breaks a rule.
+    """
+    if not entries:
+        return catalog()
+    file, known = _load()
+    builder = Builder(source, known, file.attention_half, {})
+    return dict(known) | {name: builder.device(name, entry) for name, entry in entries.items()}
+
+
+@functools.cache
+def _load() -> tuple[CatalogFile, Mapping[str, Device]]:
+    source = read_yaml(DATA)
+    file = parse(TypeAdapter(CatalogFile), source, "a catalogue is a mapping with sources and devices")
+    devices: dict[str, Device] = {}
+    builder = Builder(source, devices, file.attention_half, file.sources)
+    for name, entry in file.devices.items():  # in order: an entry may be like an earlier one
+        devices[name] = builder.device(name, entry)
+    return file, MappingProxyType(devices)

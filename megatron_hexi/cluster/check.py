@@ -1,0 +1,166 @@
+"""The rules that a cluster file keeps, each with an error that names the place and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_hexi.cluster.catalog import unknown_device
+from megatron_hexi.cluster.device import Device
+from megatron_hexi.cluster.model import MAX_GPUS, ClusterFile, Level, Matrix
+from megatron_hexi.cluster.schema import refuse, short
+from megatron_hexi.yaml_file import Place, YamlFile
+
+
+def check_size(file: ClusterFile, source: YamlFile) -> None:
+    """Refuse an absurd size, before anything is built for each node or GPU."""
+    if file.gpu_count > MAX_GPUS:
+        remedy = f"at most {MAX_GPUS} are planned for; mend count or gpus"
+        refuse(source, ("nodes",), f"have {file.gpu_count} GPUs in all", remedy)
+
+
+def check_cluster(file: ClusterFile, devices: Mapping[str, Device], source: YamlFile) -> None:
+    """Check every rule.
+
+    Args:
+        file: what the file says; its values have the right types, its size is sane.
+        devices: the catalogue with the file's own devices.
+        source: the document, for lines.
+
+    Raises:
+        ClusterError: the first rule broken.
+    """
+    _check_nodes(file, devices, source)
+    _check_connected(file, source)
+    if file.matrix is not None:
+        _check_matrix(file, file.matrix, source)
+    inner = list(range(file.node_count))  # the group of each node one level below: itself
+    names = {"node", "network", "cluster"}
+    for i, level in enumerate(file.levels):
+        if level.name in names:
+            problem = f"= {short(level.name)} is taken"
+            refuse(source, ("levels", i, "name"), problem, "give every level a name of its own")
+        names.add(level.name)
+        groups = _check_groups(file, level, ("levels", i, "groups"), source)
+        _check_nested(file, inner, groups, ("levels", i, "groups"), source)
+        inner = groups
+
+
+def node_name(file: ClusterFile, number: int) -> str:
+    """``h100-0`` for its number in the file."""
+    for name, numbers in file.node_numbers.items():
+        if number in numbers:
+            return f"{name}-{number - numbers.start}"
+    raise AssertionError(f"no node {number}")
+
+
+def _check_nodes(file: ClusterFile, devices: Mapping[str, Device], source: YamlFile) -> None:
+    seen: dict[str, int] = {}
+    for i, entry in enumerate(file.nodes):
+        place: Place = ("nodes", i)
+        if entry.name in seen:
+            remedy = "give each entry a name of its own, or raise the first one's count"
+            refuse(
+                source,
+                (*place, "name"),
+                f"= {short(entry.name)} is that of nodes[{seen[entry.name]}]",
+                remedy,
+            )
+        seen[entry.name] = i
+        if entry.gpu not in devices:
+            remedy = "mend its name, or describe it under devices:"
+            refuse(source, (*place, "gpu"), f"= {unknown_device(entry.gpu, devices)}", remedy)
+    for i, entry in enumerate(file.nodes):
+        base, dash, number = entry.name.rpartition("-")
+        if dash and number.isdecimal() and base in seen and int(number) < file.nodes[seen[base]].count:
+            problem = f"= {short(entry.name)} is what node {number} of nodes[{seen[base]}] is called"
+            refuse(source, ("nodes", i, "name"), problem, "choose another")
+
+
+def _check_connected(file: ClusterFile, source: YamlFile) -> None:
+    if file.matrix is not None:
+        for other in ("network", "levels"):
+            if getattr(file, other):
+                refuse(source, (other,), "stands beside a measured matrix", "keep one of the two")
+    elif file.node_count > 1 and file.network is None:
+        problem = f"is missing: the {file.node_count} nodes cannot reach each other"
+        refuse(source, ("network",), problem, "add it: {bandwidth_gb_s: …, latency_us: …, per: node}")
+
+
+def _check_groups(file: ClusterFile, level: Level, place: Place, source: YamlFile) -> list[int]:
+    group_of = [-1] * file.node_count
+    for g, texts in enumerate(level.groups):
+        for t, text in enumerate(texts):
+            for number in _find(file, text, (*place, g, t), source):
+                if group_of[number] >= 0:
+                    problem = f"= {text} puts {node_name(file, number)} into a group again"
+                    refuse(source, (*place, g, t), problem, "name every node once in a level")
+                group_of[number] = g
+    if -1 in group_of:
+        left = node_name(file, group_of.index(-1))
+        refuse(source, place, f"leave {left} out", "put every node into a group; alone is fine")
+    return group_of
+
+
+def _check_nested(
+    file: ClusterFile, inner: list[int], outer: list[int], place: Place, source: YamlFile
+) -> None:
+    first: dict[int, int] = {}
+    for number, group in enumerate(inner):
+        other = first.setdefault(group, number)
+        if outer[other] != outer[number]:
+            problem = (
+                f"part {node_name(file, other)} from {node_name(file, number)}, which a level inside joins"
+            )
+            refuse(source, place, problem, "let every group be made of whole groups of the level before it")
+
+
+def _check_matrix(file: ClusterFile, matrix: Matrix, source: YamlFile) -> None:
+    seen: set[int] = set()
+    for i, text in enumerate(matrix.nodes):
+        place: Place = ("matrix", "nodes", i)
+        found = _find(file, text, place, source)
+        if len(found) != 1:
+            refuse(
+                source, place, f"= {text} names {len(found)} nodes", f"name one: {node_name(file, found[0])}"
+            )
+        if found[0] in seen:
+            refuse(source, place, f"= {text} has a row already", "name every node once")
+        seen.add(found[0])
+    missing = set(range(file.node_count)) - seen
+    if missing:
+        left = node_name(file, min(missing))
+        refuse(source, ("matrix", "nodes"), f"leave {left} out", "give it a row and a column")
+    for field in ("bandwidth_gb_s", "latency_us"):
+        _check_square(matrix, field, getattr(matrix, field), source)
+
+
+def _check_square(
+    matrix: Matrix, field: str, rows: tuple[tuple[float | None, ...], ...], source: YamlFile
+) -> None:
+    place: Place = ("matrix", field)
+    size = len(matrix.nodes)
+    if len(rows) != size:
+        refuse(
+            source,
+            place,
+            f"has {len(rows)} rows for {size} nodes",
+            "give one for each, in the order of nodes",
+        )
+    for r, row in enumerate(rows):
+        if len(row) != size:
+            remedy = "give one for each, in the order of nodes"
+            refuse(source, (*place, r), f"has {len(row)} values for {size} nodes", remedy)
+        for c, value in enumerate(row):
+            if r != c and (value is None or (field == "bandwidth_gb_s" and value == 0)):
+                problem = f"= {value}: {matrix.nodes[r]} cannot send to {matrix.nodes[c]}"
+                refuse(
+                    source, (*place, r, c), problem, "every two nodes must reach each other; measure it again"
+                )
+
+
+def _find(file: ClusterFile, text: str, place: Place, source: YamlFile) -> range:
+    found = file.find_nodes(text)
+    if found is None:
+        known = ", ".join(f"{name}-0..{len(numbers) - 1}" for name, numbers in file.node_numbers.items())
+        refuse(source, place, f"= {short(text)} is no node", f"the file has {known}"[:200])
+    return found

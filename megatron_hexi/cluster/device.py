@@ -1,0 +1,204 @@
+"""A GPU as the planner sees it: memory, links, and curves of what it achieves.
+
+Nominal rates are for people. A planner that believes them gives the newest GPU too much: H100 to A100
+is 3.17 : 1 by datasheet and 1.7 : 1 in attention with FlashAttention-2 on both.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megatron_hexi.errors import ClusterError
+
+#: Kernels that share another's curves: torch ships FlashAttention-2's CUDA code as `aten::_flash_attention`.
+KERNEL_ALIASES = {"aten-flash": "flash-attn-2"}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Achieved rate against size.
+
+    Between two sizes the rate is linear in the logarithm of the size; outside them it stays as at the
+    nearer end.
+
+    Args:
+        sizes: ascending, at least one. Rows for a matrix product, tokens of the sequence for attention.
+        rates: TFLOP/s at each size.
+        source: who measured it, or how it was estimated.
+        estimate: whether nobody measured it on this GPU with this kernel.
+        given_from: the least size that the source gives; smaller ones follow from the saturating rule.
+    """
+
+    sizes: tuple[float, ...]
+    rates: tuple[float, ...]
+    source: str
+    estimate: bool = False
+    given_from: float = 1
+
+    def rate(self, size: float) -> float:
+        """TFLOP/s at a size."""
+        above = bisect_right(self.sizes, size)
+        if above == 0:
+            return self.rates[0]
+        if above == len(self.sizes):
+            return self.rates[-1]
+        low, high = self.sizes[above - 1], self.sizes[above]
+        part = math.log(size / low) / math.log(high / low)
+        return self.rates[above - 1] + part * (self.rates[above] - self.rates[above - 1])
+
+    def time(self, flops: float, size: float) -> float:
+        """Seconds that so many floating-point operations take at a size."""
+        return flops / (self.rate(size) * 1e12)
+
+    def scaled(self, factor: float) -> Curve:
+        """The same curve, `factor` times as fast."""
+        return replace(self, rates=tuple(rate * factor for rate in self.rates))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Curves of the two directions. The backward pass counts 2.5 times the forward pass's FLOPs."""
+
+    forward: Curve
+    backward: Curve
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What one attention kernel achieves with heads of 128, in bf16 (fp16 where there is no bf16).
+
+    Args:
+        kernel: its name, as in ``--hexi-kernel``.
+        causal: a query sees keys up to its own position; counted as half the FLOPs of `full`.
+        full: every query sees every key: 4 x queries x keys x head dim x heads FLOPs forward.
+    """
+
+    kernel: str
+    causal: Passes
+    full: Passes
+
+    def map(self, change: Callable[[Curve], Curve]) -> Attention:
+        """All four curves changed alike."""
+        causal, full = (Passes(change(p.forward), change(p.backward)) for p in (self.causal, self.full))
+        return Attention(self.kernel, causal, full)
+
+    @property
+    def curves(self) -> dict[str, Curve]:
+        """The four curves by name."""
+        return {
+            "causal forward": self.causal.forward,
+            "causal backward": self.causal.backward,
+            "full forward": self.full.forward,
+            "full backward": self.full.backward,
+        }
+
+
+@dataclass(frozen=True)
+class Nominal:
+    """Dense rates by datasheet, TFLOP/s, by precision; ``None`` where the GPU lacks it."""
+
+    bf16: float | None = None
+    fp16: float | None = None
+    fp8: float | None = None
+    tf32: float | None = None
+    fp32: float | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """How a GPU talks to the others of its node.
+
+    Args:
+        kind: NVLink4, PCIe5, …
+        bandwidth_gb_s: achieved, 10^9 bytes/s a direction; each GPU has this much out and in.
+        latency_us: of one message, µs.
+        source: who measured it, or how it was estimated.
+        estimate: whether nobody measured it.
+        nominal_gb_s: by datasheet, a direction.
+    """
+
+    kind: str
+    bandwidth_gb_s: float
+    latency_us: float
+    source: str
+    estimate: bool = False
+    nominal_gb_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """One model of GPU.
+
+    Args:
+        name: as cluster files spell it.
+        memory_gb: as its vendor sells it.
+        usable_gib: what a process finds free on it, GiB.
+        memory_gb_s: bandwidth of its memory by datasheet, 10^9 bytes/s.
+        capability: CUDA compute capability.
+        nominal: rates by datasheet.
+        link: to the GPUs of its node.
+        matmul: achieved by matrix products, against rows, in bf16 (fp16 where there is no bf16).
+        attentions: kernels with curves, the fastest (causal, forward, 16k tokens) first.
+        source: the datasheet.
+        note: what a user should know besides.
+    """
+
+    name: str
+    memory_gb: float
+    usable_gib: float
+    memory_gb_s: float
+    capability: tuple[int, int]
+    nominal: Nominal
+    link: Link
+    matmul: Curve
+    attentions: tuple[Attention, ...]
+    source: str
+    note: str = ""
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the kernels with curves, the fastest first."""
+        return tuple(attention.kernel for attention in self.attentions)
+
+    @property
+    def curves(self) -> dict[str, Curve]:
+        """All curves by name."""
+        return {"matmul": self.matmul} | {
+            f"{attention.kernel} {name}": curve
+            for attention in self.attentions
+            for name, curve in attention.curves.items()
+        }
+
+    def attention(self, kernel: str | None = None) -> Attention:
+        """The curves of a kernel, by default the fastest.
+
+        Raises:
+            ClusterError: no curves of that kernel are known for this GPU.
+        """
+        if kernel is None:
+            return self.attentions[0]
+        wanted = KERNEL_ALIASES.get(kernel, kernel)
+        for attention in self.attentions:
+            if attention.kernel == wanted:
+                return attention
+        raise ClusterError(
+            f"{self.name}: no curves for kernel {kernel}; use {' or '.join(self.kernels)}, "
+            f"or give measured ones under devices: in the cluster file"
+        )
+
+    def at_speed(self, factor: float) -> Device:
+        """This GPU with all curves `factor` times as fast: a throttled card, a what-if."""
+        if factor == 1:
+            return self
+        return replace(
+            self,
+            matmul=self.matmul.scaled(factor),
+            attentions=tuple(item.map(lambda curve: curve.scaled(factor)) for item in self.attentions),
+        )
+
+    def with_memory(self, memory_gb: float) -> Device:
+        """This GPU with other memory; the usable part keeps its share."""
+        return replace(self, memory_gb=memory_gb, usable_gib=self.usable_gib * memory_gb / self.memory_gb)

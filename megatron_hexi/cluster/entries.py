@@ -1,0 +1,243 @@
+"""How devices are spelled in YAML, in the catalogue and below ``devices:`` of a cluster file alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from megatron_hexi.cluster.device import Attention, Curve, Device, Link, Nominal, Passes
+from megatron_hexi.cluster.schema import refuse
+from megatron_hexi.yaml_file import Place, YamlFile
+
+STRICT = ConfigDict(extra="forbid")
+
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9](\.?[A-Za-z0-9_-]+)*\.?$")]
+Text = Annotated[str, Field(min_length=1, max_length=2000)]
+#: Bounds far outside any hardware: they catch a wrong unit, not a fast machine.
+Rate = Annotated[float, Field(strict=True, gt=0, le=1e6, allow_inf_nan=False)]
+Latency = Annotated[float, Field(strict=True, ge=0, le=1e7, allow_inf_nan=False)]
+Memory = Annotated[float, Field(strict=True, gt=0, le=1e5, allow_inf_nan=False)]
+Size = Annotated[float, Field(strict=True, ge=1, le=2**40, allow_inf_nan=False)]
+Points = Annotated[tuple[tuple[Size, Rate], ...], Field(min_length=1, max_length=1000)]
+
+Mask = Literal["causal", "full"]
+Pass = Literal["forward", "backward"]
+MASKS: tuple[Mask, ...] = ("causal", "full")
+PASSES: tuple[Pass, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class CurveEntry:
+    """A curve: `points` of (size, TFLOP/s), and either `source` (measured) or `estimate` (why and how)."""
+
+    points: Points
+    source: Text | None = None
+    estimate: Text | None = None
+    half: Size | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class PassesEntry:
+    """The two directions."""
+
+    forward: CurveEntry | None = None
+    backward: CurveEntry | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class AttentionEntry:
+    """The curves of one kernel: spelled out, or another GPU's (`like`) times a factor, with the reason."""
+
+    causal: PassesEntry | None = None
+    full: PassesEntry | None = None
+    like: Text | None = None
+    times: Rate = 1.0
+    estimate: Text | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class LinkEntry:
+    """A link inside a node."""
+
+    kind: Text
+    bandwidth_gb_s: Rate
+    latency_us: Latency
+    nominal_gb_s: Rate | None = None
+    source: Text | None = None
+    estimate: Text | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class NominalEntry:
+    """Datasheet rates, dense, TFLOP/s."""
+
+    bf16: Rate | None = None
+    fp16: Rate | None = None
+    fp8: Rate | None = None
+    tf32: Rate | None = None
+    fp32: Rate | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class DeviceEntry:
+    """A GPU; what an entry leaves out comes from the catalogue's GPU of that name."""
+
+    memory_gb: Memory | None = None
+    usable_gib: Memory | None = None
+    memory_gb_s: Rate | None = None
+    capability: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] | None = None
+    nominal: NominalEntry | None = None
+    link: LinkEntry | None = None
+    matmul: CurveEntry | None = None
+    attention: dict[Name, AttentionEntry] | None = None
+    source: Text | None = None
+    note: Text | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Turns entries into devices.
+
+    Args:
+        source: the document that the entries stand in, for errors.
+        known: devices that an entry may extend or be `like`.
+        halves: tokens at which attention reaches half its rate, by mask and direction.
+        citations: texts that a one-word `source` stands for.
+    """
+
+    source: YamlFile
+    known: Mapping[str, Device]
+    halves: Mapping[Mask, Mapping[Pass, float]]
+    citations: Mapping[str, str]
+
+    def device(self, name: str, entry: DeviceEntry) -> Device:
+        """The device; raises ClusterError where a part is missing or a rule broken."""
+        place, base = ("devices", name), self.known.get(name)
+
+        def need[T](field: str, given: T | None, inherit: Callable[[Device], T]) -> T:
+            if given is not None:
+                return given
+            if base is None:
+                remedy = "add it: the catalogue has no GPU of that name to take it from"
+                refuse(self.source, (*place, field), "is missing", remedy)
+            return inherit(base)
+
+        memory_gb = need("memory_gb", entry.memory_gb, lambda d: d.memory_gb)
+        usable = need("usable_gib", entry.usable_gib, lambda d: d.usable_gib * memory_gb / d.memory_gb)
+        bandwidth = need("memory_gb_s", entry.memory_gb_s, lambda d: d.memory_gb_s)
+        nominal = Nominal(**vars(entry.nominal)) if entry.nominal else None
+        matmul = self._matmul(entry.matmul, bandwidth, (*place, "matmul")) if entry.matmul else None
+        link = self._link(entry.link, (*place, "link")) if entry.link else None
+        kernels = {item.kernel: item for item in base.attentions} if base else {}
+        for kernel, item in (entry.attention or {}).items():
+            here = (*place, "attention", kernel)
+            kernels[kernel] = self._attention(kernel, item, kernels.get(kernel), here)
+        if not kernels:
+            refuse(self.source, (*place, "attention"), "has no kernel", "give the curves of one")
+        return Device(
+            name=name,
+            memory_gb=memory_gb,
+            usable_gib=usable,
+            memory_gb_s=bandwidth,
+            capability=need("capability", entry.capability, lambda d: d.capability),
+            nominal=need("nominal", nominal, lambda d: d.nominal),
+            link=need("link", link, lambda d: d.link),
+            matmul=need("matmul", matmul, lambda d: d.matmul),
+            attentions=tuple(sorted(kernels.values(), key=_speed, reverse=True)),
+            source=self._cite(entry.source) or (base.source if base else "the cluster file"),
+            note=entry.note or (base.note if base else ""),
+        )
+
+    def _cite(self, text: str | None) -> str:
+        return self.citations.get(text or "", text or "")
+
+    def _origin(self, source: str | None, estimate: str | None, place: Place) -> tuple[str, bool]:
+        if (source is None) == (estimate is None):
+            found = "has neither source nor estimate" if source is None else "has both source and estimate"
+            refuse(
+                self.source, place, found, "say who measured it (source), or how it was guessed (estimate)"
+            )
+        return (self._cite(source), False) if source else (estimate or "", True)
+
+    def _curve(self, entry: CurveEntry, half: float, place: Place) -> Curve:
+        text, estimate = self._origin(entry.source, entry.estimate, place)
+        for i, ((before, _), (after, _)) in enumerate(zip(entry.points, entry.points[1:], strict=False)):
+            if after <= before:
+                problem = f"has size {after:g} after {before:g}"
+                refuse(self.source, (*place, "points", i + 1), problem, "list the sizes in ascending order")
+        first, rate = entry.points[0]
+        half = entry.half or half
+        small = []
+        size = 1.0
+        while size < first:  # the saturating rule, once an octave
+            small.append((size, rate * (size / (size + half)) / (first / (first + half))))
+            size *= 2
+        sizes, rates = zip(*small, *entry.points, strict=True)
+        return Curve(sizes, rates, text, estimate, first)
+
+    def _matmul(self, entry: CurveEntry, memory_gb_s: float, place: Place) -> Curve:
+        # Rows from which a product computes for longer than it reads its two-byte weights:
+        # rows x 2 FLOPs a weight at the achieved rate = 2 bytes a weight at the memory's bandwidth.
+        return self._curve(entry, max(1.0, entry.points[-1][1] * 1e3 / memory_gb_s), place)
+
+    def _link(self, entry: LinkEntry, place: Place) -> Link:
+        text, estimate = self._origin(entry.source, entry.estimate, place)
+        return Link(entry.kind, entry.bandwidth_gb_s, entry.latency_us, text, estimate, entry.nominal_gb_s)
+
+    def _attention(
+        self, kernel: str, entry: AttentionEntry, base: Attention | None, place: Place
+    ) -> Attention:
+        if entry.like is not None:
+            base = self._alike(kernel, entry, place)
+        found: dict[tuple[Mask, Pass], Curve] = {}
+        for mask in MASKS:
+            for direction in PASSES:
+                passes = entry.causal if mask == "causal" else entry.full
+                given = passes and (passes.forward if direction == "forward" else passes.backward)
+                here = (*place, mask, direction)
+                if given:
+                    found[mask, direction] = self._curve(given, self.halves[mask][direction], here)
+                elif base:
+                    found[mask, direction] = base.curves[f"{mask} {direction}"]
+                else:
+                    refuse(
+                        self.source, here, "is missing", "add it: nothing is known of this kernel on this GPU"
+                    )
+        causal, full = (Passes(found[mask, "forward"], found[mask, "backward"]) for mask in MASKS)
+        return Attention(kernel, causal, full)
+
+    def _alike(self, kernel: str, entry: AttentionEntry, place: Place) -> Attention:
+        other = self.known.get(entry.like or "")
+        if other is None or kernel not in other.kernels:
+            problem = f"= {entry.like!r} is no GPU with curves for {kernel}"
+            refuse(
+                self.source, (*place, "like"), problem, "name one that `hexi catalog` shows with that kernel"
+            )
+        if entry.estimate is None:
+            refuse(self.source, (*place, "estimate"), "is missing", "say why the two GPUs are alike")
+        note = f"{entry.like} x {entry.times:g}: {entry.estimate}"
+
+        def change(curve: Curve) -> Curve:
+            scaled = curve.scaled(entry.times)
+            return Curve(scaled.sizes, scaled.rates, note, True, scaled.given_from)
+
+        return other.attention(kernel).map(change)
+
+
+def _speed(attention: Attention) -> float:
+    return attention.causal.forward.rate(16384)

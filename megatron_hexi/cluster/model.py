@@ -1,0 +1,164 @@
+"""What a cluster file says, as frozen data: nodes, the links between them, and its own GPUs.
+
+Everywhere: GB is 10^9 bytes, bandwidth is a direction, latency is of one message.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+from megatron_hexi.cluster.entries import STRICT, DeviceEntry, Latency, Memory, Name, Rate, Text
+
+#: More is a typing error, and is refused before anything is built for each of them.
+MAX_GPUS = 65536
+#: A measured matrix has a row a node; beyond this, levels describe a cluster better.
+MAX_MATRIX_NODES = 1024
+#: Between nodes where the file does not say: Calculon counts 10-20 µs (arXiv 2303.08375).
+NETWORK_LATENCY_US = 10.0
+
+Count = Annotated[int, Field(strict=True, ge=1, le=MAX_GPUS)]
+Factor = Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)]
+#: Zero or nothing: no link; a rule then says which two cannot reach each other.
+MaybeRate = Annotated[float, Field(strict=True, ge=0, le=1e6, allow_inf_nan=False)] | None
+MaybeLatency = Latency | None
+
+_ONE_OR_MANY = re.compile(r"(?P<base>.+)-(?P<first>\d+)(\.\.(?P<last>\d+))?")
+
+
+@dataclass(frozen=True)
+class Intra:
+    """Links inside a node, in place of the catalogue's: each GPU's own, out and in."""
+
+    bandwidth_gb_s: Rate
+    latency_us: Latency | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class NodeEntry:
+    """`count` nodes alike, called ``name-0``, ``name-1`` and so on.
+
+    Args:
+        name: what the rest of the file calls them.
+        gpu: a GPU of the catalogue, or of ``devices:``.
+        gpus: how many of it each node has.
+        count: how many nodes.
+        memory_gb: of each GPU as sold, in place of the catalogue's; the usable part keeps its share.
+        speed: factor on all its curves (0.8: throttled to four fifths).
+        intra: links inside the node.
+    """
+
+    name: Name
+    gpu: Text
+    gpus: Count
+    count: Count = 1
+    memory_gb: Memory | None = None
+    speed: Factor = 1.0
+    intra: Intra | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class Network:
+    """Between nodes.
+
+    Args:
+        bandwidth_gb_s: of what `per` says, out and in each.
+        latency_us: of a message from node to node.
+        per: ``node``: all GPUs of a node share its link; ``gpu``: each GPU has a card of its own.
+    """
+
+    bandwidth_gb_s: Rate
+    latency_us: Latency = NETWORK_LATENCY_US
+    per: Literal["gpu", "node"] = "node"
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class Level:
+    """A level above the node: racks, fabrics, sites.
+
+    Args:
+        name: for people.
+        groups: nodes of each group, as ``h100`` (all of that name), ``h100-0`` or ``h100-0..3``.
+        bandwidth_gb_s: of what leaves a group for another one, and of what enters.
+        latency_us: added to a message that crosses.
+        per: ``group``: shared by all of the group; ``node`` or ``gpu``: each has so much of its own.
+    """
+
+    name: Name
+    groups: Annotated[tuple[Annotated[tuple[Text, ...], Field(min_length=1)], ...], Field(min_length=1)]
+    bandwidth_gb_s: Rate
+    latency_us: Latency = 0.0
+    per: Literal["gpu", "node", "group"] = "group"
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Measured between every two nodes, with all their GPUs sending; a row sends, a column receives.
+
+    Args:
+        nodes: ``h100-0``, … in the order of rows and columns; every node once.
+        bandwidth_gb_s: a row for each node; the diagonal is not read.
+        latency_us: likewise.
+    """
+
+    nodes: Annotated[tuple[Text, ...], Field(min_length=1, max_length=MAX_MATRIX_NODES)]
+    bandwidth_gb_s: tuple[tuple[MaybeRate, ...], ...]
+    latency_us: tuple[tuple[MaybeLatency, ...], ...]
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """A cluster file. With more than one node it has `network` (and perhaps `levels`), or `matrix`."""
+
+    name: Name
+    nodes: Annotated[tuple[NodeEntry, ...], Field(min_length=1)]
+    network: Network | None = None
+    levels: tuple[Level, ...] = ()
+    matrix: Matrix | None = None
+    devices: dict[Name, DeviceEntry] = field(default_factory=dict)
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    @property
+    def node_count(self) -> int:
+        """Nodes over all entries."""
+        return sum(entry.count for entry in self.nodes)
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs over all entries."""
+        return sum(entry.count * entry.gpus for entry in self.nodes)
+
+    @cached_property
+    def node_numbers(self) -> dict[str, range]:
+        """The numbers of each entry's nodes, in file order."""
+        numbers, start = {}, 0
+        for entry in self.nodes:
+            numbers[entry.name] = range(start, start + entry.count)
+            start += entry.count
+        return numbers
+
+    def find_nodes(self, text: str) -> range | None:
+        """The numbers of the nodes that ``h100``, ``h100-0`` or ``h100-0..3`` names; ``None``: of none."""
+        if text in self.node_numbers:
+            return self.node_numbers[text]
+        match = _ONE_OR_MANY.fullmatch(text)
+        if match is None or match["base"] not in self.node_numbers:
+            return None
+        numbers = self.node_numbers[match["base"]]
+        first, last = int(match["first"]), int(match["last"] or match["first"])
+        return numbers[first : last + 1] if first <= last < len(numbers) else None

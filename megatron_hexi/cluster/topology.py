@@ -1,0 +1,200 @@
+"""The cluster ready for use: numbered ranks, and the links that a transfer between two of them occupies.
+
+Links are shared resources, each of one direction. The cost model takes the largest bytes / capacity
+over them, the simulator divides them fairly among the transfers that cross; both ask here. Tier 0 is
+inside the node, tier 1 between nodes, higher ones are the file's levels:
+
+    rank -> [its port]                              -> rank of the same node
+    rank -> [out of tier 1] -> … -> [into tier 1]   -> rank of another node
+
+and a route climbs only as far as the two differ. With a measured matrix a route takes the sending
+node's way out, the measured pair, and the receiving node's way in; a node's way out (in) is as wide as
+the best pair seen to leave (enter) it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_hexi.cluster.device import Device
+from megatron_hexi.cluster.links import LinkId, Node, Rank, Route, Tier, Way
+from megatron_hexi.cluster.model import ClusterFile, Matrix
+from megatron_hexi.cluster.partition import Partition, matrix_partitions
+
+GB = 1e9
+MICRO = 1e6
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the machines are. Build it with `read_cluster`.
+
+    Args:
+        file: what the cluster file says.
+        nodes: in file order.
+        ranks: in file order, a node's GPUs together.
+        tiers: between nodes, from inside out; empty with a measured matrix or a single node.
+    """
+
+    file: ClusterFile
+    nodes: tuple[Node, ...]
+    ranks: tuple[Rank, ...]
+    tiers: tuple[Tier, ...]
+    _ends: dict[tuple[int, int, Way], tuple[LinkId, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _pairs: dict[tuple[int, int], tuple[float, float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _ways: dict[tuple[int, Way], float] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The cluster's name."""
+        return self.file.name
+
+    def distance(self, src: int, dst: int) -> int:
+        """Tiers that a transfer climbs: 0 inside a node, 1 between nodes, more for each level crossed."""
+        a, b = self.ranks[src].node, self.ranks[dst].node
+        if a == b:
+            return 0
+        # Groups are nested: those of a tier differ wherever those of a tier outside it do.
+        return next(
+            (
+                t
+                for t in range(len(self.tiers), 0, -1)
+                if self.tiers[t - 1].group_of[a] != self.tiers[t - 1].group_of[b]
+            ),
+            1,
+        )
+
+    def route(self, src: int, dst: int) -> Route:
+        """What a transfer occupies. To itself a rank needs nothing."""
+        if src == dst:
+            return Route((), 0.0)
+        a, b = self.ranks[src].node, self.ranks[dst].node
+        if a == b:
+            links = (LinkId(0, "gpu", src, "out"), LinkId(0, "gpu", dst, "in"))
+            return Route(links, self.nodes[a].latency_s)
+        if self._pairs:
+            pair = LinkId(1, "pair", a * len(self.nodes) + b, "out")
+            ends = LinkId(1, "node", a, "out"), LinkId(1, "node", b, "in")
+            return Route((ends[0], pair, ends[1]), self._pairs[a, b][1])
+        far = self.distance(src, dst)
+        latency = sum(tier.latency_s for tier in self.tiers[:far])
+        return Route(self._end(src, far, "out") + self._end(dst, far, "in"), latency)
+
+    def capacity(self, link: LinkId) -> float:
+        """Bytes/s that a link carries."""
+        if link.tier == 0:
+            return self.nodes[self.ranks[link.owner].node].bandwidth
+        if not self._pairs:
+            return self.tiers[link.tier - 1].bandwidth
+        if link.per == "pair":
+            return self._pairs[divmod(link.owner, len(self.nodes))][0]
+        return self._ways[link.owner, link.way]
+
+    def bandwidth(self, src: int, dst: int) -> float:
+        """Bytes/s of a transfer that has its route to itself."""
+        return min((self.capacity(link) for link in self.route(src, dst).links), default=float("inf"))
+
+    def link_name(self, link: LinkId) -> str:
+        """A link for people: ``h100-0/3 port out``, ``a100-1 network in``, ``rack 2 out``."""
+        if link.per == "pair":
+            a, b = divmod(link.owner, len(self.nodes))
+            return f"{self.nodes[a].name} to {self.nodes[b].name}"
+        tier = "port" if link.tier == 0 else self.tiers[link.tier - 1].name if self.tiers else "network"
+        if link.per == "group":
+            return f"{tier} {link.owner} {link.way}"
+        return f"{self._owner_name(link)} {tier} {link.way}"
+
+    def rank_name(self, rank: int) -> str:
+        """A rank for people: ``h100-0/3``."""
+        return f"{self.nodes[self.ranks[rank].node].name}/{self.ranks[rank].local}"
+
+    def fast_domains(self) -> tuple[Partition, ...]:
+        """Partitions of the ranks, nested, from inside out: nodes, the groups of each level, everything.
+
+        With a measured matrix the steps between are the nodes that reach each other at 2^k GB/s or more.
+        """
+        nodes = [list(node.ranks) for node in self.nodes]
+        steps = [("node", list(range(len(nodes))))]
+        if self._pairs:
+            steps += matrix_partitions(
+                len(nodes), {pair: value[0] / GB for pair, value in self._pairs.items()}
+            )
+        steps += [(tier.name, list(tier.group_of)) for tier in self.tiers[1:]]
+        if len(set(steps[-1][1])) > 1:
+            steps.append(("cluster", [0] * len(nodes)))
+        return tuple(Partition.of(name, group_of, nodes) for name, group_of in steps)
+
+    def _end(self, rank: int, far: int, way: Way) -> tuple[LinkId, ...]:
+        key = rank, far, way
+        if key not in self._ends:
+            node = self.ranks[rank].node
+            links = []
+            for number, tier in enumerate(self.tiers[:far], start=1):
+                owner = {"gpu": rank, "node": node}.get(tier.per, tier.group_of[node])
+                links.append(LinkId(number, tier.per, owner, way))
+            self._ends[key] = tuple(links if way == "out" else reversed(links))
+        return self._ends[key]
+
+    def _owner_name(self, link: LinkId) -> str:
+        return self.rank_name(link.owner) if link.per == "gpu" else self.nodes[link.owner].name
+
+
+def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
+    """The cluster of a file that passed its checks."""
+    nodes: list[Node] = []
+    ranks: list[Rank] = []
+    for entry in file.nodes:
+        device = devices[entry.gpu].at_speed(entry.speed)
+        if entry.memory_gb is not None:
+            device = device.with_memory(entry.memory_gb)
+        link, intra = device.link, entry.intra
+        bandwidth = (intra.bandwidth_gb_s if intra else link.bandwidth_gb_s) * GB
+        given = intra.latency_us if intra else None
+        latency_s = (link.latency_us if given is None else given) / MICRO
+        for copy in range(entry.count):
+            numbers = range(len(ranks), len(ranks) + entry.gpus)
+            ranks += (Rank(r, len(nodes), r - numbers.start, device) for r in numbers)
+            nodes.append(Node(f"{entry.name}-{copy}", device, numbers, bandwidth, latency_s))
+    pairs = _pairs(file, file.matrix) if file.matrix else {}
+    return Cluster(file, tuple(nodes), tuple(ranks), _tiers(file), _pairs=pairs, _ways=_ways(pairs))
+
+
+def _tiers(file: ClusterFile) -> tuple[Tier, ...]:
+    if file.network is None:
+        return ()
+    own = tuple(range(file.node_count))
+    network = file.network
+    tiers = [Tier("network", network.per, network.bandwidth_gb_s * GB, network.latency_us / MICRO, own)]
+    for level in file.levels:
+        group_of = [0] * file.node_count
+        for group, texts in enumerate(level.groups):
+            for number in (n for text in texts for n in file.find_nodes(text) or ()):
+                group_of[number] = group
+        bandwidth, latency = level.bandwidth_gb_s * GB, level.latency_us / MICRO
+        tiers.append(Tier(level.name, level.per, bandwidth, latency, tuple(group_of)))
+    return tuple(tiers)
+
+
+def _pairs(file: ClusterFile, matrix: Matrix) -> dict[tuple[int, int], tuple[float, float]]:
+    """Bandwidth (bytes/s) and latency (s) from node to node; the matrix may list them in any order."""
+    numbers = [number for text in matrix.nodes for number in file.find_nodes(text) or ()]
+    return {
+        (a, b): ((matrix.bandwidth_gb_s[r][c] or 0) * GB, (matrix.latency_us[r][c] or 0) / MICRO)
+        for r, a in enumerate(numbers)
+        for c, b in enumerate(numbers)
+        if r != c
+    }
+
+
+def _ways(pairs: Mapping[tuple[int, int], tuple[float, float]]) -> dict[tuple[int, Way], float]:
+    """Bytes/s out of and into each node: as much as to and from the best other one."""
+    best: dict[tuple[int, Way], float] = {}
+    for (a, b), (bandwidth, _) in pairs.items():
+        best[a, "out"] = max(bandwidth, best.get((a, "out"), 0))
+        best[b, "in"] = max(bandwidth, best.get((b, "in"), 0))
+    return best
