@@ -96,10 +96,12 @@ def start_session(given: GivenPlan, device: torch.device) -> Session:
 def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
         given = given_plan()
         with user_errors():
+            # First of all: ranks with different plans would already make different groups of Megatron's.
             _agree(given)
+        original(*args, **kwargs)
+        with user_errors():
             if given is not None:
                 set_active_session(start_session(given, device))
                 _announce(given)

@@ -93,12 +93,16 @@ def launch(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
         *(*program, *map(str, args)),
     ]
-    environment = {
+    return subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def environment() -> dict[str, str]:
+    """What every rank runs in: this checkout's code, one thread, no GPU."""
+    return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
         "CUDA_VISIBLE_DEVICES": "",
     }
-    return subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )

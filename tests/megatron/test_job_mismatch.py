@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import socket
+import subprocess
 import sys
 
 import pytest
@@ -21,7 +23,7 @@ from megatron_hexi.plan import (
     proportional_plan,
     write_plan,
 )
-from tests.megatron.launch import launch
+from tests.megatron.launch import environment, launch
 from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE, WORKLOAD
 
 DATA = (*MODEL, "--train-iters", "1")
@@ -188,3 +190,36 @@ def test_every_rank_says_what_is_wrong_and_ends_with_exit_code_2(tmp_path):
     assert "Traceback (most recent call last)" not in result.stderr.split("hexi: error:")[0]
     assert result.returncode != 0
     assert re.search(r"exitcode\s*: 2", result.stderr)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("other", [[[[2, 1]]], [[[1], [1]]], None], ids=["shards", "groups", "no plan"])
+def test_a_rank_with_another_plan_is_named_by_every_rank(other, tmp_path):
+    write_plan(proportional_plan(WORKLOAD, [[[3, 1]]]), tmp_path / "plan.yaml")
+    words = [["--hexi-plan", "plan.yaml"], []]
+    if other is not None:
+        write_plan(proportional_plan(WORKLOAD, other), tmp_path / "other.yaml")
+        words[1] = ["--hexi-plan", "other.yaml"]
+    shared = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megatron_hexi.pretrain_gpt", *DATA, *words[rank]],
+            cwd=tmp_path,
+            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    for process in ranks:
+        errors = process.communicate(timeout=90)[1]
+        assert process.returncode == 2
+        [line] = [line for line in errors.splitlines() if line.startswith("hexi: error:")]
+        assert "ranks have different plans: rank 1 on" in line
+        assert ("has no plan" if other is None else "has other.yaml") in line
