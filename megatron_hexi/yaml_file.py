@@ -1,8 +1,8 @@
 """YAML as people write it, read with care: no code, no bombs, and every value knows its line.
 
-PyYAML's safe loader still lets a key appear twice, expands aliases without bound and forgets where a
-value stood. Here aliases and repeated keys are refused by name, and `YamlFile.line` finds the line of
-any place, so that an error can say it.
+PyYAML's safe loader still lets a key appear twice, expands aliases without bound, crashes on deep
+nesting and forgets where a value stood. Here all of these are refused by name, and `YamlFile.where` finds
+the line of any place, so that an error can say it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Place = tuple[str | int, ...]
 #: Far above any real file (a plan for 4096 ranks takes about 0.4 MB), far below what hurts.
 MAX_BYTES = 64 * 2**20
 
-_SCALAR_CONSTRUCTOR = yaml.SafeLoader("")
+#: A plan is nested ten levels deep; the C parser overflows its stack at some ten thousand.
+MAX_DEPTH = 50
 
 
 @dataclass(frozen=True)
@@ -69,24 +70,29 @@ def read_yaml(path: str | os.PathLike[str]) -> YamlFile:
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
-            raise HexiError(f"{path}: {size} bytes, more than the {MAX_BYTES} that are read; is it the right file?")
+            raise HexiError(
+                f"{path}: {size} bytes, more than the {MAX_BYTES} that are read; is it the right file?"
+            )
         text = path.read_text(encoding="utf-8")
     except OSError as problem:
-        raise HexiError(f"{path}: cannot be read ({problem.strerror}); check the path and its permissions") from None
+        raise HexiError(
+            f"{path}: cannot be read ({problem.strerror}); check the path and its permissions"
+        ) from None
     except UnicodeDecodeError:
-        raise HexiError(f"{path}: not UTF-8 text; is it the right file?") from None
+        raise HexiError(f"{path}: not text (no UTF-8); is it the right file?") from None
     lines: dict[Place, int] = {}
     try:
-        _refuse_aliases(path, text)
+        _refuse_bombs(path, text)
         node = yaml.compose(text, Loader=_LOADER)
-        data = None if node is None else _build(path, node, (), lines)
-    except yaml.YAMLError as problem:
-        mark = getattr(problem, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        reason = getattr(problem, "problem", None) or str(problem).splitlines()[0]
+        # A loader keeps every node that it has read: a fresh one for each file.
+        data = None if node is None else _build(path, node, (), lines, yaml.SafeLoader(""))
+    except yaml.MarkedYAMLError as problem:
+        line = problem.problem_mark.line + 1 if problem.problem_mark else 1
+        reason = ", ".join(part for part in (problem.context, problem.problem) if part)
         raise HexiError(f"{path}:{line}: not valid YAML ({reason}); mend that line") from None
-    except RecursionError:
-        raise HexiError(f"{path}: nested too deeply; is it the right file?") from None
+    except yaml.YAMLError as problem:
+        reason = str(problem).splitlines()[0]
+        raise HexiError(f"{path}: not text ({reason}); is it the right file?") from None
     return YamlFile(path, data, lines)
 
 
@@ -121,17 +127,29 @@ def _umask() -> int:
     return mask
 
 
-def _refuse_aliases(path: Path, text: str) -> None:
+def _refuse_bombs(path: Path, text: str) -> None:
+    """Aliases, which can stand for far more than is written, and nesting that no parser survives."""
+    depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
+        line = event.start_mark.line + 1 if event.start_mark else 1
         if isinstance(event, yaml.AliasEvent):
-            line = event.start_mark.line + 1
             raise HexiError(f"{path}:{line}: alias *{event.anchor} is not allowed here; write the value out")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise HexiError(
+                    f"{path}:{line}: nested more than {MAX_DEPTH} levels deep; is it the right file?"
+                )
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
 
 
-def _build(path: Path, node: yaml.Node, place: Place, lines: dict[Place, int]) -> Any:
+def _build(
+    path: Path, node: yaml.Node, place: Place, lines: dict[Place, int], scalars: yaml.SafeLoader
+) -> Any:
     lines[place] = node.start_mark.line + 1
     if isinstance(node, yaml.SequenceNode):
-        return [_build(path, child, (*place, i), lines) for i, child in enumerate(node.value)]
+        return [_build(path, child, (*place, i), lines, scalars) for i, child in enumerate(node.value)]
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -140,11 +158,13 @@ def _build(path: Path, node: yaml.Node, place: Place, lines: dict[Place, int]) -
                 raise HexiError(f"{path}:{line}: a key that is a list or a mapping; keys are plain words")
             key = str(key_node.value)
             if key in result:
-                raise HexiError(f"{path}:{line}: {spell_place((*place, key))} is given twice; keep one of them")
-            result[key] = _build(path, value_node, (*place, key), lines)
+                raise HexiError(
+                    f"{path}:{line}: {spell_place((*place, key))} is given twice; keep one of them"
+                )
+            result[key] = _build(path, value_node, (*place, key), lines, scalars)
         return result
     try:
-        return _SCALAR_CONSTRUCTOR.construct_object(node)
+        return scalars.construct_object(node)
     except (ValueError, yaml.YAMLError):
-        line = node.start_mark.line + 1
-        raise HexiError(f"{path}:{line}: {spell_place(place)}: {str(node.value)[:40]!r} cannot be read; write a plain value") from None
+        where = f"{path}:{lines[place]}: {spell_place(place)}"
+        raise HexiError(f"{where}: {str(node.value)[:40]!r} cannot be read; write a plain value") from None

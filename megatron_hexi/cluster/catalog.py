@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from megatron_hexi.cluster.device import Device
 from megatron_hexi.cluster.entries import STRICT, Builder, DeviceEntry, Mask, Name, Pass, Size, Text
-from megatron_hexi.cluster.schema import parse
+from megatron_hexi.cluster.schema import parse_file
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.yaml_file import YamlFile, read_yaml
 
@@ -78,7 +78,7 @@ def catalog_with(entries: Mapping[str, DeviceEntry], source: YamlFile) -> Mappin
 @functools.cache
 def _load() -> tuple[CatalogFile, Mapping[str, Device]]:
     source = read_yaml(DATA)
-    file = parse(TypeAdapter(CatalogFile), source, "a catalogue is a mapping with sources and devices")
+    file = parse_file(TypeAdapter(CatalogFile), source, "a catalogue is a mapping with sources and devices")
     devices: dict[str, Device] = {}
     builder = Builder(source, devices, file.attention_half, file.sources)
     for name, entry in file.devices.items():  # in order: an entry may be like an earlier one

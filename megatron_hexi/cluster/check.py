@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from megatron_hexi.cluster.catalog import unknown_device
 from megatron_hexi.cluster.device import Device
 from megatron_hexi.cluster.model import MAX_GPUS, ClusterFile, Level, Matrix
-from megatron_hexi.cluster.schema import refuse, short
+from megatron_hexi.cluster.schema import refuse
 from megatron_hexi.yaml_file import Place, YamlFile
+from megatron_hexi.yaml_schema import short
 
 
 def check_size(file: ClusterFile, source: YamlFile) -> None:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from megatron_hexi.cluster.catalog import catalog_with
 from megatron_hexi.cluster.check import check_cluster, check_size
 from megatron_hexi.cluster.model import ClusterFile
-from megatron_hexi.cluster.schema import parse
+from megatron_hexi.cluster.schema import parse_file
 from megatron_hexi.cluster.topology import Cluster, build_cluster
 from megatron_hexi.yaml_file import YamlFile, read_yaml
 
@@ -31,7 +31,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 def cluster_from_yaml(source: YamlFile) -> Cluster:
     """The cluster in a document that was read already. Raises as `read_cluster` does."""
-    file = parse(_ADAPTER, source, "a cluster file is a mapping with name, nodes and network")
+    file = parse_file(_ADAPTER, source, "a cluster file is a mapping with name, nodes and network")
     check_size(file, source)
     devices = catalog_with(file.devices, source)
     check_cluster(file, devices, source)

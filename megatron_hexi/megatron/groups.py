@@ -71,17 +71,16 @@ def start_session(given: GivenPlan, device: torch.device) -> Session:
             f"group {dist.get_world_size(domain_group)}; make the two equal"
         )
     schedule = build_schedule(given.plan.workload, domain, index)
-    a2a_group: dist.ProcessGroup | None = None
-    if len(schedule.members) > 1:
-        job_ranks = dist.get_process_group_ranks(domain_group)
-        # Members only: groups of different size cannot be made by all ranks in one order cheaply.
-        made = dist.new_group(
-            [job_ranks[i] for i in schedule.members],
-            use_local_synchronization=True,
-            group_desc="HEXI_A2A_GROUP",
-        )
-        assert isinstance(made, dist.ProcessGroup), "this rank is a member"
-        a2a_group = made
+    job_ranks = dist.get_process_group_ranks(domain_group)
+    # Groups of different size cannot be made by all ranks in one order, so each is made by its members
+    # alone. A rank that is alone makes one too: torch names groups by how many a process has made, and
+    # with unequal counts the next group that ranks make together would hang.
+    a2a_group = dist.new_group(
+        [job_ranks[i] for i in schedule.members],
+        use_local_synchronization=True,
+        group_desc="HEXI_A2A_GROUP",
+    )
+    assert isinstance(a2a_group, dist.ProcessGroup), "this rank is a member"
     attention = DomainAttention(
         given.plan.workload,
         schedule,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from typing import NoReturn
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.model import Domain, Group, Plan, Range, Workload
-
-#: A place in the plan: ("replicas", 0, "stages", 0, …).
-Place = tuple[str | int, ...]
-#: Turns a place into text; files put their name and line in front.
-Where = Callable[[Place], str]
+from megatron_hexi.yaml_file import Place
+from megatron_hexi.yaml_schema import Where
 
 
 def check_plan(plan: Plan, where: Where) -> None:
@@ -35,7 +32,7 @@ def check_plan(plan: Plan, where: Where) -> None:
                 where,
                 place,
                 f"has {len(replica.stages)} stages",
-                "give one: Megatron repeats it for every pipeline stage (uneven stages are not supported yet)",
+                "give one, which all pipeline stages repeat: uneven stages are not supported yet",
             )
         stage = replica.stages[0]
         if stage.layers is not None and stage.layers != plan.workload.layers:
@@ -52,8 +49,8 @@ def check_plan(plan: Plan, where: Where) -> None:
         _refuse(
             where,
             ("replicas",),
-            f"uses {len(ranks)} ranks up to {ranks[-1]} but not rank {missing}",
-            f"number the members 0 to {len(ranks) - 1}",
+            f"have {len(ranks)} members with ranks up to {ranks[-1]}, and rank {missing} is missing",
+            f"number them 0 to {len(ranks) - 1}",
         )
 
 
@@ -64,21 +61,21 @@ def _check_workload(workload: Workload, where: Where) -> None:
             where,
             ("workload", "kv_heads"),
             f"is {kv_heads}, which does not divide the {heads} heads",
-            "give a divisor of heads",
+            "give a number that divides them",
         )
     if heads % tp:
         _refuse(
             where,
             ("workload", "tensor_parallel"),
             f"is {tp}, which does not divide the {heads} heads",
-            "give a divisor of heads",
+            "give a number that divides them",
         )
     if kv_heads % tp and tp % kv_heads:
         _refuse(
             where,
             ("workload", "tensor_parallel"),
-            f"is {tp}, which neither divides nor is a multiple of the {kv_heads} KV heads",
-            "give one that does",
+            f"is {tp}, which neither divides the {kv_heads} KV heads nor is a multiple of them",
+            "give a number that does",
         )
 
 
@@ -96,24 +93,49 @@ def _check_domain(
             for i, segment in enumerate(group.segments)
         ],
         workload.seq_length,
-        "position",
-        "seq_length",
+        ("position", "group", "seq_length"),
         place,
         where,
     )
 
 
-def _check_group(workload: Workload, group: Group, place: Place, seen: dict[int, Place], where: Where) -> None:
+def _check_group(
+    workload: Workload, group: Group, place: Place, seen: dict[int, Place], where: Where
+) -> None:
     if not group.members:
         _refuse(where, (*place, "members"), "is empty", "give at least one member, or drop the group")
-    for i, (before, after) in enumerate(zip(group.segments, group.segments[1:], strict=False)):
+    for i, segment in enumerate(group.segments):
+        _check_range(segment, workload.seq_length, "seq_length", (*place, "segments", i), where)
+    for i, (before, after) in enumerate(itertools.pairwise(group.segments), start=1):
         if after[0] < before[1]:
             _refuse(
                 where,
-                (*place, "segments", i + 1),
+                (*place, "segments", i),
                 f"{list(after)} does not come after {list(before)}",
                 "list the segments in ascending order, without overlap",
             )
+    _check_ranks(group, place, seen, where)
+    tokens = sum(member.tokens for member in group.members)
+    if tokens != group.tokens:
+        _refuse(
+            where,
+            (*place, "members"),
+            f"hold {tokens} tokens together, the group's segments {group.tokens}",
+            "make the two equal",
+        )
+    heads = "heads" if workload.tensor_parallel == 1 else "heads / tensor_parallel"
+    for m, member in enumerate(group.members):
+        _check_range(member.heads, workload.local_heads, heads, (*place, "members", m, "heads"), where)
+    _check_partition(
+        [(member.heads, (*place, "members", m, "heads")) for m, member in enumerate(group.members)],
+        workload.local_heads,
+        ("head", "member", heads),
+        (*place, "members"),
+        where,
+    )
+
+
+def _check_ranks(group: Group, place: Place, seen: dict[int, Place], where: Where) -> None:
     previous = -1
     for m, member in enumerate(group.members):
         here = (*place, "members", m, "rank")
@@ -121,53 +143,52 @@ def _check_group(workload: Workload, group: Group, place: Place, seen: dict[int,
             _refuse(
                 where,
                 here,
-                f"{member.rank} is a member already, of {where(seen[member.rank][:-3])}",
+                f"is {member.rank}, which is given already at {where(seen[member.rank])}",
                 "give every rank one place",
             )
         if member.rank < previous:
             _refuse(
                 where,
                 here,
-                f"{member.rank} comes after {previous}",
+                f"is {member.rank}, after {previous}",
                 "list a group's members in ascending rank order",
             )
         seen[member.rank] = here
         previous = member.rank
-    tokens = sum(member.tokens for member in group.members)
-    if tokens != group.tokens:
-        _refuse(
-            where,
-            (*place, "members"),
-            f"hold {tokens} tokens, the group's segments {group.tokens}",
-            "make the two equal",
-        )
-    _check_partition(
-        [(member.heads, (*place, "members", m, "heads")) for m, member in enumerate(group.members)],
-        workload.local_heads,
-        "head",
-        "heads" if workload.tensor_parallel == 1 else "heads / tensor_parallel",
-        (*place, "members"),
-        where,
-    )
+
+
+def _check_range(span: Range, total: int, name: str, place: Place, where: Where) -> None:
+    start, stop = span
+    if stop < start:
+        _refuse(where, place, f"[{start}, {stop}] runs backwards", "write [start, stop] with start <= stop")
+    if stop > total:
+        _refuse(where, place, f"[{start}, {stop}] ends after {name} = {total}", f"end it at {total} at most")
 
 
 def _check_partition(
-    ranges: list[tuple[Range, Place]], total: int, thing: str, name: str, place: Place, where: Where
+    ranges: list[tuple[Range, Place]], total: int, words: tuple[str, str, str], place: Place, where: Where
 ) -> None:
-    for (start, stop), here in ranges:
-        if stop < start:
-            _refuse(where, here, f"[{start}, {stop}] runs backwards", "write [start, stop] with start <= stop")
-        if stop > total:
-            _refuse(where, here, f"[{start}, {stop}] ends after {name} = {total}", f"end it at {total} at most")
+    """Ranges that are in order by themselves must cover [0, total), everything once."""
+    thing, owner, name = words
     reached = 0
     for (start, stop), here in sorted(item for item in ranges if item[0][0] < item[0][1]):
         if start > reached:
             break
         if start < reached:
-            _refuse(where, here, f"[{start}, {stop}] holds {thing} {start} again", f"give every {thing} to one only")
+            _refuse(
+                where,
+                here,
+                f"[{start}, {stop}] holds {thing} {start}, which another {owner} holds already",
+                f"give every {thing} to one {owner}",
+            )
         reached = stop
     if reached != total:
-        _refuse(where, place, f"leaves {thing} {reached} to nobody", f"cover [0, {total}), which is {name}")
+        _refuse(
+            where,
+            place,
+            f"leave {thing} {reached} to no {owner}",
+            f"let the {owner}s cover [0, {total}), which is {name}",
+        )
 
 
 def _refuse(where: Where, place: Place, problem: str, remedy: str) -> NoReturn:

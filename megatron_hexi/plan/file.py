@@ -9,40 +9,18 @@ import os
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan.check import Where, check_plan
+from megatron_hexi.plan.check import check_plan
 from megatron_hexi.plan.model import FORMAT_VERSION, Plan
-from megatron_hexi.yaml_file import Place, YamlFile, read_yaml, spell_place, write_text_atomically
+from megatron_hexi.yaml_file import YamlFile, read_yaml, spell_place, write_text_atomically
+from megatron_hexi.yaml_schema import Where, parse, short
 
 _ADAPTER = TypeAdapter(Plan)
 
 #: The parts that inform people only: two plans that differ in nothing else do the same.
 _INFORMATION = ("estimate", "provenance")
-
-#: pydantic's word for a field that the plan does not have.
-_UNKNOWN = "unexpected_keyword_argument"
-
-#: What pydantic says, as we say it; its own wording stands where none is given.
-_REMEDIES = {
-    "missing": "is missing; add it",
-    _UNKNOWN: "is not a field of a plan; remove it or mend its name",
-    "int_type": "is not a whole number; write one",
-    "float_type": "is not a number; write one",
-    "float_parsing": "is not a number; write one",
-    "bool_type": "is not true or false; write one of them",
-    "bool_parsing": "is not true or false; write one of them",
-    "greater_than_equal": "is too small; the least is {ge}",
-    "less_than_equal": "is too large; the most is {le}",
-    "finite_number": "is not finite; write a number, or leave the field out",
-    "tuple_type": "is not a list; write one",
-    "too_long": "has too many values; a range is [start, stop]",
-    "dataclass_type": "is not a mapping; write its fields below it",
-    "dataclass_exact_type": "is not a mapping; write its fields below it",
-    "string_type": "is not text; put it in quotes",
-    "dict_type": "is not a mapping; write its fields below it",
-}
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
@@ -58,14 +36,14 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 def plan_from_yaml(source: YamlFile) -> Plan:
     """The plan in a document that was read already. Raises as `read_plan` does."""
     if not isinstance(source.data, dict):
-        found = "nothing" if source.data is None else _short(source.data)
+        found = "nothing" if source.data is None else short(source.data)
         raise PlanError(
             f"{source.where(())}: not a plan: found {found}; write a mapping with workload and replicas"
         )
     version = source.data.get("version", FORMAT_VERSION)
     if type(version) is not int or version != FORMAT_VERSION:
         raise PlanError(
-            f"{source.where(('version',))} is {_short(version)}, this megatron-hexi reads {FORMAT_VERSION}; "
+            f"{source.where(('version',))} is {short(version)}, this megatron-hexi reads {FORMAT_VERSION}; "
             "make the plan again"
         )
     return _checked(source.data, source.where)
@@ -110,27 +88,9 @@ def plan_digest(plan: Plan) -> str:
 
 
 def _checked(data: dict[str, Any], where: Where) -> Plan:
-    try:
-        plan = _ADAPTER.validate_python(data)
-    except ValidationError as problems:
-        raise PlanError(_first_problem(where, problems)) from None
+    plan = parse(_ADAPTER, data, where, PlanError)
     check_plan(plan, where)
     return plan
-
-
-def _first_problem(where: Where, problems: ValidationError) -> str:
-    # A mistyped name is two problems, one unknown and one missing: the unknown one is what stands there.
-    problem = min(problems.errors(include_url=False), key=lambda found: found["type"] != _UNKNOWN)
-    place: Place = tuple(problem["loc"])
-    known = _REMEDIES.get(problem["type"])
-    said = known.format(**problem.get("ctx", {})) if known else f"is wrong ({problem['msg']}); mend it"
-    value = "" if problem["type"] in ("missing", _UNKNOWN) else f" = {_short(problem['input'])}"
-    return f"{where(place)}{value} {said}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _without_none(value: Any) -> Any:

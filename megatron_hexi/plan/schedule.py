@@ -10,6 +10,7 @@ that the same two ranks share are one message (the part of a sub-ring between th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_hexi.plan.heads import HeadSpan, head_spans, kv_range, overlap
@@ -172,6 +173,28 @@ def exchange_blocks(group: Group, source: Group, causal: bool) -> tuple[Block, .
     return tuple(blocks)
 
 
+def kv_owners(heads: Range, owners: Sequence[Range], ratio: int) -> tuple[tuple[int, Range], ...]:
+    """Which member of a group serves which KV heads of a user.
+
+    Args:
+        heads: the user's query heads.
+        owners: query heads of each member that may serve.
+        ratio: query heads that share one KV head.
+
+    Returns:
+        The position of an owner and the KV heads that it serves, in the order of the heads.
+    """
+    served: list[tuple[int, Range]] = []
+    for kv in range(*kv_range(heads, ratio)):
+        # A KV head held by several members comes from the one that shares the most of the user's query
+        # heads of it: where both sides are cut alike, each owner then serves its own counterpart.
+        queries = (max(heads[0], kv * ratio), min(heads[1], (kv + 1) * ratio))
+        owner = max(range(len(owners)), key=lambda position: overlap(owners[position], queries))
+        start = served.pop()[1][0] if served and served[-1][0] == owner else kv
+        served.append((owner, (start, kv + 1)))
+    return tuple(served)
+
+
 def _incoming(
     heads: Range, group: Group, source: Group, indices: dict[int, int], workload: Workload
 ) -> tuple[Transfer, ...]:
@@ -182,12 +205,6 @@ def _incoming(
     if not blocks:
         return ()
     keys = max(block.keys for block in blocks)
-    for kv in range(*kv_range(heads, ratio)):
-        # A KV head held by several members comes from the one that shares the most of the user's query
-        # heads of it: where both sides are cut alike, each owner then serves its own counterpart.
-        queries = (max(heads[0], kv * ratio), min(heads[1], (kv + 1) * ratio))
-        owner = max(source.members, key=lambda member: overlap(member.heads, queries))
-        peer = indices[owner.rank]
-        start = transfers.pop().kv[0] if transfers and transfers[-1].peer == peer else kv
-        transfers.append(Transfer(peer, (start, kv + 1), keys))
+    for position, kv in kv_owners(heads, [member.heads for member in source.members], ratio):
+        transfers.append(Transfer(indices[source.members[position].rank], kv, keys))
     return tuple(transfers)

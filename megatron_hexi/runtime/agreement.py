@@ -24,6 +24,9 @@ from megatron_hexi.plan.schedule import Schedule
 #: What a rank without a plan posts.
 NO_PLAN = ""
 
+#: What a rank answers whose tensors are not those of the plan.
+_WRONG = (-1, -1)
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -108,32 +111,47 @@ def agree_on_shapes(
     Raises:
         PlanError: with both shapes; where ranks differ, on every rank.
     """
-    query, key, value = tensors
-    batch = query.shape[1]
-    for name, tensor, heads in (
-        ("query", query, workload.local_heads),
-        ("key", key, workload.local_kv_heads),
-        ("value", value, workload.local_kv_heads),
-    ):
-        expected = (schedule.tokens, batch, heads, workload.head_dim)
-        if tuple(tensor.shape) != expected:
-            raise PlanError(
-                f"{name} has the shape {list(tensor.shape)}, the plan says {list(expected)} (tokens, batch, "
-                "heads, head_dim); use a plan made for this model"
-            )
-    kind = (batch, _DTYPES.index(query.dtype))
-    if kind in agreed:
+    query = tensors[0]
+    kind = (query.shape[1], _DTYPES.index(query.dtype))
+    wrong = _unlike_plan(workload, schedule, tensors)
+    if not wrong and kind in agreed:
         return
-    own = torch.tensor(kind, dtype=torch.int64, device=query.device)
+    if wrong and agreed:
+        raise PlanError(wrong)
+    # At first all ranks ask: one that is wrong still answers, so that none of them waits for it in vain.
+    own = torch.tensor(_WRONG if wrong else kind, dtype=torch.int64, device=query.device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group=group)
+    if wrong:
+        raise PlanError(wrong)
     kinds = [tuple(other.tolist()) for other in everyone]
     if len(set(kinds)) > 1:
-        said = ", ".join(f"rank {i}: batch {b} of {_DTYPES[d]}" for i, (b, d) in enumerate(kinds))
+        said = ", ".join(
+            f"rank {i}: {'not those of the plan' if (b, d) == _WRONG else f'batch {b} of {_DTYPES[d]}'}"
+            for i, (b, d) in enumerate(kinds)
+        )
         raise PlanError(
             f"the ranks of a domain are about to send different tensors ({said}); use one micro-batch size"
         )
     agreed.add(kind)
+
+
+def _unlike_plan(workload: Workload, schedule: Schedule, tensors: Sequence[Tensor]) -> str:
+    """How query, key and value differ from those of the plan; empty if they do not."""
+    batch = tensors[0].shape[1]
+    for name, tensor, heads in zip(
+        ("query", "key", "value"),
+        tensors,
+        (workload.local_heads, workload.local_kv_heads, workload.local_kv_heads),
+        strict=True,
+    ):
+        expected = (schedule.tokens, batch, heads, workload.head_dim)
+        if tuple(tensor.shape) != expected:
+            return (
+                f"{name} has the shape {list(tensor.shape)}, the plan says {list(expected)} "
+                "(tokens, batch, heads, head_dim); was the plan made for this model?"
+            )
+    return ""
 
 
 def _listed(ranks: Sequence[int]) -> str:

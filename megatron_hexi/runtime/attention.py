@@ -44,7 +44,7 @@ class DomainAttention:
         workload: the model and sequence of the plan.
         schedule: this rank's split tables.
         domain_group: the ranks of the domain, in rank order.
-        a2a_group: the ranks of its A2A group, in rank order; ``None`` where it is alone.
+        a2a_group: the ranks of its A2A group, in rank order.
         window: exchange steps under way ahead of the one in use.
         kernel_name: a kernel's name, or ``auto``.
     """
@@ -52,7 +52,7 @@ class DomainAttention:
     workload: Workload
     schedule: Schedule
     domain_group: dist.ProcessGroup
-    a2a_group: dist.ProcessGroup | None
+    a2a_group: dist.ProcessGroup
     window: int = 1
     kernel_name: str = "auto"
     _agreed: set[tuple[int, ...]] = field(default_factory=set, repr=False)
@@ -87,13 +87,13 @@ class DomainAttention:
 
         One part is a tensor with query heads; three are query, key and value.
         """
-        if self.a2a_group is None or not exchanges_heads(self.schedule):
+        if not exchanges_heads(self.schedule):
             return list(parts)
         return tokens_to_heads(parts, self._tables(parts), self.schedule, self.a2a_group)
 
     def to_tokens(self, *parts: Tensor) -> list[Tensor]:
         """The way back, [G, B, own heads, D] to [T, B, heads, D]."""
-        if self.a2a_group is None or not exchanges_heads(self.schedule):
+        if not exchanges_heads(self.schedule):
             return list(parts)
         return heads_to_tokens(parts, self._tables(parts), self.schedule, self.a2a_group)
 
@@ -131,10 +131,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Output [B, h, G, D] in the query's type and log-sum-exp [B, h, G]; key and value [B, k, G, D]."""
     schedule = domain.schedule
-    exchange = KeyExchange(_side_by_side(key, value), schedule, domain.domain_group, domain.window)
-    if not query.numel():
-        _run_idle(exchange)
+    if not query.numel():  # no heads or no tokens: nobody sends to this rank or asks it for anything
         return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    exchange = KeyExchange(_side_by_side(key, value), schedule, domain.domain_group, domain.window)
     blocks = BlockAttention(domain.kernel(query), schedule.spans, scale)
     output, log_sum_exp = blocks.forward(query, key, value, schedule.causal)
     if not schedule.steps:
@@ -160,15 +159,10 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query [B, h, G, D], key and value [B, k, G, D], in their types."""
     schedule = domain.schedule
+    if not query.numel():
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     own_keys = _side_by_side(key, value)
     exchange = KeyExchange(own_keys, schedule, domain.domain_group, domain.window)
-    if not query.numel():
-        total = torch.zeros_like(own_keys)
-        returns = GradientReturn(total, schedule, domain.domain_group)
-        for step, _ in exchange:
-            returns.post(step, None, like=own_keys)
-        returns.finish()
-        return torch.zeros_like(query), *_apart(total, total.shape[2], key.shape[3])
     blocks = BlockAttention(domain.kernel(query), schedule.spans, scale)
     grads = blocks.backward(grad_output, query, key, value, output, log_sum_exp, schedule.causal)
     if not schedule.steps:
@@ -199,12 +193,6 @@ def _attend_backward(
     returns.finish()
     grad_key, grad_value = _apart(total.to(query.dtype), total.shape[2], key.shape[3])
     return grad_query.to(query.dtype), grad_key, grad_value
-
-
-def _run_idle(exchange: KeyExchange) -> None:
-    """Take part in an exchange without using anything of it."""
-    for _ in exchange:
-        pass
 
 
 def _side_by_side(key: Tensor, value: Tensor) -> Tensor:

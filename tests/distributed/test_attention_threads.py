@@ -1,6 +1,7 @@
 """Attention under any plan is the attention of one device: output and all three gradients."""
 
 import functools
+import statistics
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload, validate_plan
-from tests.support.plans import examples, plans, workloads
+from megatron_hexi.plan import Workload, proportional_plan
+from tests.support.plans import SPARSE, TORN, examples, plans, workloads
 from tests.support.reference import (
     plain_attention,
     plain_low_precision_results,
@@ -20,36 +21,13 @@ from tests.support.reference import (
 )
 
 NAMES = ("output", "grad_query", "grad_key", "grad_value")
-SEEDS = st.integers(0, 2**31)
+SEEDS = st.integers(0, 2**24 - 1)
 
 
 def assert_close(results, expected, tolerance):
     for name, result, truth in zip(NAMES, results, expected, strict=True):
-        torch.testing.assert_close(result, truth, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def one_replica(workload, *groups, window=1):
-    plan = Plan(workload, (Replica((Stage(Domain(groups)),)),), Exchange(window))
-    validate_plan(plan)
-    return plan
-
-
-#: A KV head cut in the middle, on both sides differently; a rank without heads; one without tokens.
-TORN = one_replica(
-    Workload(29, 6, 2, 4),
-    Group(((0, 5), (20, 29)), (Member(0, 9, (0, 2)), Member(1, 0, (2, 5)), Member(2, 5, (5, 6)))),
-    Group(((5, 20),), (Member(3, 8, (0, 0)), Member(4, 7, (0, 6)))),
-)
-
-#: Four groups, of which one has no tokens and one stands in the middle of another.
-SPARSE = one_replica(
-    Workload(17, 3, 1, 4),
-    Group(((0, 1), (16, 17)), (Member(1, 2, (0, 3)),)),
-    Group((), (Member(0, 0, (0, 1)), Member(5, 0, (1, 3)))),
-    Group(((1, 4), (6, 9), (12, 16)), (Member(2, 10, (2, 3)), Member(3, 0, (0, 2)))),
-    Group(((4, 6), (9, 12)), (Member(4, 5, (0, 3)),)),
-    window=2,
-)
+        say = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(result, truth, atol=tolerance, rtol=tolerance, msg=say)
 
 
 @given(
@@ -61,7 +39,7 @@ SPARSE = one_replica(
 )
 @example(plan=TORN, batch=2, scale=None, kernel="auto", seed=0)
 @example(plan=SPARSE, batch=3, scale=0.3, kernel="auto", seed=0)
-@examples(300)
+@examples(430)
 def test_any_plan_gives_the_output_and_the_gradients_of_one_device(plan, batch, scale, kernel, seed):
     problem = random_problem(plan.workload, batch, scale=scale, seed=seed)
     assert_close(planned_results(plan, problem, kernel), plain_results(problem), tolerance=1e-10)
@@ -77,7 +55,7 @@ def test_the_scale_is_one_over_the_root_of_the_head_size_unless_given():
 
 
 #: Enough numbers for an error to be a statistic: a handful may be exact in one way and not in the other.
-LARGE = workloads(lengths=st.sampled_from([97, 128, 150, 199]), head_dims=(16,))
+LARGE = workloads(lengths=[97, 128, 150, 199], head_dims=(16,))
 
 
 def low_precision_ratios(plan, batch, dtype, seed):
@@ -97,6 +75,14 @@ def low_precision_ratios(plan, batch, dtype, seed):
 def test_bf16_is_at_most_twice_as_far_from_the_truth_as_in_one_block(plan, batch, seed):
     ratios = low_precision_ratios(plan, batch, torch.bfloat16, seed)
     assert max(ratios.values()) <= 2, ratios
+
+
+def test_eight_groups_cost_little_precision_since_their_parts_are_added_up_in_fp32():
+    plan = proportional_plan(Workload(256, 4, 4, 16, causal=False), [[[1]] * 8])
+    tries = [low_precision_ratios(plan, 1, torch.bfloat16, seed) for seed in range(4)]
+    means = {name: statistics.mean(ratios[name] for ratios in tries) for name in NAMES}
+    # 1.25 for the query's gradient, and 1.8 if its parts were added up in bf16.
+    assert max(means.values()) <= 1.4, means
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -46,7 +46,9 @@ def megatron(tmp_path):
 def activate(plan: Plan) -> None:
     given = GivenPlan(plan, "plan.yaml", plan_digest(plan), "auto", row_multiple=1)
     schedule = build_schedule(plan.workload, plan.replicas[0].domain, 0)
-    attention = DomainAttention(plan.workload, schedule, dist.group.WORLD, None)
+    alone = dist.group.WORLD
+    assert alone is not None
+    attention = DomainAttention(plan.workload, schedule, alone, alone)
     set_active_session(Session(given, attention, local_shard(schedule, 1, torch.device("cpu"))))
 
 

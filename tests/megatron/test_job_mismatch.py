@@ -56,8 +56,9 @@ def test_a_fitting_plan_is_taken_and_sets_what_it_decides(take):
     assert args.context_parallel_size == 4
     assert args.calculate_per_token_loss
     assert not args.create_attention_mask_in_dataloader
-    assert given_plan().plan == THREE_AND_ONE
-    assert given_plan().kernel == "aten-cpu"
+    given = given_plan()
+    assert given is not None
+    assert (given.plan, given.kernel) == (THREE_AND_ONE, "aten-cpu")
     assert changed == [
         "--context-parallel-size 4",
         "--calculate-per-token-loss",

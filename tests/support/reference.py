@@ -27,21 +27,28 @@ class Problem:
     scale: float
 
     def to(self, dtype):
-        tensors = (tensor.to(dtype) for tensor in (self.query, self.key, self.value, self.grad_output))
-        return Problem(*tensors, self.causal, self.scale)
+        return Problem(
+            self.query.to(dtype),
+            self.key.to(dtype),
+            self.value.to(dtype),
+            self.grad_output.to(dtype),
+            self.causal,
+            self.scale,
+        )
 
 
 def random_problem(workload, batch, dtype=torch.float64, scale=None, seed=0):
     """Normal values that `dtype` holds exactly, in that dtype."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [workload.local_heads, workload.local_kv_heads, workload.local_kv_heads, workload.local_heads]
-    tensors = (
+    query, key, value, grad_output = (
         torch.randn(
             workload.seq_length, batch, heads, workload.head_dim, generator=generator, dtype=torch.float64
         ).to(dtype)
         for heads in shapes
     )
-    return Problem(*tensors, workload.causal, workload.head_dim**-0.5 if scale is None else scale)
+    scale = workload.head_dim**-0.5 if scale is None else scale
+    return Problem(query, key, value, grad_output, workload.causal, scale)
 
 
 def plain_attention(query, key, value, causal, scale):
@@ -57,9 +64,11 @@ def plain_attention(query, key, value, causal, scale):
 
 def plain_results(problem, function=None):
     """Output and gradients of query, key and value on one device."""
-    inputs = [tensor.clone().requires_grad_() for tensor in (problem.query, problem.key, problem.value)]
-    output = (function or plain_attention)(*inputs, problem.causal, problem.scale)
-    return output.detach(), *torch.autograd.grad(output, inputs, problem.grad_output)
+    query, key, value = (
+        tensor.clone().requires_grad_() for tensor in (problem.query, problem.key, problem.value)
+    )
+    output = (function or plain_attention)(query, key, value, problem.causal, problem.scale)
+    return output.detach(), *torch.autograd.grad(output, (query, key, value), problem.grad_output)
 
 
 def plain_low_precision_results(problem):

@@ -1,7 +1,8 @@
 """Many ranks in one process: a thread a rank, joined by real gloo process groups.
 
-The code under test is the one that runs in a job; only the ranks are threads. Setting up eight of them
-takes milliseconds, so that hundreds of plans can be tried.
+The code under test is the one that runs in a job; only the ranks are threads. Eight of them take
+milliseconds, so that hundreds of plans can be tried. Groups are kept and used again, because taking a
+gloo group down takes longer than most tests, and leaving it behind uses up sockets.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,11 +22,9 @@ from megatron_hexi.runtime import DomainAttention
 
 _TIMEOUT = timedelta(seconds=60)
 
-
-@functools.cache
-def _device() -> Any:
-    """One network loop for all groups: taking one down costs 30 ms."""
-    return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+#: Groups of earlier runs, by purpose, size, first rank and own position. A run makes a group on all of its
+#: positions or on none.
+_kept: dict[tuple[str, int, int, int], dist.ProcessGroup] = {}
 
 
 @dataclass
@@ -34,32 +33,30 @@ class ThreadRank:
 
     rank: int
     store: dist.Store
-    groups: list[dist.ProcessGroup] = field(default_factory=list)
 
-    def new_group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A gloo group of these ranks; every one of them must ask for it."""
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [_device()]
-        options._timeout = _TIMEOUT
-        store = dist.PrefixStore(name, self.store)
-        group = dist.ProcessGroupGloo(store, list(ranks).index(self.rank), len(ranks), options)
+    def new_group(self, purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A gloo group of these ranks; every one of them must ask for it.
+
+        Groups of one purpose must not share a first rank.
+        """
+        position = list(ranks).index(self.rank)
+        key = (purpose, len(ranks), ranks[0], position)
+        if key not in _kept:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [_device()]
+            options._timeout = _TIMEOUT
+            store = dist.PrefixStore(f"{purpose}-{ranks[0]}", self.store)
+            _kept[key] = dist.ProcessGroupGloo(store, position, len(ranks), options)  # type: ignore[assignment]
         # batch_isend_irecv looks its group up here; a group that torch did not make itself is unknown.
-        distributed_c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
-        self.groups.append(group)
-        return group
-
-    def close(self) -> None:
-        """Let its groups go, with their threads and sockets; hundreds of plans would use up all there are."""
-        for group in self.groups:
-            del distributed_c10d._world.pg_group_ranks[group]
-        self.groups.clear()
+        distributed_c10d._world.pg_group_ranks[_kept[key]] = {rank: i for i, rank in enumerate(ranks)}
+        return _kept[key]
 
     def attention(self, plan: Plan, kernel: str = "auto", replica: int = 0) -> DomainAttention:
         """This rank's part of a plan, with the groups that it needs."""
         domain = plan.replicas[replica].domain
         schedule = build_schedule(plan.workload, domain, self.rank)
         everyone = self.new_group("domain", range(len(domain.members)))
-        a2a = self.new_group(f"a2a-{schedule.members}", schedule.members) if len(schedule.members) > 1 else None
+        a2a = self.new_group("a2a", schedule.members)
         return DomainAttention(plan.workload, schedule, everyone, a2a, plan.exchange.window, kernel)
 
 
@@ -68,11 +65,10 @@ def run_ranks(count: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
     store = dist.HashStore()
     results: list[Any] = [None] * count
     errors: list[BaseException | None] = [None] * count
-    ranks = [ThreadRank(rank, store) for rank in range(count)]
 
     def body(rank: int) -> None:
         try:
-            results[rank] = work(ranks[rank])
+            results[rank] = work(ThreadRank(rank, store))
         except BaseException as error:
             errors[rank] = error
 
@@ -82,9 +78,20 @@ def run_ranks(count: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
     for thread in threads:
         thread.join(_TIMEOUT.total_seconds() + 10)
         assert not thread.is_alive(), "a rank hangs"
-    for closing in ranks:
-        closing.close()
     for error in errors:
         if error is not None:
+            _forget_groups()
             raise error
     return results
+
+
+def _forget_groups() -> None:
+    """After an error groups may hold messages that nobody fetched."""
+    for group in _kept.values():
+        del distributed_c10d._world.pg_group_ranks[group]
+    _kept.clear()
+
+
+@functools.cache
+def _device() -> Any:
+    return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")

@@ -151,7 +151,7 @@ BROKEN = {
         ":5: network.bandwidth_gb_s = 'fast' is not a number; write one",
     ),
     "bandwidth true": (broken(GOOD, "25", "true"), "network.bandwidth_gb_s = True is not a number"),
-    "bandwidth in bytes": (broken(GOOD, "25", "25000000000"), "is too large; the most is 1e+06"),
+    "bandwidth in bytes": (broken(GOOD, "25", "25000000000"), "is too large; the most is 1000000"),
     "negative latency": (
         broken(GOOD, "latency_us: 10", "latency_us: -1"),
         "network.latency_us = -1 is too small; the least is 0",

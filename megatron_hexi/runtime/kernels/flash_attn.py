@@ -1,7 +1,7 @@
 """FlashAttention 2 and 3 from their own packages, where installed.
 
-Their releases add parameters to the functions used here. Each call therefore names what it means and
-leaves the rest at its default, or at ``None`` where a release has none.
+Their releases add and rename parameters of the functions used here. Each call therefore names what it
+means, and a release that lacks one of those names is refused; what it asks for beside them is left out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_hexi.errors import PlatformError
+
+#: Nothing of what releases offer beside plain attention; given where a release has no default.
+_LEFT_OUT = {
+    "dropout_p": 0.0,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "return_softmax": False,
+    "deterministic": False,
+}
 
 
 class FlashAttentionKernel:
@@ -56,11 +68,6 @@ class FlashAttentionKernel:
             v=value.transpose(1, 2),
             softmax_scale=scale,
             causal=causal,
-            dropout_p=0.0,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            return_softmax=False,
         )
         return output.transpose(1, 2), log_sum_exp
 
@@ -90,11 +97,6 @@ class FlashAttentionKernel:
             dv=dv,
             softmax_scale=scale,
             causal=causal,
-            dropout_p=0.0,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            deterministic=False,
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -111,15 +113,23 @@ def flash_attention_3() -> FlashAttentionKernel:
 
 @cache
 def _named(module: str, name: str) -> Callable[..., Any]:
-    """The module's function, to be called by names: unknown ones dropped, missing ones ``None``."""
+    """The module's function, to be called by the names that it has in common with other releases."""
     function = getattr(importlib.import_module(module), name)
-    parameters = inspect.signature(function).parameters
+    # torch's wrapper, in which releases hand their functions out, keeps the signature in here.
+    parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
     required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    unasked = {key: _LEFT_OUT.get(key) for key in required}
+    # FlashAttention-3's backward has had both names.
+    causal = "is_causal" if "is_causal" in parameters else "causal"
 
     def call(**arguments: Any) -> Any:
-        return function(
-            **{key: None for key in required if key not in arguments},
-            **{key: value for key, value in arguments.items() if key in parameters},
-        )
+        arguments[causal] = arguments.pop("causal")
+        unknown = arguments.keys() - parameters.keys()
+        if unknown:
+            raise PlatformError(
+                f"{module}.{name} has no parameter {', '.join(sorted(unknown))}; install another release, "
+                "or choose another kernel with --hexi-kernel"
+            )
+        return function(**{**unasked, **arguments})
 
     return call

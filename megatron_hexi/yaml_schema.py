@@ -1,0 +1,84 @@
+"""What a YAML document must look like, and what is said when it does not.
+
+The one place where pydantic's findings become our errors: place, value and remedy on one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.yaml_file import Place
+
+#: Spells a place for an error; a file puts its name and line in front.
+Where = Callable[[Place], str]
+
+#: pydantic's words for a field that is not known.
+_UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
+
+#: What pydantic says, as we say it; its own wording where none is given.
+_REMEDIES = {
+    "missing": "is missing; add it",
+    **dict.fromkeys(_UNKNOWN, "is not a known field; remove it or mend its name"),
+    "int_type": "is not a whole number; write one",
+    **dict.fromkeys(("float_type", "float_parsing"), "is not a number; write one"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "is not true or false; write one of them"),
+    "greater_than": "is too small; write a number above {gt}",
+    "greater_than_equal": "is too small; the least is {ge}",
+    "less_than_equal": "is too large; the most is {le}",
+    "finite_number": "is not finite; write a number, or leave the field out",
+    "tuple_type": "is not a list; write one",
+    **dict.fromkeys(
+        ("dict_type", "dataclass_type", "dataclass_exact_type"),
+        "is not a mapping; write its fields below it",
+    ),
+    "string_type": "is not text; put it in quotes",
+    "string_too_short": "is empty; write something",
+    "string_too_long": "is too long; at most {max_length} characters",
+    "string_pattern_mismatch": "is no usable name; take letters, digits and _ . - (not two dots together)",
+    "literal_error": "is not known; write {expected}",
+    "too_short": "is empty; give at least {min_length}",
+    "too_long": "has too many values; the most is {max_length}",
+}
+
+
+def parse[T](kind: TypeAdapter[T], data: Any, where: Where, error: type[HexiError]) -> T:
+    """Plain values as that type.
+
+    Args:
+        kind: the type.
+        data: what YAML gave.
+        where: spells a place.
+        error: what to raise.
+
+    Raises:
+        HexiError: an `error` about the first thing that does not fit: place, value, remedy.
+    """
+    try:
+        return kind.validate_python(data)
+    except ValidationError as problems:
+        # A mistyped name is two problems, one unknown and one missing: the unknown one is what stands there.
+        problem = min(problems.errors(include_url=False), key=lambda found: found["type"] not in _UNKNOWN)
+        # A mapping's bad key is told as (…, key, "[key]").
+        place: Place = tuple(step for step in problem["loc"] if step != "[key]")
+        known = _REMEDIES.get(problem["type"])
+        limits = {name: _plain(limit) for name, limit in problem.get("ctx", {}).items()}
+        said = known.format(**limits) if known else f"is wrong ({problem['msg']}); mend it"
+        value = "" if problem["type"] in ("missing", *_UNKNOWN) else f" = {short(problem['input'])}"
+        raise error(f"{where(place)}{value} {said}") from None
+
+
+def short(value: Any) -> str:
+    """A value for an error message, 40 characters at most."""
+    if isinstance(value, (list, tuple, dict)) and len(value) > 10:  # do not spell out what is thrown away
+        return f"{type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _plain(limit: Any) -> Any:
+    """1.0 as 1: limits are written as people write them."""
+    return int(limit) if isinstance(limit, float) and limit.is_integer() else limit

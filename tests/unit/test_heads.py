@@ -1,0 +1,66 @@
+"""KV heads follow query heads, whole; spans cover them in pieces that kernels take."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hexi.plan.heads import HeadSpan, head_spans, kv_range, overlap
+from tests.support.plans import examples
+
+RATIOS = st.integers(1, 9)
+
+
+@st.composite
+def head_ranges(draw):
+    start = draw(st.integers(0, 40))
+    return start, start + draw(st.integers(0, 40))
+
+
+@given(head_ranges(), RATIOS)
+@examples(200)
+def test_kv_heads_are_those_that_the_queries_read(heads, ratio):
+    assert list(range(*kv_range(heads, ratio))) == sorted({head // ratio for head in range(*heads)})
+
+
+@given(head_ranges(), RATIOS)
+@examples(300)
+def test_spans_cover_the_heads_once_each_beside_its_own_kv_head(heads, ratio):
+    first_kv = heads[0] // ratio
+    pairs = []
+    for span in head_spans(heads, ratio):
+        queries, kv = range(*span.queries), range(*span.kv)
+        assert len(queries) > 0
+        assert len(queries) % len(kv) == 0
+        pairs += [(query, kv[i // (len(queries) // len(kv))]) for i, query in enumerate(queries)]
+    assert pairs == [(head - heads[0], head // ratio - first_kv) for head in range(*heads)]
+
+
+@given(head_ranges(), RATIOS)
+@examples(300)
+def test_there_are_at_most_three_spans_and_one_where_nothing_is_cut(heads, ratio):
+    spans = head_spans(heads, ratio)
+    assert len(spans) <= 3
+    if heads[0] % ratio == 0 and heads[1] % ratio == 0:
+        assert len(spans) == (heads[0] < heads[1])
+
+
+@pytest.mark.parametrize(
+    ("heads", "ratio", "spans"),
+    [
+        ((0, 8), 4, [((0, 8), (0, 2))]),
+        ((1, 8), 4, [((0, 3), (0, 1)), ((3, 7), (1, 2))]),
+        ((3, 9), 4, [((0, 1), (0, 1)), ((1, 5), (1, 2)), ((5, 6), (2, 3))]),
+        ((2, 6), 4, [((0, 4), (0, 2))]),  # two halves read one KV head each, at the same ratio
+        ((5, 6), 8, [((0, 1), (0, 1))]),
+        ((3, 7), 1, [((0, 4), (0, 4))]),
+        ((4, 4), 4, []),
+    ],
+)
+def test_spans_by_hand(heads, ratio, spans):
+    assert head_spans(heads, ratio) == tuple(HeadSpan(*span) for span in spans)
+
+
+@given(head_ranges(), head_ranges())
+@examples(100)
+def test_overlap_counts_what_is_in_both(a, b):
+    assert overlap(a, b) == len(set(range(*a)) & set(range(*b)))

@@ -1,0 +1,520 @@
+"""What a person can do to a plan by mistake: each gives one line with file, line, place, value and remedy."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import read_plan
+
+GOOD = """\
+version: 1
+workload:
+  seq_length: 64
+  heads: 8
+  kv_heads: 4
+  head_dim: 16
+  causal: true
+  layers: 2
+  tensor_parallel: 1
+replicas:
+- micro_batches: 3
+  stages:
+  - layers: null
+    domain:
+      groups:
+      - name: fast
+        segments: [[0, 20], [44, 64]]
+        members:
+        - {rank: 0, tokens: 25, heads: [0, 5]}
+        - {rank: 1, tokens: 15, heads: [5, 8]}
+      - name: slow
+        segments: [[20, 44]]
+        members:
+        - {rank: 2, tokens: 24, heads: [0, 8]}
+exchange: {window: 1}
+estimate: {iteration_s: 1.5, memory_gib: [1.0, 2.0, 3.0], against: {ring: 2.5}}
+provenance: {planner: hexi, seed: 0}
+"""
+
+GROUPS = "replicas[0].stages[0].domain.groups"
+FAST, SLOW = f"{GROUPS}[0]", f"{GROUPS}[1]"
+SLOW_GROUP = """\
+      - name: slow
+        segments: [[20, 44]]
+        members:
+        - {rank: 2, tokens: 24, heads: [0, 8]}
+"""
+STAGE = GOOD[GOOD.index("  - layers: null") : GOOD.index("exchange:")]
+
+
+@dataclass
+class Mistake:
+    """An edit of the good plan, the line that the error names, and what else it says, in this order."""
+
+    name: str
+    old: str
+    new: str | bytes
+    line: int
+    says: tuple[str, ...]
+
+
+def whole(name, content, line, *says):
+    return Mistake(name, GOOD, content, line, says)
+
+
+def edit(name, old, new, line, *says):
+    return Mistake(name, old, new, line, says)
+
+
+MISTAKES = [
+    # Not a plan at all.
+    whole("not YAML", "workload: [1, 2\nreplicas: {", 2, "not valid YAML", "mend that line"),
+    whole("empty file", "", 1, "not a plan: found nothing", "write a mapping with workload and replicas"),
+    whole("a list", "- 1\n- 2\n", 1, "not a plan: found [1, 2]", "write a mapping"),
+    whole("a word", "plan\n", 1, "not a plan: found 'plan'", "write a mapping"),
+    whole("two documents", f"{GOOD}---\n{GOOD}", 28, "expected a single document", "mend that line"),
+    whole("a bomb of aliases", "a: &a [1]\nb: &b [*a, *a]\n", 2, "alias *a", "write the value out"),
+    whole("nested deeply", "a: " + "[" * 100_000, 1, "nested more than 50 levels", "right file?"),
+    whole("nested deeply in blocks", "a:\n" + "- " * 100_000, 2, "nested more than 50 levels", "right file?"),
+    whole("a list as a key", "? [1, 2]\n: 3\n", 1, "a key that is a list", "keys are plain words"),
+    whole("a binary file", b"\x7fELF\x02\x01\x00\x00", None, "not text", "#x007f", "right file?"),
+    whole("bytes that are no text", b"version: \xff\xfe\x80", None, "not text (no UTF-8)", "right file?"),
+    edit("a tab as indentation", "  heads: 8", "\theads: 8", 4, "not valid YAML", "mend that line"),
+    edit(
+        "code",
+        "seed: 0",
+        "seed: !!python/name:os.system x",
+        27,
+        "provenance.seed",
+        "'x'",
+        "write a plain value",
+    ),
+    edit(
+        "a key twice",
+        "  heads: 8\n",
+        "  heads: 8\n  heads: 9\n",
+        5,
+        "workload.heads is given twice",
+        "keep one",
+    ),
+    # Fields.
+    edit("another version", "version: 1", "version: 2", 1, "version is 2", "reads 1", "make the plan again"),
+    edit(
+        "a version that is not an int",
+        "version: 1",
+        "version: true",
+        1,
+        "version is True",
+        "make the plan again",
+    ),
+    edit("no workload", GOOD[11 : GOOD.index("replicas")], "", 1, "workload is missing", "add it"),
+    edit(
+        "no replicas field",
+        GOOD[GOOD.index("replicas") : GOOD.index("exch")],
+        "",
+        1,
+        "replicas is missing",
+        "add",
+    ),
+    edit("a missing number", "  head_dim: 16\n", "", 3, "workload.head_dim is missing", "add it"),
+    edit("a typo", "kv_heads: 4", "kv_head: 4", 5, "workload.kv_head is not a known field", "mend its name"),
+    edit(
+        "a typo at the top", "exchange:", "exchanges:", 25, "exchanges is not a known field", "mend its name"
+    ),
+    edit(
+        "a member without heads", ", heads: [0, 5]", "", 19, f"{FAST}.members[0].heads is missing", "add it"
+    ),
+    edit(
+        "a workload that is a word",
+        "exchange: {window: 1}",
+        "exchange: fast",
+        25,
+        "exchange = 'fast'",
+        "mapping",
+    ),
+    edit(
+        "groups that are a mapping",
+        STAGE,
+        "  - domain: {groups: {a: 1}}\n",
+        13,
+        GROUPS,
+        "{'a': 1}",
+        "not a list",
+    ),
+    edit(
+        "a member that is a number", "- {rank: 2, tokens: 24, heads: [0, 8]}", "- 2", 24, "[0] = 2", "mapping"
+    ),
+    edit("a name that is a number", "name: slow", "name: 7", 21, f"{SLOW}.name = 7 is not text", "quotes"),
+    # Numbers.
+    edit(
+        "text for a number",
+        "seq_length: 64",
+        "seq_length: many",
+        3,
+        "workload.seq_length = 'many'",
+        "whole number",
+    ),
+    edit(
+        "a number in quotes",
+        "heads: 8\n",
+        "heads: '8'\n",
+        4,
+        "workload.heads = '8'",
+        "not a whole number",
+        "write",
+    ),
+    edit(
+        "a float for an int",
+        "head_dim: 16",
+        "head_dim: 16.0",
+        6,
+        "head_dim = 16.0",
+        "not a whole number",
+        "write",
+    ),
+    edit(
+        "a bool for an int",
+        "layers: 2",
+        "layers: true",
+        8,
+        "workload.layers = True",
+        "not a whole number",
+        "write",
+    ),
+    edit(
+        "nothing for an int",
+        "seq_length: 64",
+        "seq_length:",
+        3,
+        "seq_length = None",
+        "not a whole number",
+        "write",
+    ),
+    edit(
+        "an int for a bool",
+        "causal: true",
+        "causal: 3",
+        7,
+        "workload.causal = 3",
+        "not true or false",
+        "write one",
+    ),
+    edit(
+        "text for a bool",
+        "causal: true",
+        "causal: maybe",
+        7,
+        "causal = 'maybe'",
+        "not true or false",
+        "write one",
+    ),
+    edit(
+        "negative tokens",
+        "tokens: 24",
+        "tokens: -24",
+        24,
+        f"{SLOW}.members[0].tokens = -24",
+        "too small",
+        "is 0",
+    ),
+    edit("a negative rank", "rank: 0,", "rank: -1,", 19, f"{FAST}.members[0].rank = -1", "too small", "is 0"),
+    edit(
+        "zero seq_length", "seq_length: 64", "seq_length: 0", 3, "seq_length = 0", "too small", "least is 1"
+    ),
+    edit("zero heads", "  heads: 8", "  heads: 0", 4, "workload.heads = 0", "too small", "least is 1"),
+    edit("zero KV heads", "kv_heads: 4", "kv_heads: 0", 5, "kv_heads = 0", "too small", "least is 1"),
+    edit("window 0", "window: 1", "window: 0", 25, "exchange.window = 0", "too small", "least is 1"),
+    edit("zero micro-batches", "micro_batches: 3", "micro_batches: 0", 11, "micro_batches = 0", "least is 1"),
+    edit("a huge number", "seq_length: 64", f"seq_length: {10**30}", 3, "too large", str(2**40)),
+    edit(
+        "a number without end",
+        "seq_length: 64",
+        "seq_length: " + "9" * 5000,
+        3,
+        "seq_length",
+        "cannot be read",
+    ),
+    edit(
+        "NaN",
+        "iteration_s: 1.5",
+        "iteration_s: .nan",
+        26,
+        "estimate.iteration_s = nan",
+        "not finite",
+        "write",
+    ),
+    edit("infinity", "3.0]", ".inf]", 26, "estimate.memory_gib[2] = inf", "not finite", "write"),
+    edit(
+        "negative seconds",
+        "ring: 2.5",
+        "ring: -2.5",
+        26,
+        "estimate.against.ring = -2.5",
+        "too small",
+        "least is 0",
+    ),
+    edit("text for seconds", "1.5", "soon", 26, "estimate.iteration_s = 'soon'", "not a number", "write one"),
+    # The workload's own rules.
+    edit(
+        "KV heads that do not divide", "kv_heads: 4", "kv_heads: 3", 5, "kv_heads is 3", "the 8 heads", "give"
+    ),
+    edit(
+        "more KV heads than heads", "kv_heads: 4", "kv_heads: 16", 5, "kv_heads is 16", "the 8 heads", "give"
+    ),
+    edit(
+        "tensor parallel that does not divide",
+        "parallel: 1",
+        "parallel: 3",
+        9,
+        "parallel is 3",
+        "8 heads",
+        "give",
+    ),
+    edit(
+        "tensor parallel against the KV heads",
+        "heads: 8\n  kv_heads: 4\n  head_dim: 16\n  causal: true\n  layers: 2\n  tensor_parallel: 1",
+        "heads: 12\n  kv_heads: 4\n  head_dim: 16\n  causal: true\n  layers: 2\n  tensor_parallel: 6",
+        9,
+        "workload.tensor_parallel is 6",
+        "the 4 KV heads",
+        "give",
+    ),
+    # Segments and tokens.
+    edit(
+        "a backward segment",
+        "[[20, 44]]",
+        "[[44, 20]]",
+        22,
+        f"{SLOW}.segments[0] [44, 20]",
+        "backwards",
+        "start <=",
+    ),
+    edit(
+        "a segment past the end",
+        "[44, 64]]",
+        "[44, 65]]",
+        17,
+        f"{FAST}.segments[1] [44, 65]",
+        "64",
+        "end it at 64",
+    ),
+    edit(
+        "unsorted segments",
+        "[[0, 20], [44, 64]]",
+        "[[44, 64], [0, 20]]",
+        17,
+        "segments[1] [0, 20]",
+        "ascending",
+    ),
+    edit(
+        "segments that overlap in a group",
+        "[44, 64]]",
+        "[19, 64]]",
+        17,
+        "[19, 64] does not",
+        "[0, 20]",
+        "without",
+    ),
+    edit(
+        "segments that overlap between groups",
+        "[[20, 44]]",
+        "[[19, 43]]",
+        22,
+        f"{SLOW}.segments[0] [19, 43] holds position 19",
+        "another group",
+        "one group",
+    ),
+    edit(
+        "a gap in the segments",
+        "[[0, 20], [44, 64]]",
+        "[[0, 19], [43, 64]]",
+        16,
+        f"{GROUPS} leave position 19 to no group",
+        "cover [0, 64), which is seq_length",
+    ),
+    edit(
+        "a segment of one number", "[[20, 44]]", "[[20]]", 22, f"{SLOW}.segments[0][1] is missing", "add it"
+    ),
+    edit("a flat segment", "[[20, 44]]", "[20, 44]", 22, f"{SLOW}.segments[0] = 20", "not a list", "write"),
+    edit(
+        "tokens that do not sum",
+        "tokens: 15",
+        "tokens: 16",
+        19,
+        f"{FAST}.members hold 41 tokens",
+        "40",
+        "equal",
+    ),
+    # Heads.
+    edit("a gap in the heads", "[5, 8]", "[6, 8]", 19, f"{FAST}.members leave head 5 to no", "cover [0, 8)"),
+    edit(
+        "heads missing at the end",
+        "heads: [0, 8]",
+        "heads: [0, 7]",
+        24,
+        f"{SLOW}.members leave head 7",
+        "cover",
+    ),
+    edit(
+        "heads twice",
+        "[5, 8]",
+        "[4, 8]",
+        20,
+        "members[1].heads [4, 8] holds head 4",
+        "another member",
+        "one member",
+    ),
+    edit(
+        "heads past the end",
+        "[5, 8]",
+        "[5, 9]",
+        20,
+        f"{FAST}.members[1].heads [5, 9] ends after heads = 8",
+        "at 8",
+    ),
+    edit(
+        "backward heads",
+        "[5, 8]",
+        "[8, 5]",
+        20,
+        f"{FAST}.members[1].heads [8, 5] runs backwards",
+        "start <= stop",
+    ),
+    edit(
+        "a range of three", "[5, 8]", "[5, 6, 8]", 20, "heads = [5, 6, 8]", "too many values", "the most is 2"
+    ),
+    edit(
+        "heads of one parallel rank",
+        "parallel: 1",
+        "parallel: 2",
+        19,
+        "[0, 5] ends after heads / tensor_parallel = 4",
+    ),
+    # Ranks, groups, replicas.
+    edit(
+        "a rank twice",
+        "rank: 2",
+        "rank: 1",
+        24,
+        f"{SLOW}.members[0].rank is 1",
+        f":20: {FAST}.members[1]",
+        "one place",
+    ),
+    edit(
+        "descending ranks",
+        "{rank: 0, tokens: 25, heads: [0, 5]}\n        - {rank: 1",
+        "{rank: 1, tokens: 25, heads: [0, 5]}\n        - {rank: 0",
+        20,
+        f"{FAST}.members[1].rank is 0, after 1",
+        "ascending rank order",
+    ),
+    edit(
+        "a missing rank",
+        "rank: 2",
+        "rank: 3",
+        11,
+        "replicas have 3 members",
+        "rank 2 is missing",
+        "number them 0 to 2",
+    ),
+    edit("no groups", STAGE, "  - domain: {groups: []}\n", 13, f"{GROUPS} is empty", "at least one group"),
+    edit(
+        "no members",
+        "members:\n        - {rank: 2, tokens: 24, heads: [0, 8]}",
+        "members: []",
+        23,
+        "is empty",
+        "drop",
+    ),
+    edit(
+        "no replicas",
+        GOOD[GOOD.index("replicas") : GOOD.index("exch")],
+        "replicas: []\n",
+        10,
+        "replicas is empty",
+        "one",
+    ),
+    edit("no stages", f"stages:\n{STAGE}", "stages: []\n", 12, "replicas[0].stages has 0 stages", "give one"),
+    edit(
+        "two stages",
+        STAGE,
+        STAGE + STAGE,
+        13,
+        "replicas[0].stages has 2 stages",
+        "uneven stages",
+        "not supported yet",
+    ),
+    edit(
+        "layers of a stage",
+        "layers: null",
+        "layers: 1",
+        13,
+        "stages[0].layers is 1, the model has 2",
+        "leave it null",
+    ),
+    edit("a group left out", SLOW_GROUP, "", 16, f"{GROUPS} leave position 20 to no group", "cover [0, 64)"),
+]
+
+
+def error_of(mistake, folder):
+    path = folder / "plan.yaml"
+    content = mistake.new
+    if isinstance(content, str):
+        assert GOOD.count(mistake.old) == 1, "the edit must be the only one that it can be"
+        content = GOOD.replace(mistake.old, content).encode()
+    path.write_bytes(content)
+    with pytest.raises(HexiError) as caught:
+        read_plan(path)
+    return str(caught.value), path
+
+
+def test_the_plan_that_the_mistakes_are_made_in_is_good(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(GOOD)
+    assert read_plan(path).ranks == 3
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_a_mistake_gives_one_line_that_says_where_what_and_how_to_mend_it(mistake, tmp_path):
+    message, path = error_of(mistake, tmp_path)
+    assert len(message.splitlines()) == 1
+    assert len(message) < 300 + len(str(path))
+    assert message.startswith(f"{path}:{mistake.line}: " if mistake.line else f"{path}: "), message
+    rest = message.removeprefix(str(path))
+    for fragment in mistake.says:
+        assert fragment in rest, message
+        rest = rest[rest.index(fragment) + len(fragment) :]
+
+
+def test_no_two_mistakes_give_the_same_line(tmp_path):
+    messages = [error_of(mistake, tmp_path)[0] for mistake in MISTAKES]
+    assert len(set(messages)) == len(messages)
+
+
+def test_a_file_that_is_not_there_is_named_with_the_remedy(tmp_path):
+    path = tmp_path / "absent.yaml"
+    with pytest.raises(HexiError) as caught:
+        read_plan(path)
+    assert str(caught.value) == (
+        f"{path}: cannot be read (No such file or directory); check the path and its permissions"
+    )
+
+
+def test_a_folder_is_named_with_the_remedy(tmp_path):
+    with pytest.raises(HexiError) as caught:
+        read_plan(tmp_path)
+    assert (
+        str(caught.value)
+        == f"{tmp_path}: cannot be read (Is a directory); check the path and its permissions"
+    )
+
+
+def test_a_file_far_too_large_is_not_read(tmp_path):
+    path = tmp_path / "disk.img"
+    with path.open("wb") as stream:
+        stream.truncate(2**40)
+    with pytest.raises(
+        HexiError, match=r"disk\.img: 1099511627776 bytes, more than .* that are read; is it the right"
+    ):
+        read_plan(path)
