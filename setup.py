@@ -52,6 +52,7 @@ setup(
     package_data={
         "megatron_hexi": ["py.typed"],
         "megatron_hexi.cluster": ["data/*.yaml"],
+        "megatron_hexi.cost": ["data/*.yaml"],
         "megatron_hexi.patches": ["*.diff"],
     },
     entry_points={"console_scripts": ["hexi = megatron_hexi.cli.main:main"]},

@@ -19,9 +19,20 @@ import megatron_hexi
 from megatron_hexi.cli.checkout import patch_checkout, unpatch_checkout
 from megatron_hexi.cluster import catalog as known_devices
 from megatron_hexi.cluster import device as known_device
+from megatron_hexi.cluster import read_cluster
+from megatron_hexi.cost import PRECISIONS, RECOMPUTES, estimate, find_shortage, job_of_plan, read_model
 from megatron_hexi.errors import HexiError, user_errors
-from megatron_hexi.plan import Workload, plan_dict, plan_digest, proportional_plan, read_plan, write_plan
+from megatron_hexi.plan import (
+    Plan,
+    Workload,
+    plan_dict,
+    plan_digest,
+    proportional_plan,
+    read_plan,
+    write_plan,
+)
 from megatron_hexi.report.catalog import catalog_table, device_dict, device_report
+from megatron_hexi.report.estimate import estimate_dict, estimate_report
 from megatron_hexi.report.holdings import holdings
 from megatron_hexi.report.tables import plan_report
 
@@ -85,20 +96,73 @@ def unpatch(checkout: Checkout) -> None:
         _say(f"restored {path}")
 
 
-@app.command(epilog="Example: hexi validate plan.yaml")
-def validate(plan: PlanPath, as_json: AsJson = False) -> None:
-    """Check every rule that a plan must keep; exit code 2 and the place where one is broken."""
+@app.command(epilog="Example: hexi validate plan.yaml --cluster cluster.yaml --model gpt-7b")
+def validate(
+    plan: PlanPath,
+    as_json: AsJson = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="CLUSTER.yaml", help="Predict time and memory on this cluster, and check both."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="A preset, a Hugging Face config.json, or a file of Megatron's arguments; the one that the "
+            "plan names if not given.",
+        ),
+    ] = None,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences that pass at once.")] = 1,
+    global_batch_size: Annotated[
+        int | None, typer.Option(help="Sequences of an iteration; what the plan says, or 8.")
+    ] = None,
+    pipeline_parallel: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    recompute: Annotated[str, typer.Option(help=f"What is recomputed: {', '.join(RECOMPUTES)}.")] = "none",
+    precision: Annotated[str, typer.Option(help=f"Of weights: {', '.join(PRECISIONS)}.")] = "bf16",
+) -> None:
+    """Check every rule that a plan must keep; exit code 2 and the place where one is broken.
+
+    With a cluster, also predict iteration time and memory; exit code 2 where it does not fit.
+    """
+    document: dict[str, Any] = {"plan": str(plan), "valid": False}
     try:
         checked = read_plan(plan)
+        document |= {"valid": True, "ranks": checked.ranks, "digest": plan_digest(checked)}
+        if cluster is None and model is not None:
+            raise HexiError(f"--model {model} without --cluster; add --cluster CLUSTER.yaml")
+        if not as_json:
+            print(f"{plan}: a valid plan for {checked.ranks} ranks")
+        if cluster is not None:
+            job = job_of_plan(
+                checked,
+                read_model(_model_of(plan, checked, model)),
+                micro_batch_size=micro_batch_size,
+                global_batch_size=global_batch_size,
+                pipeline_parallel=pipeline_parallel,
+                recompute=recompute,
+                precision=precision,
+            )
+            cost = estimate(checked, job, read_cluster(cluster))
+            document |= {"cluster": str(cluster), "estimate": estimate_dict(cost, job)}
+            if not as_json:
+                _print_report(estimate_report(cost))
+            if shortage := find_shortage(cost):
+                raise HexiError(f"{plan}: does not fit: {shortage}")
     except HexiError as problem:
         if as_json:
-            _print_json({"plan": str(plan), "valid": False, "error": str(problem)})
+            _print_json(document | {"valid": False, "error": str(problem)})
         raise
     if as_json:
-        digest = plan_digest(checked)
-        _print_json({"plan": str(plan), "valid": True, "ranks": checked.ranks, "digest": digest})
-    else:
-        print(f"{plan}: a valid plan for {checked.ranks} ranks")
+        _print_json(document)
+
+
+def _model_of(path: Path, plan: Plan, given: str | None) -> str:
+    named = plan.provenance.model if plan.provenance else None
+    if given is None and named is None:
+        raise HexiError(
+            f"{path}: does not say which model it is for (provenance.model); add --model NAME|PATH"
+        )
+    return given or named or ""
 
 
 @app.command(epilog="Example: hexi show plan.yaml --picture plan.png")
@@ -157,7 +221,7 @@ def proportion(
         list[str],
         typer.Option(
             metavar="SPEEDS",
-            help="Relative speeds of a replica's ranks, in rank order: commas between the members of a group, "
+            help="Relative speeds of a replica's ranks, in rank order: commas between a group's members, "
             "slashes between groups. Once for each data-parallel replica.",
         ),
     ],

@@ -69,7 +69,9 @@ def train(
     words = [word for option in options.items() for word in option]
     result = launch(tmp_path, ranks=ranks, args=[*args, *words], entry=entry, timeout=timeout)
     output = result.stdout + result.stderr
-    assert result.returncode == 0, f"training failed with exit code {result.returncode}:\n{output[-6000:]}"
+    # The first traceback is a rank's; what torchrun says comes last and does not know why.
+    why = output[max(0, output.find("Traceback (most recent call last)") - 1000) :][:6000]
+    assert result.returncode == 0, f"training failed with exit code {result.returncode}:\n{why}"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return TrainingLog(
         [line["iteration"] for line in lines],

@@ -1,0 +1,34 @@
+"""How long and how much memory a plan takes: compute, network, memory, iteration. No torch here."""
+
+from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
+from megatron_hexi.cost.fit import Shortage, find_shortage
+from megatron_hexi.cost.iteration import CostModel, IterationCost, check_job, estimate
+from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, Precision, Recompute, job_of_plan
+from megatron_hexi.cost.memory import Memory
+from megatron_hexi.cost.model import Model
+from megatron_hexi.cost.phases import Phases
+from megatron_hexi.cost.presets import presets, read_model
+from megatron_hexi.cost.ranks import Pace, RankCost
+
+__all__ = [
+    "PRECISIONS",
+    "RECOMPUTES",
+    "CostModel",
+    "IterationCost",
+    "Job",
+    "Memory",
+    "Model",
+    "Pace",
+    "Phases",
+    "Precision",
+    "RankCost",
+    "Recompute",
+    "Shortage",
+    "ceiling_tokens_per_s",
+    "check_job",
+    "estimate",
+    "find_shortage",
+    "job_of_plan",
+    "presets",
+    "read_model",
+]

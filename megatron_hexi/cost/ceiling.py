@@ -1,0 +1,70 @@
+"""What no plan can pass: every GPU at its best rates, nothing to wait for, nothing to send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_hexi.cluster import Curve, Device
+from megatron_hexi.cost.compute import (
+    ATTENTION_BACKWARD,
+    Speeds,
+    device_speeds,
+    logits_times,
+    token_times,
+)
+from megatron_hexi.cost.job import Job
+
+#: Rows at which a phase that reads the best rate anyhow is timed.
+_ROWS = 2.0**20
+
+
+def ceiling_tokens_per_s(job: Job, devices: Sequence[Device], causal: bool = True) -> float:
+    """Tokens/s by the sum of achieved speeds, without communication.
+
+    Seconds of an iteration's token work (or attention) if GPU d did all of it: t_d. Together they take
+    1 / sum(1 / t_d) for each of the two, and the two follow each other. Since 1 / sum(1 / (a_d + b_d)) is
+    never below the sum of both, this also bounds plans that give a GPU more of what it is better at.
+
+    Args:
+        job: the job.
+        devices: of every GPU.
+        causal: whether a token sees earlier tokens only.
+    """
+    counts: dict[int, tuple[Device, int]] = {}
+    for device in devices:
+        counts[id(device)] = device, counts.get(id(device), (device, 0))[1] + 1
+    token = attention = 0.0
+    for device, count in counts.values():
+        speeds = device_speeds(device, job)
+        token += count / _token_seconds(speeds, job)
+        attention += count / _attention_seconds(speeds, job, causal)
+    return 1 / (1 / token + 1 / attention)
+
+
+def _token_seconds(speeds: Speeds, job: Job) -> float:
+    """Everything but attention, of one token through the whole model, on one GPU."""
+    rows = np.array([_ROWS])
+    best = replace(speeds, matmul=_best(speeds.matmul))
+    layer, logits = token_times(best, job, rows), logits_times(best, job, rows)
+    again = float(layer.forward[0]) if job.recompute == "full" else 0.0
+    layers = job.model.layers * (float(layer.forward[0] + layer.backward[0]) + again)
+    return (layers + float(logits.forward[0] + logits.backward[0])) / _ROWS * job.tensor_parallel
+
+
+def _attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
+    """Attention of one token through the whole model, on one GPU: 4 D H S / 2 FLOPs a layer forward."""
+    seen = job.seq_length / 2 if causal else job.seq_length
+    flops = 4 * job.model.head_dim * job.model.heads * seen * job.model.layers
+    forward, backward = (
+        max(max(getattr(passes, way).rates) for passes in (speeds.causal, speeds.full)) * 1e12
+        for way in ("forward", "backward")
+    )
+    passes = 1 if job.recompute == "none" else 2
+    return flops * (passes / forward + ATTENTION_BACKWARD / backward)
+
+
+def _best(curve: Curve) -> Curve:
+    return replace(curve, sizes=(1.0,), rates=(max(curve.rates),))

@@ -1,0 +1,192 @@
+"""How long a GPU computes, phase by phase. Times are seconds of one micro-batch, sizes may be arrays.
+
+Each phase is matrix or attention work over an achieved rate, plus bytes over the bandwidth of the GPU's
+memory. Nothing overlaps inside a GPU: kernels run one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_hexi.cluster import Curve, Device, Passes
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.job import Job
+from megatron_hexi.errors import ClusterError
+
+#: Part of a memory's nominal bandwidth that streaming kernels reach. An estimate: BabelStream's triad reaches
+#: about 90 % on A100 and H100 (https://github.com/UoB-HPC/BabelStream).
+HBM_SHARE = 0.9
+#: Attention curves count the backward pass as this many forward passes (cluster/device.py).
+ATTENTION_BACKWARD = 2.5
+#: Heads below 128 lose (D / 128) ** this. Forward, full, 16k tokens, H100: head size 64 over 128 is 324 / 370
+#: (FlashAttention-2), 413 / 595 (cuDNN), 497 / 648 (FlashAttention-3); mean 0.779 = 0.5 ** 0.36. Above 128
+#: nothing is gained: 642 / 648 at 256 (all: FlashAttention-3 paper, arXiv 2407.08608, figure 5).
+HEAD_SIZE_EXPONENT = 0.36
+CURVE_HEAD_DIM = 128
+
+
+class Times(NamedTuple):
+    """Seconds of the two directions."""
+
+    forward: Floats
+    backward: Floats
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """A GPU's curves in a job's precision and head size, and its memory's bandwidth (bytes/s)."""
+
+    matmul: Curve
+    causal: Passes
+    full: Passes
+    memory: float
+
+
+def device_speeds(device: Device, job: Job) -> Speeds:
+    """What the GPU achieves in this job.
+
+    Curves are in bf16 (fp16 where there is no bf16); both 16-bit types run alike. fp32 is slower by the
+    ratio of the nominal rates, matrix products and attention alike.
+
+    Raises:
+        ClusterError: the GPU lacks the precision, or has no curves for the kernel.
+    """
+    rate = getattr(device.nominal, job.precision)
+    if rate is None:
+        known = [name for name in ("bf16", "fp16", "fp32") if getattr(device.nominal, name) is not None]
+        raise ClusterError(
+            f"{device.name}: no {job.precision} on this GPU; use precision {' or '.join(known)}"
+        )
+    half = device.nominal.bf16 or device.nominal.fp16 or rate
+    factor = rate / half if job.precision == "fp32" else 1.0
+    heads = factor * head_size_factor(job.model.head_dim)
+    attention = device.attention(job.kernel).map(lambda curve: curve.scaled(heads))
+    return Speeds(
+        device.matmul.scaled(factor), attention.causal, attention.full, device.memory_gb_s * 1e9 * HBM_SHARE
+    )
+
+
+def head_size_factor(head_dim: int) -> float:
+    """What of a curve's rate, which is for heads of 128, other head sizes reach."""
+    return min(1.0, (head_dim / CURVE_HEAD_DIM) ** HEAD_SIZE_EXPONENT)
+
+
+def rates(curve: Curve, sizes: Floats) -> Floats:
+    """FLOP/s at many sizes: `Curve.rate` for arrays."""
+    logs, values = _points(curve)
+    return np.interp(np.log(np.maximum(sizes, 1.0)), logs, values)
+
+
+def token_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
+    """One layer outside attention, on `rows` = B x T rows.
+
+    forward  = 2 rows N / rate(rows) + bytes / memory;  N: weights of the layer's matrices on this GPU
+    backward = 4 rows N / rate(rows) + bytes / memory;  gradients of inputs and of weights
+    """
+    model, tp = job.model, job.tensor_parallel
+    matrices = 2 * rows * model.matrix_params(tp) / rates(speeds.matmul, rows)
+    forward, backward = elementwise_elements(job)
+    memory = rows * job.element_bytes / speeds.memory
+    return Times(matrices + forward * memory, 2 * matrices + backward * memory)
+
+
+def elementwise_elements(job: Job) -> tuple[float, float]:
+    """Elements that one row of one layer reads and writes outside matrices and attention, in each direction.
+
+    forward:  two norms 4 h, two residual additions 6 h, activation 2 f (gated 3 f), rotary 2 (H + K) D
+    backward: norms 6 h, gradients of residuals 6 h, activation 3 f (gated 5 f), rotary 2 (H + K) D
+    (h hidden, f MLP width; kernels fused as in Megatron, no dropout). Tensor-parallel ranks share f, H
+    and K, and with sequence parallelism h.
+    """
+    model, tp = job.model, job.tensor_parallel
+    hidden, mlp = model.hidden_size / job.row_parts, model.ffn_hidden_size / tp
+    rotary = 2 * model.head_dim * (model.heads / tp + max(1, model.kv_heads / tp))
+    forward = 10 * hidden + (3 if model.gated else 2) * mlp + rotary
+    backward = 12 * hidden + (5 if model.gated else 3) * mlp + rotary
+    return forward, backward
+
+
+def own_block_times(speeds: Speeds, job: Job, tokens: Floats, causal: bool) -> Times:
+    """One head's attention over its own group's G tokens: area G^2 / 2 causal, G^2 full, at size G."""
+    area = tokens**2 / 2 if causal else tokens**2
+    return _attention(speeds.causal if causal else speeds.full, job, area, tokens)
+
+
+def rectangle_times(speeds: Speeds, job: Job, queries: Floats, keys: Floats) -> Times:
+    """One head's attention of queries against a prefix of another group's keys: area q k, no mask.
+
+    A curve knows squares only; a rectangle is taken to run as the square of the same area, at size
+    sqrt(q k).
+    """
+    area = queries * keys
+    return _attention(speeds.full, job, area, np.sqrt(area))
+
+
+def _attention(curves: Passes, job: Job, area: Floats, size: Floats) -> Times:
+    """4 B D area FLOPs forward (two products of 2 FLOPs each), 2.5 times that backward."""
+    flops = 4 * job.micro_batch_size * job.model.head_dim * area
+    return Times(
+        flops / rates(curves.forward, size), ATTENTION_BACKWARD * flops / rates(curves.backward, size)
+    )
+
+
+def merge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
+    """Adding one exchange step's parts up in fp32: bytes of one query head.
+
+    As runtime/blocks.py and runtime/attention.py do it, e bytes an element:
+    forward:  output scaled 8, its new part scaled e + 4, added 12: (24 + e) B D q
+    backward: query gradient added (8 + e) B D q
+    `keys_merge_times` has what goes by KV heads.
+    """
+    element, per_token = job.element_bytes, job.micro_batch_size * job.model.head_dim / speeds.memory
+    return Times((24 + element) * queries * per_token, (8 + element) * queries * per_token)
+
+
+def keys_merge_times(speeds: Speeds, job: Job, keys: Floats) -> Floats:
+    """Backward of one exchange step, one KV head: the gradients of the keys and values received.
+
+    Per element of 2 B D keys: zeroed 4, joined 2 e, added 8 + e, cast 4 + e, added at the owner 8 + e.
+    """
+    bytes_per_element = 24 + 5 * job.element_bytes
+    return bytes_per_element * 2 * job.micro_batch_size * job.model.head_dim * keys / speeds.memory
+
+
+def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
+    """Output matrix and cross entropy over the vocabulary, V of it on this GPU.
+
+    Matrix: 2 rows h V forward, twice that backward. Loss, bytes a logit, as Megatron's
+    vocab_parallel_cross_entropy: cast e + 4, max 4, subtract 8, exp 8, sum 4, divide 8 forward; scale 8,
+    cast 4 + e backward.
+    """
+    vocab = job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
+    matrix = 2 * rows * job.model.hidden_size * vocab / rates(speeds.matmul, rows)
+    loss = rows * vocab / speeds.memory
+    element = job.element_bytes
+    return Times(matrix + (36 + element) * loss, 2 * matrix + (12 + element) * loss)
+
+
+def optimizer_seconds(speeds: Speeds, job: Job, params: int, shard: float) -> float:
+    """Clearing gradients, their norm, and Adam; memory-bound.
+
+    Bytes: 4 (fp16: 2) a weight to clear its gradient; a weight of the rank's shard: gradient read for the
+    norm 4 and for the step 4, master weight, first and second moment read and written 8 each, the
+    16-bit weight written.
+
+    Args:
+        speeds: of the GPU.
+        job: the job.
+        params: weights on this GPU.
+        shard: those whose optimizer state it holds.
+    """
+    clear = params * (2 if job.precision == "fp16" else 4)
+    step = shard * (32 + (0 if job.precision == "fp32" else job.element_bytes))
+    return (clear + step) / speeds.memory
+
+
+@lru_cache(maxsize=4096)
+def _points(curve: Curve) -> tuple[Floats, Floats]:
+    return np.log(np.array(curve.sizes)), np.array(curve.rates) * 1e12

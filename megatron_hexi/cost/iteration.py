@@ -1,0 +1,199 @@
+"""How long an iteration takes, and what each rank does in it.
+
+layer     = the slowest group of the replica, as in layer.py; backward after what recomputation repeats
+stage     = layers x (forward + backward) + logits on the last stage + sends to the next stage and back
+replica   = sum of its stages + (micro-batches - 1) x its slowest stage      (1F1B)
+iteration = slowest replica with what it does not hide of gradients and weights + optimizer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost.arrays import Ints
+from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
+from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.layer import Stage, layer_times
+from megatron_hexi.cost.memory import stage_memory, stage_params
+from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.cost.phases import Phases
+from megatron_hexi.cost.placement import Placement, place
+from megatron_hexi.cost.plan_arrays import plan_arrays
+from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
+from megatron_hexi.cost.stage import exposed_synchronisation, optimizer_times, stage_cost
+from megatron_hexi.errors import PlanError
+from megatron_hexi.plan import Plan
+
+
+@dataclass(frozen=True)
+class IterationCost:
+    """What an iteration is predicted to cost.
+
+    Args:
+        iteration_s: seconds.
+        tokens_per_s: global batch x sequence length over it.
+        ceiling_tokens_per_s: the same if all GPUs worked at their best rates, without communication.
+        phases: where the time goes, along the slowest way; they add up to `iteration_s`.
+        paces: the rank that each kind of work waits for.
+        ranks: by rank of the job.
+    """
+
+    iteration_s: float
+    tokens_per_s: float
+    ceiling_tokens_per_s: float
+    phases: Phases
+    paces: tuple[Pace, ...]
+    ranks: tuple[RankCost, ...]
+
+    @property
+    def exposed_communication_s(self) -> float:
+        """Communication on the slowest way through the iteration that no work hides."""
+        return self.phases.communication
+
+    @property
+    def idle_share(self) -> float:
+        """Part of all ranks' time in which they neither compute nor communicate."""
+        return sum(rank.idle_s for rank in self.ranks) / (len(self.ranks) * self.iteration_s)
+
+    @property
+    def memory_gib(self) -> tuple[float, ...]:
+        """Peak memory of each rank, GiB."""
+        return tuple(rank.memory_gib for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank's memory suffices."""
+        return all(rank.memory_gib <= rank.usable_gib for rank in self.ranks)
+
+
+class CostModel:
+    """A job on a cluster; what does not depend on the plan is worked out once.
+
+    Args:
+        job: the job.
+        cluster: the cluster.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster) -> None:
+        self.job = job
+        self.cluster = cluster
+        self.links = LinkTable(cluster)
+
+    def estimate(self, plan: Plan, gpus: Sequence[int] | None = None) -> IterationCost:
+        """What the plan costs.
+
+        Args:
+            plan: a plan that passed its checks.
+            gpus: the cluster's rank of each rank of the job; ``None``: all of the cluster in file order.
+
+        Raises:
+            PlanError: the plan was made for another job.
+            ClusterError: the plan's units do not match the cluster, or a GPU cannot do the job.
+        """
+        job = self.job
+        micro_batches = check_job(plan, job)
+        placement = place(plan, job, self.cluster, gpus)
+        arrays = plan_arrays(plan)
+        window = plan.exchange.window
+        stages = self._stages(placement)
+        costs = []
+        for number, stage in enumerate(stages):
+            following = placement.gpus[(number + 1) % len(stages), :, 0]
+            layer = layer_times(arrays, job, stage, self.links, window)
+            costs.append(stage_cost(arrays, job, number, stage, layer, self.links, following))
+        synchronisation = exposed_synchronisation(arrays, job, stages, costs, self.links)
+        optimizer = [
+            optimizer_times(job, stage, stage_params(job, number), len(arrays.tokens))
+            for number, stage in enumerate(stages)
+        ]
+        step = max(float(times.max()) for times in optimizer)
+        replicas = [
+            _replica_phases([cost.replicas[number] for cost in costs], count)
+            + Phases(gradients=synchronisation[number])
+            for number, count in enumerate(micro_batches)
+        ]
+        phases = max(replicas, key=lambda phases: phases.total) + Phases(optimizer=step)
+        memory = [
+            stage_memory(
+                arrays, job, number, micro_batches[arrays.unit_replica], costs[number].layer.flights, window
+            )
+            for number in range(len(stages))
+        ]
+        total = phases.total
+        ranks = rank_costs(
+            arrays, self.cluster, placement, costs, optimizer, memory, micro_batches, synchronisation, total
+        )
+        return IterationCost(
+            iteration_s=total,
+            tokens_per_s=job.global_batch_size * job.seq_length / total,
+            ceiling_tokens_per_s=ceiling_tokens_per_s(
+                job, [self.cluster.ranks[gpu].device for gpu in placement.gpus.flat], arrays.causal
+            ),
+            phases=phases,
+            paces=paces(ranks),
+            ranks=ranks,
+        )
+
+    def _stages(self, placement: Placement) -> list[Stage]:
+        speeds = tuple(device_speeds(device, self.job) for device in placement.devices)
+        stages = []
+        for gpus, kinds in zip(placement.gpus[:, :, 0], placement.kinds, strict=True):
+            nodes = [self.cluster.nodes[node] for node in self.links.nodes[gpus]]
+            bandwidth = np.array([node.bandwidth for node in nodes])
+            latency = np.array([node.latency_s for node in nodes])
+            stages.append(Stage(gpus, kinds, speeds, bandwidth, latency))
+        return stages
+
+
+def estimate(plan: Plan, job: Job, cluster: Cluster, gpus: Sequence[int] | None = None) -> IterationCost:
+    """What a plan costs; see `CostModel.estimate`, which is for many plans of one job and cluster."""
+    return CostModel(job, cluster).estimate(plan, gpus)
+
+
+def check_job(plan: Plan, job: Job) -> Ints:
+    """Hold the plan against the job; the micro-batches of each replica.
+
+    Raises:
+        PlanError: they differ; with both values.
+    """
+    wanted = job.workload()
+    for field in ("seq_length", "heads", "kv_heads", "head_dim", "layers", "hidden_size", "tensor_parallel"):
+        planned, asked = getattr(plan.workload, field), getattr(wanted, field)
+        if planned is not None and planned != asked:
+            raise PlanError(
+                f"workload.{field}: the plan is for {planned}, the job has {asked} (model {job.model.name}); "
+                "give the job that the plan was made for, or make a plan for this one"
+            )
+    replicas = len(plan.replicas)
+    if replicas != job.data_parallel:
+        raise PlanError(
+            f"replicas: the plan has {replicas}, the job has data_parallel = {job.data_parallel}; "
+            "make them equal"
+        )
+    shares = [replica.micro_batches for replica in plan.replicas]
+    together = job.global_batch_size // job.micro_batch_size
+    if None in shares and together % replicas:
+        raise PlanError(
+            f"global_batch_size = {job.global_batch_size}: {replicas} replicas cannot share {together} "
+            f"micro-batches of {job.micro_batch_size} equally; give another, or state each micro_batches"
+        )
+    counts = np.array([together // replicas if share is None else share for share in shares])
+    taken = int(counts.sum())
+    if taken != together:
+        raise PlanError(
+            f"replicas take {taken} micro-batches, a global batch of {job.global_batch_size} has {together} "
+            f"of {job.micro_batch_size}; give a global_batch_size of {taken * job.micro_batch_size}"
+        )
+    return counts
+
+
+def _replica_phases(stages: Sequence[Phases], micro_batches: int) -> Phases:
+    """1F1B: every micro-batch passes the slowest stage, one of them passes the others besides."""
+    slowest = max(stages, key=lambda phases: phases.total)
+    others = sum(phases.total for phases in stages) - slowest.total
+    return slowest * int(micro_batches) + Phases(bubble=others)

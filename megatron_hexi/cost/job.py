@@ -1,0 +1,152 @@
+"""The job: a model, a context, a batch, and how Megatron is told to run it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, get_args
+
+from megatron_hexi.cost.model import Model
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan, Workload
+
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["bf16", "fp16", "fp32"]
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+_COUNTS = (
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "data_parallel",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how.
+
+    Args:
+        model: its shapes.
+        seq_length: tokens of one sequence (S).
+        micro_batch_size: sequences that go through a replica at once (B).
+        global_batch_size: sequences of one iteration, over all replicas.
+        tensor_parallel: GPUs that share each weight: --tensor-model-parallel-size.
+        pipeline_parallel: stages: --pipeline-model-parallel-size.
+        data_parallel: replicas of the plan.
+        recompute: what the backward pass computes again: --recompute-granularity. ``selective`` is core
+            attention: with our layer, that is its all-to-alls and its exchange too.
+        precision: of weights and activations.
+        distributed_optimizer: --use-distributed-optimizer: optimizer state is cut over all replicas' ranks.
+        overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
+        sequence_parallel: --sequence-parallel, where `tensor_parallel` is above 1.
+        kernel: attention kernel; ``None``: each GPU's fastest.
+
+    Raises:
+        HexiError: sizes that Megatron cannot divide, or words that it does not know.
+    """
+
+    model: Model
+    seq_length: int
+    micro_batch_size: int = 1
+    global_batch_size: int = 8
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    recompute: Recompute = "none"
+    precision: Precision = "bf16"
+    distributed_optimizer: bool = True
+    overlap_gradients: bool = True
+    sequence_parallel: bool = True
+    kernel: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in _COUNTS:
+            value = getattr(self, field)
+            if type(value) is not int or value < 1:
+                _refuse(field, value, "write a whole number above 0")
+        if self.recompute not in RECOMPUTES:
+            _refuse("recompute", self.recompute, f"use {', '.join(RECOMPUTES)}")
+        if self.precision not in PRECISIONS:
+            _refuse("precision", self.precision, f"use {', '.join(PRECISIONS)}")
+        self._check_division()
+
+    def _check_division(self) -> None:
+        model, tp, pp = self.model, self.tensor_parallel, self.pipeline_parallel
+        for what, size in (("heads", model.heads), ("MLP width", model.ffn_hidden_size)):
+            if size % tp:
+                _refuse("tensor_parallel", tp, f"give a number that divides the {what}, {size}")
+        if model.kv_heads % tp and tp % model.kv_heads:
+            _refuse("tensor_parallel", tp, f"give a divisor or multiple of the {model.kv_heads} KV heads")
+        if model.layers % pp:
+            _refuse("pipeline_parallel", pp, f"give a number that divides the {model.layers} layers")
+        if self.global_batch_size % self.micro_batch_size:
+            _refuse(
+                "global_batch_size",
+                self.global_batch_size,
+                f"give a multiple of micro_batch_size = {self.micro_batch_size}",
+            )
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation's element."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def stage_layers(self) -> int:
+        """Layers of one pipeline stage."""
+        return self.model.layers // self.pipeline_parallel
+
+    @property
+    def row_parts(self) -> int:
+        """Tensor-parallel ranks that share the rows of norms and residuals."""
+        return self.tensor_parallel if self.sequence_parallel else 1
+
+    def workload(self) -> Workload:
+        """What a plan for this job is made for."""
+        model = self.model
+        return Workload(
+            seq_length=self.seq_length,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            layers=model.layers,
+            hidden_size=model.hidden_size,
+            tensor_parallel=self.tensor_parallel,
+        )
+
+
+def job_of_plan(
+    plan: Plan, model: Model, *, micro_batch_size: int = 1, global_batch_size: int | None = None, **how: Any
+) -> Job:
+    """The job that a plan was made for, as far as the plan says it.
+
+    Args:
+        plan: gives context, tensor-parallel size, replicas, and their micro-batches where it states them.
+        model: the model.
+        micro_batch_size: sequences that go through a replica at once.
+        global_batch_size: sequences of an iteration; ``None``: what the replicas take, or `Job`'s default.
+        how: `Job`'s other fields.
+
+    Raises:
+        HexiError: as `Job`.
+    """
+    shares = [replica.micro_batches for replica in plan.replicas]
+    if global_batch_size is None:
+        stated = sum(share for share in shares if share is not None)
+        global_batch_size = Job.global_batch_size if None in shares else stated * micro_batch_size
+    return Job(
+        model=model,
+        seq_length=plan.workload.seq_length,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        tensor_parallel=plan.workload.tensor_parallel,
+        data_parallel=len(plan.replicas),
+        **how,
+    )
+
+
+def _refuse(field: str, value: object, remedy: str) -> NoReturn:
+    raise HexiError(f"{field} = {value!r}; {remedy}")

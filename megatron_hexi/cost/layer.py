@@ -1,0 +1,225 @@
+"""One transformer layer of one pipeline stage, forward and backward, for all units of all replicas.
+
+A layer is a cycle: token work (projection and MLP of one layer, norm and QKV of the next), all-to-all in,
+own block and exchange, all-to-all out. Assumed:
+- members of a group wait for each other at both all-to-alls;
+- groups enter the exchange when their own members are ready, and wait for each other inside it as far as
+  keys and values make them (`overlap`);
+- the groups of a replica wait for each other once a layer, after the all-to-all out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.collectives import all_to_alls, tensor_parallel_seconds
+from megatron_hexi.cost.compute import (
+    Speeds,
+    Times,
+    keys_merge_times,
+    merge_times,
+    own_block_times,
+    rectangle_times,
+    token_times,
+)
+from megatron_hexi.cost.exchange import Chunk, exchange_chunks
+from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.memory import Flights
+from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.cost.overlap import BackwardClock, ForwardClock
+from megatron_hexi.cost.plan_arrays import PlanArrays
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One direction of one layer, seconds of each unit, [U].
+
+    Args:
+        token: its own token work.
+        tensor_parallel: sums inside the unit.
+        all_to_all_in: its group's, before attention.
+        begin: when its group enters attention.
+        attention: its own attention work.
+        end: when it is done with the exchange.
+        all_to_all_out: its group's, after attention.
+        finish: when its group is done with the layer.
+        wire: when nothing else can use the network: the longest messages of all steps, one number.
+    """
+
+    token: Floats
+    tensor_parallel: Floats
+    all_to_all_in: Floats
+    begin: Floats
+    attention: Floats
+    end: Floats
+    all_to_all_out: Floats
+    finish: Floats
+    wire: float
+
+    @property
+    def undisturbed(self) -> Floats:
+        """When each unit would be done with the layer if keys and values took no time."""
+        return self.begin + self.attention + self.all_to_all_out
+
+    @property
+    def exchange(self) -> Floats:
+        """What each unit waits inside the exchange, for the network and for slower units."""
+        return self.end - self.begin - self.attention
+
+    def exposed_exchange(self, units: Ints) -> float:
+        """What the exchange adds to the layer of a replica with these units."""
+        return float(self.finish[units].max() - self.undisturbed[units].max())
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Both directions, core attention as selective recomputation repeats it, and what the exchange holds."""
+
+    forward: Pass
+    backward: Pass
+    attention_again: Pass | None
+    flights: Flights
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """What the units of one pipeline stage run on.
+
+    Args:
+        gpus: first GPU of each unit, [U].
+        kinds: model of GPU of each unit, an index into `speeds`, [U].
+        speeds: of each model of GPU.
+        bandwidth: of each unit's links inside its node, bytes/s.
+        latency: of a message there, s.
+    """
+
+    gpus: Ints
+    kinds: Ints
+    speeds: tuple[Speeds, ...]
+    bandwidth: Floats
+    latency: Floats
+
+    def by_kind(self) -> list[tuple[Speeds, Ints]]:
+        """The speeds in use, each with its units."""
+        return [(self.speeds[kind], np.flatnonzero(self.kinds == kind)) for kind in np.unique(self.kinds)]
+
+
+def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, window: int) -> Layer:
+    """Time one layer.
+
+    Args:
+        plan: the plan.
+        job: the job.
+        stage: where its units are.
+        links: the cluster's.
+        window: exchange steps under way ahead of the one in use.
+    """
+    rows = job.micro_batch_size * plan.tokens.astype(float)
+    token, own = _unit_times(plan, job, stage, rows)
+    sums = 2 * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
+    moves = all_to_alls(plan, job, links, stage.gpus)
+    enter = [by_group(plan, moves.forward_in), by_group(plan, moves.backward_in)]
+    leave = [by_group(plan, moves.forward_out), by_group(plan, moves.backward_out)]
+    begin = [by_group(plan, part + sums) + way_in for part, way_in in zip(token, enter, strict=True)]
+    forward = ForwardClock(begin[0], own.forward, window)
+    backward = BackwardClock(begin[1], own.backward, window)
+    again = ForwardClock(enter[0], own.forward, window) if job.recompute == "selective" else None
+    attention = [own.forward.copy(), own.backward.copy()]
+    received, sent, wire = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(2)
+    for chunk in exchange_chunks(plan):
+        work = _chunk_times(plan, job, stage, chunk)
+        there, home = _message_seconds(job, stage, links, chunk)
+        bounds = np.searchsorted(chunk.step, np.arange(len(chunk.keys) + 1))
+        for step, (low, high) in enumerate(itertools.pairwise(bounds)):
+            owner, user = chunk.owner[low:high], chunk.user[low:high]
+            forward.step(work.forward[step], owner, user, there[low:high])
+            backward.step(work.backward[step], owner, user, there[low:high], home[low:high])
+            if again is not None:
+                again.step(work.forward[step], owner, user, there[low:high])
+            out, back = there[low:high].max(initial=0.0), home[low:high].max(initial=0.0)
+            wire += (out, out + back)
+        attention[0] += work.forward.sum(axis=0)
+        attention[1] += work.backward.sum(axis=0)
+        received = np.maximum(received, chunk.received.max(axis=0)[plan.group] * plan.kv)
+        sent = np.maximum(sent, _most_sent(chunk, len(rows)))
+    backward.finish()
+
+    def assemble(way: int, clock: ForwardClock | BackwardClock, whole: bool = True) -> Pass:
+        return Pass(
+            token=token[way] if whole else np.zeros(len(rows)),
+            tensor_parallel=sums if whole else np.zeros(len(rows)),
+            all_to_all_in=enter[way],
+            begin=begin[way] if whole else enter[way],
+            attention=attention[way],
+            end=clock.end,
+            all_to_all_out=leave[way],
+            finish=by_group(plan, clock.end) + leave[way],
+            wire=float(wire[way] + enter[way].max() + leave[way].max()),
+        )
+
+    return Layer(
+        assemble(0, forward),
+        assemble(1, backward),
+        assemble(0, again, whole=False) if again is not None else None,
+        Flights(received, sent),
+    )
+
+
+def by_group(plan: PlanArrays, values: Floats) -> Floats:
+    """The largest value of each unit's group."""
+    largest = np.zeros(len(plan.group_tokens))
+    np.maximum.at(largest, plan.group, values)
+    return largest[plan.group]
+
+
+def _unit_times(plan: PlanArrays, job: Job, stage: Stage, rows: Floats) -> tuple[Times, Times]:
+    token, own = (Times(np.zeros(len(rows)), np.zeros(len(rows))) for _ in range(2))
+    for speeds, units in stage.by_kind():
+        group_tokens = plan.group_tokens[plan.group[units]].astype(float)
+        parts = token_times(speeds, job, rows[units])
+        blocks = own_block_times(speeds, job, group_tokens, plan.causal)
+        for way in range(2):
+            token[way][units] = parts[way]
+            own[way][units] = plan.heads[units] * blocks[way]
+    return token, own
+
+
+def _chunk_times(plan: PlanArrays, job: Job, stage: Stage, chunk: Chunk) -> Times:
+    """Seconds that each unit computes in each step, [C, U]."""
+    steps = len(chunk.keys)
+    work = Times(np.zeros((steps, len(plan.tokens))), np.zeros((steps, len(plan.tokens))))
+    for speeds, units in stage.by_kind():
+        groups, column = np.unique(plan.group[units], return_inverse=True)
+        queries, keys = chunk.queries[:, groups].astype(float), chunk.keys[:, groups].astype(float)
+        blocks = rectangle_times(speeds, job, queries, keys)
+        merges = merge_times(speeds, job, queries)
+        gradients = keys_merge_times(speeds, job, chunk.received[:, groups].astype(float))
+        for way in range(2):
+            per_head = (blocks[way] + merges[way]).sum(axis=2)
+            work[way][:, units] = per_head[:, column] * plan.heads[units]
+        work.backward[:, units] += gradients[:, column] * plan.kv[units]
+    return work
+
+
+def message_bytes(job: Job, chunk: Chunk) -> Floats:
+    """Keys and values of each message: 2 x KV heads x tokens x B D e; their gradients are as many."""
+    element = job.micro_batch_size * job.model.head_dim * job.element_bytes
+    return (2 * element * chunk.kv * chunk.sent).astype(float)
+
+
+def _message_seconds(job: Job, stage: Stage, links: LinkTable, chunk: Chunk) -> tuple[Floats, Floats]:
+    size, tp = message_bytes(job, chunk), job.tensor_parallel
+    owner, user = stage.gpus[chunk.owner], stage.gpus[chunk.user]
+    there = links.message_seconds(owner, user, size, chunk.step, tp)
+    return there, links.message_seconds(user, owner, size, chunk.step, tp)
+
+
+def _most_sent(chunk: Chunk, units: int) -> Floats:
+    steps = len(chunk.keys)
+    key = chunk.step * units + chunk.owner
+    sent = np.bincount(key, weights=chunk.kv * chunk.sent, minlength=steps * units)
+    return sent.reshape(steps, units).max(axis=0)

@@ -1,0 +1,198 @@
+"""How much memory each unit's GPUs take, term by term, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.plan_arrays import PlanArrays
+
+GIB = 2.0**30
+
+#: Bytes a weight of gradients, and of optimizer state where it is not sharded. Megatron's own table:
+#: 18 (bf16), 20 (fp16), 16 (fp32) together with the weight itself, or 6 + 12 / d, 4 + 16 / d, 8 + 8 / d
+#: (docs/source/api-guide/dist_optimizer.md of Megatron-LM).
+GRADIENT_BYTES = {"bf16": 4, "fp16": 2, "fp32": 4}
+OPTIMIZER_BYTES = {"bf16": 12, "fp16": 16, "fp32": 8}
+
+#: What torch, NCCL and the kernels keep for themselves: buffers of channels, cuBLAS workspaces. An estimate.
+RESERVE_BYTES = 1.5 * GIB
+#: What the caching allocator loses of the tensors that come and go. An estimate.
+FRAGMENTATION = 0.05
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the peak of an iteration.
+
+    Args:
+        weights: of the GPU's stage.
+        gradients: of the same.
+        optimizer: its part of the optimizer's state.
+        activations: kept for the backward pass outside attention, all micro-batches in flight.
+        attention: kept inside attention, likewise.
+        working_set: of the one layer under way: fp32 sums, keys and values in flight, all-to-all buffers,
+            and what recomputation brings back.
+        logits: over the vocabulary, where the stage has them.
+        reserve: libraries and the allocator.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    attention: float
+    working_set: float
+    logits: float
+    reserve: float
+
+    @property
+    def total(self) -> float:
+        """All together."""
+        return sum(self.terms.values())
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The terms by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, eq=False)
+class Flights:
+    """The most that the exchange has under way in one step, tokens x KV heads of each unit, [U]."""
+
+    received: Floats
+    sent: Floats
+
+
+def stage_params(job: Job, stage: int) -> int:
+    """Weights on one GPU of a stage: its layers, and an embedding at either end.
+
+    Tied embeddings are held twice where first and last stage differ.
+    """
+    model, tp = job.model, job.tensor_parallel
+    params = job.stage_layers * model.layer_params(tp)
+    first, last = stage == 0, stage == job.pipeline_parallel - 1
+    if first:
+        params += model.vocab_params(tp) + model.learned_positions * model.hidden_size
+    if last:
+        params += model.hidden_size * (2 if model.biases else 1)
+        if not (first and model.tied_embeddings):
+            params += model.vocab_params(tp)
+    return params
+
+
+def token_activation_bytes(job: Job) -> float:
+    """Bytes that one layer keeps of one token outside attention, without recomputation.
+
+    Inputs of both norms 2 h, their outputs 2 h, the projection's input H D, the MLP's first output f
+    (gated 2 f) and its activation f; e bytes an element, flash attention, no dropout. For a GPT in 16 bits
+    that is 26 h: the 34 h of Korthikanti et al. (arXiv 2205.05198, section 4.1) less dropout masks 2 h, and
+    less query, key and value 6 h, which are counted inside attention here.
+    """
+    model, tp = job.model, job.tensor_parallel
+    hidden = 4 * model.hidden_size / job.row_parts
+    mlp = (3 if model.gated else 2) * model.ffn_hidden_size / tp
+    return job.element_bytes * (hidden + model.heads * model.head_dim / tp + mlp)
+
+
+def token_qkv_bytes(job: Job) -> float:
+    """Bytes of one token's query, key and value on one GPU."""
+    model, tp = job.model, job.tensor_parallel
+    return job.element_bytes * model.head_dim * (model.heads // tp + 2 * max(1, model.kv_heads // tp))
+
+
+def attention_bytes(job: Job, group_tokens: Floats, heads: Floats, kv: Floats) -> Floats:
+    """What our autograd function keeps of one layer: B G D (2 h + 2 k) e and the log-sum-exp B G h 4.
+
+    Query, key, value and output in the heads' layout (runtime/attention.py).
+    """
+    sequence = job.micro_batch_size * group_tokens
+    return sequence * (job.model.head_dim * (2 * heads + 2 * kv) * job.element_bytes + 4 * heads)
+
+
+def working_set_bytes(
+    job: Job, tokens: Floats, group_tokens: Floats, heads: Floats, kv: Floats, flights: Flights, window: int
+) -> Floats:
+    """What one layer's attention needs at its peak, in the backward pass (runtime/attention.py).
+
+    All-to-all, there and back:  2 (T (H + 2 K) + G (h + 2 k)) B D e
+    Gradient of the output:      G h B D e
+    Gradients of the own block:  G (h + 2 k) B D e
+    Only with other groups: sums in fp32 4 G (h + 2 k) B D; own keys side by side and one prefix
+    4 G k B D e; `window` + 1 steps of keys and values 2 R e each, the gradient of one (4 + e) 2 R;
+    gradients on their way home, two steps 2 S e each. R, S: tokens x KV heads received and sent in a step.
+    """
+    element = job.element_bytes
+    sequence = job.micro_batch_size * job.model.head_dim
+    own = group_tokens * (heads + 2 * kv)
+    qkv = tokens * token_qkv_bytes(job) / (element * job.model.head_dim)
+    inside = element * (2 * (qkv + own) + group_tokens * heads + own)
+    received = flights.received * (2 * (window + 1) * element + 2 * (4 + element))
+    between = 4 * own + 4 * element * group_tokens * kv + received + 4 * element * flights.sent
+    exchanges = (flights.received > 0) | (flights.sent > 0)
+    return sequence * (inside + np.where(exchanges, between, 0.0))
+
+
+def logits_bytes(job: Job, rows: Floats) -> Floats:
+    """Logits e, their softmax in fp32 4 and the gradient e a logit: rows V (2 e + 4)."""
+    vocab = job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
+    return rows * vocab * (2 * job.element_bytes + 4)
+
+
+def micro_batches_in_flight(job: Job, stage: int, micro_batches: Ints) -> Ints:
+    """Micro-batches whose activations a stage keeps: 1F1B runs so many forward ahead of the backward."""
+    return np.minimum(micro_batches, job.pipeline_parallel - stage)
+
+
+def stage_memory(
+    plan: PlanArrays, job: Job, stage: int, micro_batches: Ints, flights: Flights, window: int
+) -> list[Memory]:
+    """Memory of one GPU of each unit.
+
+    Recomputation of everything keeps each layer's input (h e a token) and one layer whole; of core
+    attention, its query, key and value in the tokens' layout and one layer's inside.
+
+    Args:
+        plan: the plan.
+        job: the job.
+        stage: pipeline stage.
+        micro_batches: of each unit's replica.
+        flights: the exchange's.
+        window: steps under way ahead of the one in use.
+    """
+    units, params = len(plan.tokens), stage_params(job, stage)
+    rows = job.micro_batch_size * plan.tokens.astype(float)
+    group_tokens = plan.group_tokens[plan.group].astype(float)
+    outside = rows * token_activation_bytes(job)
+    tokens, heads, kv = (held.astype(float) for held in (plan.tokens, plan.heads, plan.kv))
+    inside = attention_bytes(job, group_tokens, heads, kv)
+    working = working_set_bytes(job, tokens, group_tokens, heads, kv, flights, window)
+    if job.recompute == "full":
+        working = working + outside + inside
+        outside = rows * job.model.hidden_size * job.element_bytes / job.row_parts
+        inside = np.zeros(units)
+    elif job.recompute == "selective":
+        working = working + inside
+        inside = rows * token_qkv_bytes(job)
+    kept = job.stage_layers * micro_batches_in_flight(job, stage, micro_batches)
+    last = stage == job.pipeline_parallel - 1
+    logits = logits_bytes(job, rows) if last else np.zeros(units)
+    shards = units if job.distributed_optimizer else 1
+    moving = kept * (outside + inside) + working + logits
+    return [
+        Memory(
+            weights=params * float(job.element_bytes),
+            gradients=params * float(GRADIENT_BYTES[job.precision]),
+            optimizer=params * OPTIMIZER_BYTES[job.precision] / shards,
+            activations=float(kept[unit] * outside[unit]),
+            attention=float(kept[unit] * inside[unit]),
+            working_set=float(working[unit]),
+            logits=float(logits[unit]),
+            reserve=RESERVE_BYTES + FRAGMENTATION * float(moving[unit]),
+        )
+        for unit in range(units)
+    ]

@@ -1,0 +1,105 @@
+"""The model as far as time and memory depend on it: the shapes of a dense decoder-only transformer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_hexi.errors import HexiError
+
+#: Megatron pads the vocabulary to a multiple of this times the tensor-parallel size
+#: (its --make-vocab-size-divisible-by).
+VOCAB_MULTIPLE = 128
+
+_SIZES = ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_hidden_size", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A dense decoder.
+
+    Args:
+        name: for people.
+        layers: transformer layers.
+        hidden_size: width of the model.
+        heads: query heads of a layer.
+        kv_heads: key and value heads of a layer; divides `heads`.
+        head_dim: size of one head.
+        ffn_hidden_size: width inside the MLP.
+        gated: whether the MLP has a gate beside its first matrix (SwiGLU), so three matrices instead of two.
+        vocab_size: tokens of the vocabulary, without padding.
+        tied_embeddings: whether input and output embedding are the same weights.
+        biases: whether linear layers and norms have biases (GPT-2, GPT-3) or none do (Llama).
+        qk_norm: whether each head's queries and keys are normalised (Qwen3).
+        learned_positions: positions with a learned embedding; 0 for rotary ones.
+        source: where the shape comes from.
+
+    Raises:
+        HexiError: a size that is no whole number above 0, or heads that KV heads do not divide.
+    """
+
+    name: str
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    gated: bool
+    vocab_size: int
+    tied_embeddings: bool
+    biases: bool = False
+    qk_norm: bool = False
+    learned_positions: int = 0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for field in _SIZES:
+            value = getattr(self, field)
+            if type(value) is not int or not 1 <= value <= 2**32:
+                raise HexiError(f"model {self.name}: {field} = {value!r}; write a whole number above 0")
+        if self.heads % self.kv_heads:
+            raise HexiError(
+                f"model {self.name}: kv_heads = {self.kv_heads} does not divide the {self.heads} heads; "
+                "give a number that does"
+            )
+
+    def padded_vocab(self, tensor_parallel: int = 1) -> int:
+        """The vocabulary as Megatron pads it."""
+        multiple = VOCAB_MULTIPLE * tensor_parallel
+        return math.ceil(self.vocab_size / multiple) * multiple
+
+    def matrix_params(self, tensor_parallel: int = 1) -> int:
+        """Weights of one layer's matrices on one tensor-parallel rank.
+
+        QKV: hidden x (heads + 2 kv) x D; projection: heads x D x hidden; MLP: 2 (gated: 3) x hidden x ffn.
+        Megatron gives every rank at least one KV head.
+        """
+        heads, kv_heads = self.heads // tensor_parallel, max(1, self.kv_heads // tensor_parallel)
+        attention = self.hidden_size * self.head_dim * (2 * heads + 2 * kv_heads)
+        mlp = (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size // tensor_parallel
+        return attention + mlp
+
+    def vector_params(self, tensor_parallel: int = 1) -> int:
+        """Weights of one layer's norms and biases on one tensor-parallel rank; norms are on all of them."""
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        if not self.biases:
+            return norms
+        columns = self.head_dim * (self.heads + 2 * self.kv_heads) + self.ffn_hidden_size
+        return 2 * norms + columns // tensor_parallel + 2 * self.hidden_size
+
+    def layer_params(self, tensor_parallel: int = 1) -> int:
+        """Weights of one layer on one tensor-parallel rank."""
+        return self.matrix_params(tensor_parallel) + self.vector_params(tensor_parallel)
+
+    def vocab_params(self, tensor_parallel: int = 1) -> int:
+        """Weights of one matrix over the padded vocabulary, input or output, on one tensor-parallel rank."""
+        return self.padded_vocab(tensor_parallel) // tensor_parallel * self.hidden_size
+
+    @property
+    def total_params(self) -> int:
+        """Weights of the whole model."""
+        embeddings = self.vocab_params() * (1 if self.tied_embeddings else 2)
+        positions = self.learned_positions * self.hidden_size
+        last_norm = self.hidden_size * (2 if self.biases else 1)
+        return self.layers * self.layer_params() + embeddings + positions + last_norm

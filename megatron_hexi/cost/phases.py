@@ -1,0 +1,55 @@
+"""Where an iteration's time goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds by phase, along the slowest way through; they add up to the whole.
+
+    Args:
+        token: matrices and norms on tokens, vocabulary aside.
+        attention: attention on heads.
+        all_to_all: between the layouts of tokens and of heads.
+        exchange: waiting for keys, values and their gradients of other groups; what overlap does not hide.
+        tensor_parallel: sums inside a unit.
+        logits: output matrix and loss.
+        pipeline: sends between stages.
+        bubble: a pipeline filling and draining.
+        gradients: gradients and weights between all ranks; what overlap does not hide.
+        optimizer: the optimizer's step.
+    """
+
+    token: float = 0.0
+    attention: float = 0.0
+    all_to_all: float = 0.0
+    exchange: float = 0.0
+    tensor_parallel: float = 0.0
+    logits: float = 0.0
+    pipeline: float = 0.0
+    bubble: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All together."""
+        return sum(self.by_name.values())
+
+    @property
+    def communication(self) -> float:
+        """Communication that nothing hides."""
+        return self.all_to_all + self.exchange + self.tensor_parallel + self.pipeline + self.gradients
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        """The phases by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __add__(self, other: Phases) -> Phases:
+        return Phases(*(a + b for a, b in zip(self.by_name.values(), other.by_name.values(), strict=True)))
+
+    def __mul__(self, count: float) -> Phases:
+        return Phases(*(count * part for part in self.by_name.values()))

@@ -1,0 +1,133 @@
+"""A plan as arrays: what every unit holds, for terms that are counted for thousands of units at once.
+
+Units are numbered by the plan's ranks, groups through all replicas in the plan's order. Shape letters:
+U units, N groups, J segments of a group (the most that any has; shorter ones are filled with empty ones).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Ints
+from megatron_hexi.cost.serving import Serving, serving
+from megatron_hexi.plan import Plan
+from megatron_hexi.plan.heads import kv_range
+from megatron_hexi.plan.layout import merge_segments
+from megatron_hexi.plan.model import Group, Range
+
+
+@dataclass(frozen=True, eq=False)
+class PlanArrays:
+    """What a plan says.
+
+    Args:
+        causal: whether a token sees earlier tokens only.
+        tokens: T of each unit.
+        heads: query heads (of one tensor-parallel rank) of each unit.
+        kv: KV heads that these read.
+        group: group of each unit.
+        slots: units by group and position in it.
+        first_slot: where each group's units begin in `slots`, [N + 1].
+        group_tokens: G of each group.
+        replica: replica of each group.
+        first_group: first group of each group's replica.
+        groups_beside: groups of its replica, itself included.
+        starts: first position of each segment, [N, J].
+        stops: position after the last, [N, J].
+        head_class: groups with the same head ranges in the same order have the same number.
+        head_ranges: of each such class, the query heads of its members.
+        queries_per_kv: query heads that share a KV head.
+    """
+
+    causal: bool
+    tokens: Ints
+    heads: Ints
+    kv: Ints
+    group: Ints
+    slots: Ints
+    first_slot: Ints
+    group_tokens: Ints
+    replica: Ints
+    first_group: Ints
+    groups_beside: Ints
+    starts: Ints
+    stops: Ints
+    head_class: Ints
+    head_ranges: tuple[tuple[Range, ...], ...]
+    queries_per_kv: int
+
+    @cached_property
+    def unit_replica(self) -> Ints:
+        """Replica of each unit."""
+        return self.replica[self.group]
+
+    @cached_property
+    def all_to_all_pairs(self) -> tuple[Ints, Ints]:
+        """Units i and j of one group where j has heads: j computes them for i's tokens."""
+        holders, takers = [], []
+        for first, last in zip(self.first_slot[:-1], self.first_slot[1:], strict=True):
+            members = self.slots[first:last]
+            if len(members) == 1:
+                continue
+            working = members[self.heads[members] > 0]
+            holders.append(np.repeat(members, len(working)))
+            takers.append(np.tile(working, len(members)))
+        if not holders:
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        holder, taker = np.concatenate(holders), np.concatenate(takers)
+        apart = (holder != taker) & (self.tokens[holder] > 0)
+        return holder[apart], taker[apart]
+
+    @cached_property
+    def serving(self) -> Serving:
+        """Who serves whom between groups of two head classes."""
+        return serving(self.head_ranges, self.queries_per_kv)
+
+
+def plan_arrays(plan: Plan) -> PlanArrays:
+    """The arrays of a plan that passed its checks."""
+    groups = [group for replica in plan.replicas for group in replica.domain.groups]
+    counts = [len(replica.domain.groups) for replica in plan.replicas]
+    ratio = plan.workload.queries_per_kv
+    tokens, heads, kv, group_of = (np.zeros(plan.ranks, dtype=np.int64) for _ in range(4))
+    for number, group in enumerate(groups):
+        for member in group.members:
+            tokens[member.rank] = member.tokens
+            heads[member.rank] = member.heads[1] - member.heads[0]
+            held = kv_range(member.heads, ratio)
+            kv[member.rank] = held[1] - held[0]
+            group_of[member.rank] = number
+    classes: dict[tuple[Range, ...], int] = {}
+    head_class = [classes.setdefault(tuple(m.heads for m in group.members), len(classes)) for group in groups]
+    starts, stops = _segments(groups)
+    return PlanArrays(
+        causal=plan.workload.causal,
+        tokens=tokens,
+        heads=heads,
+        kv=kv,
+        group=group_of,
+        slots=np.array([member.rank for group in groups for member in group.members]),
+        first_slot=np.cumsum([0, *(len(group.members) for group in groups)]),
+        group_tokens=np.array([group.tokens for group in groups]),
+        replica=np.repeat(np.arange(len(counts)), counts),
+        first_group=np.repeat(np.cumsum([0, *counts[:-1]]), counts),
+        groups_beside=np.repeat(counts, counts),
+        starts=starts,
+        stops=stops,
+        head_class=np.array(head_class),
+        head_ranges=tuple(classes),
+        queries_per_kv=ratio,
+    )
+
+
+def _segments(groups: list[Group]) -> tuple[Ints, Ints]:
+    merged = [merge_segments(group.segments) for group in groups]
+    most = max(1, *(len(segments) for segments in merged)) if merged else 1
+    starts, stops = (np.zeros((len(groups), most), dtype=np.int64) for _ in range(2))
+    for number, segments in enumerate(merged):
+        for place, (start, stop) in enumerate(segments):
+            starts[number, place], stops[number, place] = start, stop
+    return starts, stops

@@ -1,0 +1,62 @@
+"""Models by name or by file. The presets and their sources are in data/models.yaml."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron_hexi.cost.hugging_face import model_from_config
+from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.cost.model import Model
+from megatron_hexi.errors import HexiError
+from megatron_hexi.yaml_file import read_yaml
+
+DATA = Path(__file__).parent / "data" / "models.yaml"
+#: A config.json is a few kilobytes.
+MAX_BYTES = 2**20
+
+
+@functools.cache
+def presets() -> Mapping[str, Model]:
+    """All presets by name, in the order of the data."""
+    entries = read_yaml(DATA).data
+    return MappingProxyType({name: Model(name=name, **entry) for name, entry in entries.items()})
+
+
+def read_model(name_or_path: str | os.PathLike[str]) -> Model:
+    """A model: a preset's name, a Hugging Face config.json or its folder, a file of Megatron's arguments.
+
+    Raises:
+        HexiError: neither a preset nor a file, or a file that does not tell all that is needed.
+    """
+    name = os.fspath(name_or_path)
+    if name in presets():
+        return presets()[name]
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.exists():
+        raise HexiError(f"model {name!r} is neither a preset nor a file; {_hint(name)}")
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise HexiError(f"{path}: larger than {MAX_BYTES} bytes; is it the right file?")
+        text = path.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise HexiError(
+            f"{path}: cannot be read ({problem.strerror}); check the path and its permissions"
+        ) from None
+    except UnicodeDecodeError:
+        raise HexiError(f"{path}: not text (no UTF-8); is it the right file?") from None
+    if path.suffix == ".json" or text.lstrip().startswith("{"):
+        return model_from_config(text, path)
+    return model_from_arguments(text, path)
+
+
+def _hint(name: str) -> str:
+    near = difflib.get_close_matches(name.lower(), presets(), n=3)
+    known = f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(presets())}"
+    return f"{known} (or give a Hugging Face config.json, or a file of Megatron's arguments)"

@@ -1,0 +1,138 @@
+"""What a plan is predicted to cost, as a table for a terminal and as plain values for --json."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megatron_hexi.cost import IterationCost, Job, RankCost, find_shortage
+from megatron_hexi.cost.memory import GIB
+
+_TIMES = ("token", "attention", "logits", "optimizer", "communication", "idle")
+_TIMES_CAPTION = "seconds of an iteration; communication: its own, exposed; idle: waiting for slower ranks"
+_MEMORY_CAPTION = "GiB at the peak of an iteration"
+#: What a rank is, in the first columns of both tables.
+_HEADS = ("ranks", "GPU", "names")
+
+
+def estimate_report(cost: IterationCost) -> RenderableType:
+    """The prediction for a reader: the whole, where its time goes, and each rank's part."""
+    rows = _alike(cost.ranks)
+    return Group(
+        Text(_headline(cost)),
+        Text(_phases_line(cost)),
+        Text(_paces_line(cost)),
+        times_table(rows),
+        memory_table(rows),
+    )
+
+
+def times_table(rows: Sequence[Sequence[RankCost]]) -> Table:
+    """Where each rank's time goes; ranks that are alike share a line."""
+    table = _table((*_HEADS, *_TIMES), _TIMES_CAPTION)
+    for ranks in rows:
+        times = (spell_seconds(getattr(ranks[0], f"{name}_s")) for name in _TIMES)
+        table.add_row(*_who(ranks), *times)
+    return table
+
+
+def memory_table(rows: Sequence[Sequence[RankCost]]) -> Table:
+    """What fills each rank's memory; ranks that are alike share a line."""
+    terms = [name for name in rows[0][0].memory.terms if any(ranks[0].memory.terms[name] for ranks in rows)]
+    table = _table((*_HEADS, *terms, "total", "usable"), _MEMORY_CAPTION)
+    for ranks in rows:
+        rank = ranks[0]
+        full = rank.memory_gib > rank.usable_gib
+        table.add_row(
+            *_who(ranks),
+            *(f"{rank.memory.terms[term] / GIB:.1f}" for term in terms),
+            Text(f"{rank.memory_gib:.1f}", style="bold red" if full else ""),
+            f"{rank.usable_gib:.1f}",
+        )
+    return table
+
+
+def estimate_dict(cost: IterationCost, job: Job) -> dict[str, Any]:
+    """Everything that is predicted, as plain values: seconds, GiB, tokens/s."""
+    shortage = find_shortage(cost)
+    return {
+        "model": job.model.name,
+        "iteration_s": cost.iteration_s,
+        "tokens_per_s": cost.tokens_per_s,
+        "ceiling_tokens_per_s": cost.ceiling_tokens_per_s,
+        "exposed_communication_s": cost.exposed_communication_s,
+        "idle_share": cost.idle_share,
+        "phases_s": cost.phases.by_name,
+        "paces": [vars(pace) for pace in cost.paces],
+        "memory_gib": list(cost.memory_gib),
+        "fits": cost.fits,
+        "shortage": None if shortage is None else vars(shortage) | {"short_gib": shortage.short_gib},
+        "ranks": [_rank_dict(rank) for rank in cost.ranks],
+    }
+
+
+def spell_seconds(seconds: float) -> str:
+    """Three digits, at least: ``1,234``, ``12.3``, ``0.0123``; ``0`` for nothing."""
+    if seconds == 0:
+        return "0"
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 1e-4 else "<0.0001"
+
+
+def _rank_dict(rank: RankCost) -> dict[str, Any]:
+    facts = {key: value for key, value in vars(rank).items() if key != "memory"}
+    terms = {name: size / GIB for name, size in rank.memory.terms.items()}
+    return facts | {"memory_gib": terms | {"total": rank.memory_gib}}
+
+
+def _headline(cost: IterationCost) -> str:
+    share = cost.tokens_per_s / cost.ceiling_tokens_per_s
+    return (
+        f"predicted: {spell_seconds(cost.iteration_s)} s an iteration, {cost.tokens_per_s:,.0f} tokens/s "
+        f"({share:.0%} of the ceiling), {spell_seconds(cost.exposed_communication_s)} s of exposed "
+        f"communication, ranks idle {cost.idle_share:.1%} of the time"
+    )
+
+
+def _phases_line(cost: IterationCost) -> str:
+    parts = sorted(cost.phases.by_name.items(), key=lambda item: -item[1])
+    spelt = [
+        f"{name.replace('_', ' ')} {seconds / cost.iteration_s:.1%}" for name, seconds in parts if seconds
+    ]
+    return "time goes to: " + ", ".join(spelt)
+
+
+def _paces_line(cost: IterationCost) -> str:
+    spelt = [f"{pace.phase} rank {pace.rank} ({pace.name})" for pace in cost.paces if pace.seconds]
+    return "slowest: " + ", ".join(spelt)
+
+
+def _table(names: Sequence[str], caption: str) -> Table:
+    table = Table(caption=caption, caption_justify="left")
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="left" if name in _HEADS else "right")
+    return table
+
+
+def _alike(ranks: Sequence[RankCost]) -> list[list[RankCost]]:
+    """Neighbours on one node whose numbers look the same."""
+
+    def look(rank: RankCost) -> tuple[object, ...]:
+        node = rank.name.rpartition("/")[0]
+        times = tuple(spell_seconds(getattr(rank, f"{name}_s")) for name in _TIMES)
+        sizes = tuple(f"{size / GIB:.1f}" for size in rank.memory.terms.values())
+        return node, rank.stage, *times, *sizes
+
+    return [list(group) for _, group in itertools.groupby(ranks, key=look)]
+
+
+def _who(ranks: Sequence[RankCost]) -> tuple[str, Text, Text]:
+    first, last = ranks[0], ranks[-1]
+    if first is last:
+        return str(first.rank), Text(first.device), Text(first.name)
+    names = f"{first.name}-{last.name.rpartition('/')[2]}"
+    return f"{first.rank}-{last.rank}", Text(first.device), Text(names)

@@ -1,0 +1,61 @@
+"""Clusters and jobs for tests of the cost model: round numbers that can be worked out by hand."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from megatron_hexi.cluster import cluster_from_yaml
+from megatron_hexi.cost import Job, Model
+from megatron_hexi.yaml_file import read_yaml
+
+#: 100 TFLOP/s in everything at every size, memory at 1000 GB/s; DOUBLE computes twice as fast.
+_DEVICE = """\
+  {name}:
+    memory_gb: 80
+    usable_gib: 64
+    memory_gb_s: 1000
+    capability: [8, 0]
+    nominal: {{bf16: 100, fp16: 100, fp32: 10}}
+    link: {{kind: test, bandwidth_gb_s: 100, latency_us: 0, source: test}}
+    matmul: {curve}
+    attention:
+      flash-attn-2:
+        causal: {{forward: {curve}, backward: {curve}}}
+        full: {{forward: {curve}, backward: {curve}}}
+    source: test
+"""
+
+#: 2 layers of 4 heads of 128; matrices: 512 x 128 x 16 + 2 x 512 x 2048 = 3145728 weights a layer.
+TINY = Model(
+    name="tiny",
+    layers=2,
+    hidden_size=512,
+    heads=4,
+    kv_heads=4,
+    head_dim=128,
+    ffn_hidden_size=2048,
+    gated=False,
+    vocab_size=1024,
+    tied_embeddings=True,
+)
+
+
+def cluster(nodes, bandwidth=10, latency=0, per="gpu", extra=""):
+    """A cluster of nodes given as (name, GPU, how many of it), with the plain devices PLAIN and DOUBLE."""
+    entries = "".join(f"- {{name: {name}, gpu: {gpu}, gpus: {gpus}}}\n" for name, gpu, gpus in nodes)
+    network = f"network: {{bandwidth_gb_s: {bandwidth}, latency_us: {latency}, per: {per}}}\n"
+    devices = "".join(
+        _DEVICE.format(name=name, curve=f"{{points: [[1, {rate}]], source: test}}")
+        for name, rate in (("PLAIN", 100), ("DOUBLE", 200))
+    )
+    text = f"name: test\nnodes:\n{entries}{network}devices:\n{devices}{extra}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.yaml"
+        path.write_text(text)
+        return cluster_from_yaml(read_yaml(path))
+
+
+def tiny_job(**changes):
+    """A job for TINY: one sequence of 4096 tokens."""
+    return Job(**{"model": TINY, "seq_length": 4096, "global_batch_size": 1, **changes})

@@ -1,0 +1,181 @@
+"""The exchange in arrays against the split tables; what overlap hides, by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hexi.cost import exchange
+from megatron_hexi.cost.collectives import all_to_all_bytes
+from megatron_hexi.cost.exchange import exchange_chunks
+from megatron_hexi.cost.layer import message_bytes
+from megatron_hexi.cost.overlap import BackwardClock, ForwardClock
+from megatron_hexi.cost.plan_arrays import plan_arrays
+from megatron_hexi.plan import backward_traffic, build_schedule, forward_traffic
+from tests.support.costs import TINY, tiny_job
+from tests.support.plans import SPARSE, TORN, examples, plans
+
+
+def steps_of(arrays):
+    """The steps of all chunks: rectangles of each group, and messages (owner, user, KV heads, tokens)."""
+    for chunk in exchange_chunks(arrays):
+        for number in range(len(chunk.keys)):
+            at = chunk.step == number
+            columns = (chunk.owner[at], chunk.user[at], chunk.kv[at], chunk.sent[at])
+            messages = sorted(tuple(map(int, row)) for row in zip(*columns, strict=True))
+            yield chunk.queries[number], chunk.keys[number], messages
+
+
+def check_against_schedules(plan):
+    arrays = plan_arrays(plan)
+    found = list(steps_of(arrays))
+    for replica in plan.replicas:
+        domain = replica.domain
+        ranks = [member.rank for member in domain.members]
+        schedules = [build_schedule(plan.workload, domain, index) for index in range(len(ranks))]
+        for number, (queries, keys, messages) in enumerate(found):
+            expected = []
+            for rank, schedule in zip(ranks, schedules, strict=True):
+                if number >= len(schedule.steps):
+                    continue
+                step = schedule.steps[number]
+                expected += [(ranks[r.peer], rank, r.kv[1] - r.kv[0], r.keys) for r in step.receives]
+                if schedule.own_heads:
+                    group = arrays.group[rank]
+                    blocks = [(int(q), int(k)) for q, k in zip(queries[group], keys[group], strict=True) if k]
+                    assert blocks == [(b.queries[1] - b.queries[0], b.keys) for b in step.blocks]
+            assert [m for m in messages if m[1] in ranks] == sorted(expected)
+        assert max(len(schedule.steps) for schedule in schedules) <= len(found)
+
+
+@given(plans(most_replicas=3), st.sampled_from([1, 20, 2**17]))
+@examples(200)
+def test_steps_are_those_of_the_split_tables(plan, chunk):
+    before, exchange.CHUNK = exchange.CHUNK, chunk
+    try:
+        check_against_schedules(plan)
+    finally:
+        exchange.CHUNK = before
+
+
+@pytest.mark.parametrize("plan", [TORN, SPARSE])
+def test_odd_plans_too(plan):
+    check_against_schedules(plan)
+
+
+@given(plans(most_replicas=2), st.integers(1, 3))
+@examples(150)
+def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch):
+    workload = plan.workload
+    model = dataclasses.replace(TINY, head_dim=workload.head_dim)
+    job = tiny_job(model=model, micro_batch_size=batch, global_batch_size=batch)
+    arrays = plan_arrays(plan)
+    holder, taker = arrays.all_to_all_pairs
+    forward_in, forward_out, backward_in, backward_out = all_to_all_bytes(arrays, job)
+    sent = np.zeros((4, len(arrays.tokens)))
+    np.add.at(sent[0], holder, forward_in)
+    np.add.at(sent[0], taker, forward_out)
+    np.add.at(sent[1], holder, backward_in)
+    np.add.at(sent[1], taker, backward_out)
+    for chunk in exchange_chunks(arrays):
+        size = message_bytes(job, chunk)
+        np.add.at(sent[2], chunk.owner, size)
+        np.add.at(sent[3], chunk.owner, size)
+        np.add.at(sent[3], chunk.user, size)
+    for replica in plan.replicas:
+        for index, member in enumerate(replica.domain.members):
+            schedule = build_schedule(workload, replica.domain, index)
+            there = forward_traffic(schedule, workload.head_dim, batch, 2)
+            back = backward_traffic(schedule, workload.head_dim, batch, 2)
+            assert list(sent[:, member.rank]) == [
+                there.all_to_all_bytes,
+                back.all_to_all_bytes,
+                there.message_bytes,
+                back.message_bytes,
+            ]
+
+
+def units(*values):
+    return np.array(values, dtype=float)
+
+
+#: Both units send to each other.
+BOTH = (np.array([0, 1]), np.array([1, 0]))
+
+
+def forward(window, begin, own, steps):
+    clock = ForwardClock(units(*begin), units(*own), window)
+    for compute, seconds in steps:
+        clock.step(units(*compute), *BOTH, units(*seconds))
+    return list(clock.end)
+
+
+def test_transfers_hide_behind_blocks():
+    # 10 s of work a block, 4 s a transfer: nothing shows.
+    assert forward(1, [0, 0], [10, 10], [([10, 10], [4, 4])] * 3) == [40, 40]
+
+
+def test_what_does_not_hide_shows():
+    # 4 s of work a block, 10 s a transfer: the wire is busy from the start, then the last block.
+    assert forward(1, [0, 0], [4, 4], [([4, 4], [10, 10])] * 3) == [34, 34]
+
+
+def test_a_transfer_waits_for_the_block_that_posts_it():
+    # Both ends post the second transfer when block 1 starts, at 10; unit 1 has little to do and waits.
+    steps = [([10, 1], [2, 2]), ([10, 1], [2, 2])]
+    assert forward(1, [0, 0], [10, 1], steps) == [30, 13]
+    # With a window of two it is posted at the start, right behind the first.
+    assert forward(2, [0, 0], [10, 1], steps) == [30, 5]
+
+
+def test_a_late_unit_delays_its_users():
+    assert forward(1, [0, 100], [10, 10], [([10, 10], [4, 4])]) == [114, 120]
+
+
+def test_units_without_messages_do_not_wait():
+    clock = ForwardClock(units(0, 0, 5), units(1, 1, 1), 1)
+    clock.step(units(1, 1, 1), *BOTH, units(10, 10))
+    assert list(clock.end) == [11, 11, 7]
+
+
+def backward(window, own, steps):
+    clock = BackwardClock(units(0, 0), units(*own), window)
+    for compute, seconds, home in steps:
+        clock.step(units(*compute), *BOTH, units(*seconds), units(*home))
+    clock.finish()
+    return list(clock.end)
+
+
+def test_the_last_gradients_are_waited_for():
+    # Blocks end at 10, 20, 30; the last gradients take 4 s more.
+    assert backward(1, [10, 10], [([10, 10], [4, 4], [4, 4])] * 2) == [34, 34]
+
+
+def test_keys_and_gradients_share_the_wire():
+    # No work to hide behind: two transfers there, two back, one after the other.
+    assert backward(1, [0, 0], [([0, 0], [5, 5], [7, 7])] * 2) == [24, 24]
+    # The third keys go behind the first gradients: 5 5 7 5 7 7.
+    assert backward(1, [0, 0], [([0, 0], [5, 5], [7, 7])] * 3) == [36, 36]
+
+
+@given(
+    st.integers(1, 3),
+    st.lists(st.lists(st.floats(0, 10), min_size=6, max_size=6), min_size=1, max_size=6),
+    st.floats(0, 5),
+)
+@examples(100)
+def test_slower_work_or_wires_never_end_earlier(window, rows, more):
+    def run(extra_work, extra_wire):
+        clock = BackwardClock(units(0, 0), units(1, 2), window)
+        for row in rows:
+            work = units(*row[:2]) + extra_work
+            clock.step(work, *BOTH, units(*row[2:4]) + extra_wire, units(*row[4:]) + extra_wire)
+        clock.finish()
+        return clock.end
+
+    assert (run(more, 0) >= run(0, 0) - 1e-9).all()
+    assert (run(0, more) >= run(0, 0) - 1e-9).all()
+    work = sum(units(*row[:2]) for row in rows) + units(1, 2)
+    assert (run(0, 0) >= work - 1e-9).all()

@@ -1,0 +1,175 @@
+"""Memory terms by hand, and what is said where it does not suffice."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hexi.cost import estimate, find_shortage
+from megatron_hexi.cost.memory import (
+    FRAGMENTATION,
+    GIB,
+    RESERVE_BYTES,
+    Flights,
+    attention_bytes,
+    logits_bytes,
+    micro_batches_in_flight,
+    stage_memory,
+    stage_params,
+    token_activation_bytes,
+    working_set_bytes,
+)
+from megatron_hexi.cost.plan_arrays import plan_arrays
+from megatron_hexi.plan import Group, Member, proportional_plan
+from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.plans import examples, one_replica
+
+LAYER, VOCAB = 3145728 + 1024, 1024 * 512
+NONE = Flights(np.zeros(1), np.zeros(1))
+
+
+def one(value):
+    return np.array([value], dtype=float)
+
+
+def alone(**changes):
+    """Memory of a single GPU that does everything."""
+    job = tiny_job(**changes)
+    plan = one_replica(job.workload(), Group(((0, 4096),), (Member(0, 4096, (0, 4)),)))
+    (memory,) = stage_memory(plan_arrays(plan), job, 0, np.array([1]), NONE, 1)
+    return memory
+
+
+def test_weights_by_hand():
+    params = 2 * LAYER + VOCAB + 512
+    assert stage_params(tiny_job(), 0) == params
+    found = alone()
+    assert (found.weights, found.gradients, found.optimizer) == (2 * params, 4 * params, 12 * params)
+    half = alone(precision="fp16")
+    assert half.weights + half.gradients + half.optimizer == 20 * params
+    whole = alone(precision="fp32")
+    assert whole.weights + whole.gradients + whole.optimizer == 16 * params
+
+
+def test_stages_hold_the_embedding_at_either_end():
+    job = tiny_job(pipeline_parallel=2)
+    assert [stage_params(job, stage) for stage in range(2)] == [LAYER + VOCAB, LAYER + VOCAB + 512]
+    untied = tiny_job(model=dataclasses.replace(TINY, tied_embeddings=False))
+    assert stage_params(untied, 0) == 2 * LAYER + 2 * VOCAB + 512
+
+
+def test_the_optimizer_is_shared_by_all_ranks():
+    job = tiny_job()
+    plan = proportional_plan(job.workload(), [[[1, 1, 1, 1]]])
+    flights = Flights(np.zeros(4), np.zeros(4))
+    params = stage_params(job, 0)
+    for given_job, share in ((job, 4), (tiny_job(distributed_optimizer=False), 1)):
+        found = stage_memory(plan_arrays(plan), given_job, 0, np.ones(4, dtype=int), flights, 1)
+        assert [memory.optimizer for memory in found] == [12 * params / share] * 4
+
+
+def test_activations_by_hand():
+    # Norms in and out 4 x 512, projection's input 512, MLP 2 x 2048, two bytes each; 13 h as 26 bytes.
+    assert token_activation_bytes(tiny_job()) == 2 * (4 * 512 + 512 + 2 * 2048) == 26 * 512
+    gated = tiny_job(model=dataclasses.replace(TINY, gated=True))
+    assert token_activation_bytes(gated) == 2 * (4 * 512 + 512 + 3 * 2048)
+    assert token_activation_bytes(tiny_job(tensor_parallel=2)) == 13 * 512
+    rows = tiny_job(tensor_parallel=2, sequence_parallel=False)
+    assert token_activation_bytes(rows) == 13 * 512 + 4 * 512
+    assert alone().activations == 2 * 4096 * 26 * 512
+
+
+def test_attention_by_hand():
+    # Query and output of 3 heads, key and value of 2, two bytes; log-sum-exp of 3 heads, four bytes.
+    assert attention_bytes(tiny_job(), one(100), one(3), one(2)) == [100 * (128 * 10 * 2 + 3 * 4)]
+    assert alone().attention == 2 * 4096 * (128 * 16 * 2 + 16)
+
+
+def test_working_set_by_hand():
+    # T 10 of G 100 tokens, 3 heads and 2 KV heads of 4 and 4; nothing to exchange.
+    inside = 2 * (2 * (10 * 12 + 100 * 7) + 100 * 3 + 100 * 7)
+    found = working_set_bytes(tiny_job(), one(10), one(100), one(3), one(2), NONE, 1)
+    assert found == [128 * inside]
+    # 50 tokens of 2 KV heads arrive, 30 of 2 leave; two steps in flight.
+    flights = Flights(one(100), one(60))
+    between = 4 * 700 + 4 * 2 * 200 + 100 * (2 * 2 * 2 + 2 * 6) + 4 * 2 * 60
+    assert working_set_bytes(tiny_job(), one(10), one(100), one(3), one(2), flights, 1) == [
+        128 * (inside + between)
+    ]
+    wider = working_set_bytes(tiny_job(), one(10), one(100), one(3), one(2), flights, 2)
+    assert wider == [128 * (inside + between + 100 * 2 * 2)]
+
+
+def test_logits_by_hand():
+    assert logits_bytes(tiny_job(), one(100)) == [100 * 1024 * 8]
+    assert logits_bytes(tiny_job(tensor_parallel=2), one(100)) == [100 * 512 * 8]
+    assert alone().logits == 4096 * 1024 * 8
+
+
+def test_recomputation_by_hand():
+    kept, full, selective = alone(), alone(recompute="full"), alone(recompute="selective")
+    assert (full.activations, full.attention) == (2 * 4096 * 512 * 2, 0)
+    assert full.working_set == kept.working_set + kept.activations / 2 + kept.attention / 2
+    assert (selective.activations, selective.attention) == (kept.activations, 2 * 4096 * 2 * 128 * 12)
+    assert selective.working_set == kept.working_set + kept.attention / 2
+
+
+def test_reserve_and_total_by_hand():
+    memory = alone()
+    moving = memory.activations + memory.attention + memory.working_set + memory.logits
+    assert memory.reserve == RESERVE_BYTES + FRAGMENTATION * moving
+    assert memory.total == memory.weights + memory.gradients + memory.optimizer + moving + memory.reserve
+
+
+def test_pipelines_keep_micro_batches_in_flight():
+    job = tiny_job(pipeline_parallel=2, global_batch_size=8)
+    counts = np.array([1, 8])
+    assert [list(micro_batches_in_flight(job, stage, counts)) for stage in (0, 1)] == [[1, 2], [1, 1]]
+
+
+def test_flights_of_a_plan_by_hand():
+    # Two groups of one: the outer one (heads 0-3) sees 1024 keys of the inner one's... all 2048 with its back
+    # half; the inner one sees the outer one's front 1024.
+    job = tiny_job()
+    plan = proportional_plan(job.workload(), [[[1], [1]]])
+    nodes = cluster([("a", "PLAIN", 2)])
+    ranks = estimate(plan, job, nodes).ranks
+    tokens, heads = np.full(2, 2048.0), np.full(2, 4.0)
+    bare = working_set_bytes(job, tokens, tokens, heads, heads, NONE, 1)
+    flights = Flights(np.array([2048 * 4.0, 1024 * 4]), np.array([1024 * 4.0, 2048 * 4]))
+    expected = working_set_bytes(job, tokens, tokens, heads, heads, flights, 1)
+    assert [rank.memory.working_set for rank in ranks] == list(expected)
+    assert (expected > bare).all()
+
+
+def test_what_does_not_fit_is_named():
+    job = tiny_job(model=dataclasses.replace(TINY, layers=200), seq_length=2**17)
+    plan = proportional_plan(job.workload(), [[[3, 1]]])
+    cost = estimate(plan, job, cluster([("a", "PLAIN", 2)]))
+    assert not cost.fits
+    shortage = find_shortage(cost)
+    assert shortage is not None
+    rank = cost.ranks[0]
+    assert (shortage.rank, shortage.name, shortage.term) == (0, "a-0/0", "activations")
+    assert shortage.short_gib == pytest.approx(rank.memory.total / GIB - 64)
+    assert shortage.term_gib == rank.memory.activations / GIB
+    assert "rank 0 (a-0/0, PLAIN) needs" in str(shortage)
+    assert "GiB short" in str(shortage)
+    small = estimate(
+        proportional_plan(tiny_job().workload(), [[[1, 1]]]), tiny_job(), cluster([("a", "PLAIN", 2)])
+    )
+    assert small.fits
+    assert find_shortage(small) is None
+
+
+@given(st.integers(1, 20), st.sampled_from(["none", "selective", "full"]))
+@examples(30)
+def test_longer_contexts_never_take_less(length, recompute):
+    def total(tokens):
+        job = tiny_job(seq_length=tokens, recompute=recompute)
+        plan = one_replica(job.workload(), Group(((0, tokens),), (Member(0, tokens, (0, 4)),)))
+        return estimate(plan, job, cluster([("a", "PLAIN", 1)])).memory_gib[0]
+
+    assert total(length * 1000) <= total(length * 1000 + 777)

@@ -1,0 +1,159 @@
+"""Transfers over shared links, by hand and against the cluster's own routes."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hexi.cluster import cluster_from_yaml
+from megatron_hexi.cost.collectives import (
+    all_to_alls,
+    pipeline_seconds,
+    ring_seconds,
+    tensor_parallel_seconds,
+)
+from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.cost.plan_arrays import plan_arrays
+from megatron_hexi.plan import Group, Member, Workload
+from megatron_hexi.yaml_file import YamlFile
+from tests.support.costs import cluster, tiny_job
+from tests.support.plans import examples, one_replica
+
+GB = 1e9
+TWO = [("a", "PLAIN", 2), ("b", "PLAIN", 2)]
+LEVELS = """\
+levels:
+- {name: rack, groups: [[a, b], [c]], bandwidth_gb_s: 5, latency_us: 7}
+"""
+
+
+def whole(*values):
+    return np.array(values, dtype=np.int64)
+
+
+def seconds(links, messages, width=1):
+    src, dst, size = zip(*messages, strict=True)
+    return list(links.message_seconds(whole(*src), whole(*dst), np.array(size, dtype=float), width=width))
+
+
+def test_alone_a_message_has_its_route_to_itself():
+    links = LinkTable(cluster(TWO, bandwidth=10, latency=20))
+    assert seconds(links, [(0, 1, 100 * GB)]) == [1.0]
+    assert seconds(links, [(0, 2, 100 * GB)]) == [pytest.approx(10 + 20e-6)]
+
+
+def test_messages_share_what_both_cross():
+    links = LinkTable(cluster(TWO))
+    # Both leave GPU 0: inside the node 100 GB/s, between nodes 10 GB/s a GPU.
+    assert seconds(links, [(0, 2, 10 * GB), (0, 3, 20 * GB), (0, 1, 50 * GB)]) == [3, 3, 0.5]
+    assert seconds(links, [(0, 2, 10 * GB), (1, 3, 20 * GB)]) == [1, 2]
+    shared = LinkTable(cluster(TWO, per="node"))
+    assert seconds(shared, [(0, 2, 10 * GB), (1, 3, 20 * GB)]) == [3, 3]
+    # There and back do not meet.
+    assert seconds(shared, [(0, 2, 10 * GB), (3, 1, 20 * GB)]) == [1, 2]
+
+
+def test_sets_do_not_meet():
+    links = LinkTable(cluster(TWO, per="node"))
+    found = links.message_seconds(
+        whole(0, 1, 0), whole(2, 3, 3), np.array([1, 1, 3]) * 10 * GB, whole(0, 0, 2)
+    )
+    assert list(found) == [2, 2, 3]
+    assert links.set_seconds(whole(0, 1), whole(2, 3), np.array([0, 10 * GB])) == 1
+    assert links.set_seconds(whole(0), whole(2), np.zeros(1)) == 0
+
+
+def test_tensor_parallel_counterparts_share_what_is_not_their_own():
+    assert seconds(LinkTable(cluster(TWO)), [(0, 2, 10 * GB)], width=2) == [1]
+    assert seconds(LinkTable(cluster(TWO, per="node")), [(0, 2, 10 * GB)], width=2) == [2]
+    assert seconds(LinkTable(cluster(TWO, per="node")), [(0, 1, 100 * GB)], width=2) == [1]
+
+
+MATRIX = {
+    "name": "measured",
+    "nodes": [
+        {"name": name, "gpu": "A100-SXM-80GB", "gpus": n} for name, n in (("a", 2), ("b", 3), ("c", 1))
+    ],
+    "matrix": {
+        "nodes": ["b", "a", "c"],
+        "bandwidth_gb_s": [[0, 4.0, 1.0], [8.0, 0, 2.0], [3.0, 5.0, 0]],
+        "latency_us": [[0, 1.0, 2.0], [3.0, 0, 4.0], [5.0, 6.0, 0]],
+    },
+}
+
+
+def cluster_of_three(kind):
+    if kind == "matrix":
+        return cluster_from_yaml(YamlFile(Path("matrix.yaml"), MATRIX, {}))
+    nodes = [("a", "PLAIN", 2), ("b", "DOUBLE", 3), ("c", "PLAIN", 1)]
+    return cluster(nodes, latency=3, per=kind, extra=LEVELS)
+
+
+MESSAGES = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 100)).filter(lambda m: m[0] != m[1]),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(st.sampled_from(["gpu", "node", "matrix"]), MESSAGES)
+@examples(150)
+def test_as_the_cluster_s_own_routes_and_capacities_say(kind, messages):
+    known = cluster_of_three(kind)
+    load: dict = defaultdict(float)
+    for src, dst, size in messages:
+        for link in known.route(src, dst).links:
+            load[link] += size * GB
+    expected = [
+        max(load[link] / known.capacity(link) for link in known.route(src, dst).links)
+        + known.route(src, dst).latency_s
+        for src, dst, _ in messages
+    ]
+    found = seconds(LinkTable(known), [(src, dst, size * GB) for src, dst, size in messages])
+    assert found == pytest.approx(expected)
+
+
+def test_all_to_alls_by_hand():
+    # One group of two units on two nodes: T = 3000 and 1096, 3 heads and 1 head of 128.
+    workload = Workload(4096, 4, 4, 128)
+    plan = one_replica(workload, Group(((0, 4096),), (Member(0, 3000, (0, 3)), Member(1, 1096, (3, 4)))))
+    job = tiny_job()
+    links = LinkTable(cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)]))
+    moves = all_to_alls(plan_arrays(plan), job, links, whole(0, 1))
+    element = 128 * 2 / (10 * GB)
+    # In: 0 sends 3000 tokens x (1 query, 1 key, 1 value) heads, 1 sends 1096 x 9; both directions at once.
+    assert list(moves.forward_in) == pytest.approx([1096 * 9 * element] * 2)
+    # Out: 0 sends its 3 heads of 1096 tokens, 1 sends its head of 3000.
+    assert list(moves.forward_out) == pytest.approx([3 * 1096 * element] * 2)
+    assert list(moves.backward_in) == pytest.approx([3 * 1096 * element] * 2)
+    assert list(moves.backward_out) == pytest.approx([3 * 1096 * 3 * element] * 2)
+
+
+def test_sums_inside_a_unit_by_hand():
+    job = tiny_job(tensor_parallel=4)
+    found = tensor_parallel_seconds(job, np.array([0.0, 1000.0]), np.full(2, 100 * GB), np.full(2, 1e-6))
+    assert list(found) == pytest.approx([0, 2 * 3 / 4 * 1000 * 512 * 2 / (100 * GB) + 6e-6])
+    alone = tensor_parallel_seconds(tiny_job(), np.array([1000.0]), np.array([GB]), np.array([1.0]))
+    assert alone == [0]
+
+
+def test_rings_by_hand():
+    # Four GPUs on two nodes: each hop carries 3/4 of the bytes; the slowest hop leaves a node.
+    links = LinkTable(cluster(TWO, latency=5))
+    assert ring_seconds(links, whole(0, 1, 2, 3), 40 * GB, 1) == pytest.approx(3 + 3 * 5e-6)
+    # Two tensor-parallel rings over one card a node.
+    links = LinkTable(cluster(TWO, per="node"))
+    assert ring_seconds(links, whole(0, 2), 40 * GB, 2) == pytest.approx(2 * 2)
+    assert ring_seconds(links, whole(0), 40 * GB, 2) == 0
+
+
+def test_pipeline_sends_by_hand():
+    links = LinkTable(cluster(TWO))
+    rows = np.array([1000.0, 3000.0])
+    found = pipeline_seconds(links, tiny_job(), rows, whole(0, 1), whole(2, 3))
+    assert found == pytest.approx(3000 * 512 * 2 / (10 * GB))
+    halves = tiny_job(tensor_parallel=2)
+    assert pipeline_seconds(links, halves, rows, whole(0, 1), whole(2, 3)) == pytest.approx(found / 2)
