@@ -1,6 +1,6 @@
 """Every malformed plan in a real job: each rank says the same one line, ends with exit code 2, at once.
 
-Some seven seconds a plan, so on request: pytest -m slow tests/megatron/test_malformed_launch.py
+Some three seconds a plan, so on request: pytest -m slow tests/megatron/test_malformed_launch.py
 """
 
 from __future__ import annotations
