@@ -5,9 +5,8 @@ import os
 import sys
 from collections.abc import Iterator
 
-#: Exit codes of every command and entry point (0 is success, 1 a fault of ours).
+#: Exit code of every command and entry point where the user's input is wrong (0: done, 1: our fault).
 EXIT_USER_ERROR = 2
-EXIT_NO_PLAN_FITS = 3
 
 
 class HexiError(ValueError):

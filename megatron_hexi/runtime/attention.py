@@ -56,6 +56,7 @@ class DomainAttention:
     window: int = 1
     kernel_name: str = "auto"
     _agreed: set[tuple[int, ...]] = field(default_factory=set, repr=False)
+    _kernels: dict[tuple[torch.device, torch.dtype, int], Kernel] = field(default_factory=dict, repr=False)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
         """Attention of the rank's own tokens.
@@ -79,8 +80,11 @@ class DomainAttention:
         return output
 
     def kernel(self, tensor: Tensor) -> Kernel:
-        """The kernel for tensors of this kind, [..., D]."""
-        return select_kernel(self.kernel_name, tensor.device, tensor.dtype, tensor.shape[-1])
+        """The kernel for tensors of this kind, [..., D]; chosen once, for it looks at what is installed."""
+        kind = (tensor.device, tensor.dtype, tensor.shape[-1])
+        if kind not in self._kernels:
+            self._kernels[kind] = select_kernel(self.kernel_name, *kind)
+        return self._kernels[kind]
 
     def to_heads(self, *parts: Tensor) -> list[Tensor]:
         """From the tokens' layout to the heads': [T, B, heads, D] to [G, B, own heads, D].
