@@ -4,9 +4,12 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from typing import ClassVar
 
 #: Exit code of every command and entry point where the user's input is wrong (0: done, 1: our fault).
 EXIT_USER_ERROR = 2
+#: Exit code where the input is right, but no plan fits in memory.
+EXIT_NO_PLAN = 3
 
 
 class HexiError(ValueError):
@@ -15,6 +18,8 @@ class HexiError(ValueError):
     The message is one line: where (file and place), what was found, what to do about it.
     """
 
+    exit_code: ClassVar[int] = EXIT_USER_ERROR
+
 
 class PlanError(HexiError):
     """A plan that breaks one of its own rules, or does not fit the job it is used for."""
@@ -22,6 +27,12 @@ class PlanError(HexiError):
 
 class ClusterError(HexiError):
     """A cluster file that breaks a rule, or a GPU that nothing is known of."""
+
+
+class NothingFitsError(HexiError):
+    """No plan fits in the cluster's memory; the message says what is short, and what would fit."""
+
+    exit_code = EXIT_NO_PLAN
 
 
 class PatchError(HexiError):
@@ -34,7 +45,7 @@ class PlatformError(HexiError):
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn a `HexiError` into one line on standard error and exit code 2; let everything else through.
+    """Turn a `HexiError` into one line on standard error and its exit code; let everything else through.
 
     Under torchrun or srun the line names the rank.
 
@@ -46,4 +57,4 @@ def user_errors() -> Iterator[None]:
     except HexiError as problem:
         rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print(f"hexi: error: {rank}{problem}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_USER_ERROR) from None
+        raise SystemExit(problem.exit_code) from None

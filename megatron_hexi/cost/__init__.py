@@ -1,8 +1,8 @@
 """How long and how much memory a plan takes: compute, network, memory, iteration. No torch here."""
 
-from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
+from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.fit import Shortage, find_shortage
-from megatron_hexi.cost.iteration import CostModel, IterationCost, check_job, estimate
+from megatron_hexi.cost.iteration import CostModel, IterationCost, Timing, check_job, estimate
 from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, Precision, Recompute, job_of_plan
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
@@ -24,6 +24,8 @@ __all__ = [
     "RankCost",
     "Recompute",
     "Shortage",
+    "Timing",
+    "attention_seconds",
     "ceiling_tokens_per_s",
     "check_job",
     "estimate",
@@ -31,4 +33,5 @@ __all__ = [
     "job_of_plan",
     "presets",
     "read_model",
+    "token_seconds",
 ]

@@ -39,12 +39,12 @@ def ceiling_tokens_per_s(job: Job, devices: Sequence[Device], causal: bool = Tru
     token = attention = 0.0
     for device, count in counts.values():
         speeds = device_speeds(device, job)
-        token += count / _token_seconds(speeds, job)
-        attention += count / _attention_seconds(speeds, job, causal)
+        token += count / token_seconds(speeds, job)
+        attention += count / attention_seconds(speeds, job, causal)
     return 1 / (1 / token + 1 / attention)
 
 
-def _token_seconds(speeds: Speeds, job: Job) -> float:
+def token_seconds(speeds: Speeds, job: Job) -> float:
     """Everything but attention, of one token through the whole model, on one GPU."""
     rows = np.array([_ROWS])
     best = replace(speeds, matmul=_best(speeds.matmul))
@@ -54,7 +54,7 @@ def _token_seconds(speeds: Speeds, job: Job) -> float:
     return (layers + float(logits.forward[0] + logits.backward[0])) / _ROWS * job.tensor_parallel
 
 
-def _attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
+def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
     """Attention of one token through the whole model, on one GPU: 4 D H S / 2 FLOPs a layer forward."""
     seen = job.seq_length / 2 if causal else job.seq_length
     flops = 4 * job.model.head_dim * job.model.heads * seen * job.model.layers

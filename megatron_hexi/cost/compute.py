@@ -149,9 +149,9 @@ def merge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
 def keys_merge_times(speeds: Speeds, job: Job, keys: Floats) -> Floats:
     """Backward of one exchange step, one KV head: the gradients of the keys and values received.
 
-    Per element of 2 B D keys: zeroed 4, joined 2 e, added 8 + e, cast 4 + e, added at the owner 8 + e.
+    Per element of 2 B D keys: zeroed 4, added 8 + e, cast 4 + e, added at the owner 8 + e.
     """
-    bytes_per_element = 24 + 5 * job.element_bytes
+    bytes_per_element = 24 + 3 * job.element_bytes
     return bytes_per_element * 2 * job.micro_batch_size * job.model.head_dim * keys / speeds.memory
 
 

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.arrays import Ints
+from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Stage, layer_times
-from megatron_hexi.cost.memory import stage_memory, stage_params
+from megatron_hexi.cost.memory import GIB, Holdings, stage_memory, stage_params
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.placement import Placement, place
-from megatron_hexi.cost.plan_arrays import plan_arrays
+from megatron_hexi.cost.plan_arrays import PlanArrays, plan_arrays
 from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
-from megatron_hexi.cost.stage import exposed_synchronisation, optimizer_times, stage_cost
+from megatron_hexi.cost.stage import StageCost, exposed_synchronisation, optimizer_times, stage_cost
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan
 
@@ -71,17 +71,62 @@ class IterationCost:
         return all(rank.memory_gib <= rank.usable_gib for rank in self.ranks)
 
 
+@dataclass(frozen=True, eq=False)
+class Timing:
+    """A plan's iteration in arrays over units, for a search that reads what bounds it.
+
+    Args:
+        arrays: the plan.
+        placement: where its units are.
+        stages: what each pipeline stage does for one micro-batch.
+        replicas: where each replica's time goes, the optimizer aside.
+        phases: of the slowest replica, with the optimizer.
+        synchronisation: what each replica waits for gradients and weights, s.
+        optimizer: the optimizer's step of each stage's units, s, [U].
+        micro_batches: of each replica.
+        memory: of each stage: bytes on one GPU of each unit by term, [U].
+    """
+
+    arrays: PlanArrays
+    placement: Placement
+    stages: list[StageCost]
+    replicas: tuple[Phases, ...]
+    phases: Phases
+    synchronisation: list[float]
+    optimizer: list[Floats]
+    micro_batches: Ints
+    memory: list[dict[str, Floats]]
+
+    @property
+    def needed(self) -> Floats:
+        """Bytes that a GPU of each unit needs, [stages, U]."""
+        return np.array([sum(terms.values()) for terms in self.memory])
+
+    @property
+    def usable(self) -> Floats:
+        """Bytes that it has, [stages, U]."""
+        return np.array([device.usable_gib for device in self.placement.devices])[self.placement.kinds] * GIB
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU's memory suffices."""
+        return bool((self.needed <= self.usable).all())
+
+
 class CostModel:
     """A job on a cluster; what does not depend on the plan is worked out once.
 
     Args:
         job: the job.
         cluster: the cluster.
+        shards: units that share the optimizer's state, where plans are parts of a larger one; ``None``: the
+            plan's own.
     """
 
-    def __init__(self, job: Job, cluster: Cluster) -> None:
+    def __init__(self, job: Job, cluster: Cluster, shards: int | None = None) -> None:
         self.job = job
         self.cluster = cluster
+        self.shards = shards
         self.links = LinkTable(cluster)
 
     def estimate(self, plan: Plan, gpus: Sequence[int] | None = None) -> IterationCost:
@@ -89,17 +134,43 @@ class CostModel:
 
         Args:
             plan: a plan that passed its checks.
-            gpus: the cluster's rank of each rank of the job; ``None``: all of the cluster in file order.
+            gpus: the cluster's rank of each rank of the job; ``None``: those that the plan names, or else all
+                of the cluster in file order.
 
         Raises:
             PlanError: the plan was made for another job.
             ClusterError: the plan's units do not match the cluster, or a GPU cannot do the job.
         """
+        timing = self.timing(plan, gpus)
+        total = timing.phases.total
+        ranks = rank_costs(
+            timing.arrays,
+            self.cluster,
+            timing.placement,
+            timing.stages,
+            timing.optimizer,
+            timing.memory,
+            timing.micro_batches,
+            timing.synchronisation,
+            total,
+        )
+        devices = [self.cluster.ranks[gpu].device for gpu in timing.placement.gpus.flat]
+        return IterationCost(
+            iteration_s=total,
+            tokens_per_s=self.job.global_batch_size * self.job.seq_length / total,
+            ceiling_tokens_per_s=ceiling_tokens_per_s(self.job, devices, timing.arrays.causal),
+            phases=timing.phases,
+            paces=paces(ranks),
+            ranks=ranks,
+        )
+
+    def timing(self, plan: Plan, gpus: Sequence[int] | None = None) -> Timing:
+        """The same in arrays, without what is for people only. Arguments and errors as of `estimate`."""
         job = self.job
         micro_batches = check_job(plan, job)
         placement = place(plan, job, self.cluster, gpus)
         arrays = plan_arrays(plan)
-        window = plan.exchange.window
+        window, shards = plan.exchange.window, self.shards or len(arrays.tokens)
         stages = self._stages(placement)
         costs = []
         for number, stage in enumerate(stages):
@@ -108,7 +179,7 @@ class CostModel:
             costs.append(stage_cost(arrays, job, number, stage, layer, self.links, following))
         synchronisation = exposed_synchronisation(arrays, job, stages, costs, self.links)
         optimizer = [
-            optimizer_times(job, stage, stage_params(job, number), len(arrays.tokens))
+            optimizer_times(job, stage, stage_params(job, number), shards)
             for number, stage in enumerate(stages)
         ]
         step = max(float(times.max()) for times in optimizer)
@@ -117,26 +188,20 @@ class CostModel:
             + Phases(gradients=synchronisation[number])
             for number, count in enumerate(micro_batches)
         ]
-        phases = max(replicas, key=lambda phases: phases.total) + Phases(optimizer=step)
         memory = [
-            stage_memory(
-                arrays, job, number, micro_batches[arrays.unit_replica], costs[number].layer.flights, window
-            )
-            for number in range(len(stages))
+            stage_memory(job, number, Holdings.of(arrays, micro_batches, cost.layer.flights), window, shards)
+            for number, cost in enumerate(costs)
         ]
-        total = phases.total
-        ranks = rank_costs(
-            arrays, self.cluster, placement, costs, optimizer, memory, micro_batches, synchronisation, total
-        )
-        return IterationCost(
-            iteration_s=total,
-            tokens_per_s=job.global_batch_size * job.seq_length / total,
-            ceiling_tokens_per_s=ceiling_tokens_per_s(
-                job, [self.cluster.ranks[gpu].device for gpu in placement.gpus.flat], arrays.causal
-            ),
-            phases=phases,
-            paces=paces(ranks),
-            ranks=ranks,
+        return Timing(
+            arrays=arrays,
+            placement=placement,
+            stages=costs,
+            replicas=tuple(replicas),
+            phases=max(replicas, key=lambda phases: phases.total) + Phases(optimizer=step),
+            synchronisation=synchronisation,
+            optimizer=optimizer,
+            micro_batches=micro_batches,
+            memory=memory,
         )
 
     def _stages(self, placement: Placement) -> list[Stage]:

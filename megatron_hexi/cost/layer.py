@@ -126,7 +126,8 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
     leave = [by_group(plan, moves.forward_out), by_group(plan, moves.backward_out)]
     begin = [by_group(plan, part + sums) + way_in for part, way_in in zip(token, enter, strict=True)]
     forward = ForwardClock(begin[0], own.forward, window)
-    backward = BackwardClock(begin[1], own.backward, window)
+    first = own.backward * (plan.heads_first / np.maximum(plan.heads, 1))
+    backward = BackwardClock(begin[1], first, own.backward - first, window)
     again = ForwardClock(enter[0], own.forward, window) if job.recompute == "selective" else None
     attention = [own.forward.copy(), own.backward.copy()]
     received, sent, wire = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -121,7 +122,7 @@ def working_set_bytes(
 
     All-to-all, there and back:  2 (T (H + 2 K) + G (h + 2 k)) B D e
     Gradient of the output:      G h B D e
-    Gradients of the own block:  G (h + 2 k) B D e
+    All gradients in their type: G (h + 2 k) B D e
     Only with other groups: sums in fp32 4 G (h + 2 k) B D; own keys side by side and one prefix
     4 G k B D e; `window` + 1 steps of keys and values 2 R e each, the gradient of one (4 + e) 2 R;
     gradients on their way home, two steps 2 S e each. R, S: tokens x KV heads received and sent in a step.
@@ -148,51 +149,78 @@ def micro_batches_in_flight(job: Job, stage: int, micro_batches: Ints) -> Ints:
     return np.minimum(micro_batches, job.pipeline_parallel - stage)
 
 
-def stage_memory(
-    plan: PlanArrays, job: Job, stage: int, micro_batches: Ints, flights: Flights, window: int
-) -> list[Memory]:
-    """Memory of one GPU of each unit.
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """What units hold, arrays of one shape.
+
+    Args:
+        tokens: T of each.
+        group_tokens: G of its group.
+        heads: query heads (of one tensor-parallel rank).
+        kv: KV heads that these read.
+        micro_batches: of its replica.
+        flights: of its exchange.
+    """
+
+    tokens: Floats
+    group_tokens: Floats
+    heads: Floats
+    kv: Floats
+    micro_batches: Ints
+    flights: Flights
+
+    @classmethod
+    def of(cls, plan: PlanArrays, micro_batches: Ints, flights: Flights) -> Holdings:
+        """Those of a plan's units, [U]; `micro_batches` of each replica."""
+        tokens, heads, kv = (held.astype(float) for held in (plan.tokens, plan.heads, plan.kv))
+        group_tokens = plan.group_tokens[plan.group].astype(float)
+        return cls(tokens, group_tokens, heads, kv, micro_batches[plan.unit_replica], flights)
+
+
+def stage_memory(job: Job, stage: int, held: Holdings, window: int, shards: int) -> dict[str, Floats]:
+    """Bytes on one GPU of each unit, by the names of `Memory`'s terms.
 
     Recomputation of everything keeps each layer's input (h e a token) and one layer whole; of core
     attention, its query, key and value in the tokens' layout and one layer's inside.
 
     Args:
-        plan: the plan.
         job: the job.
         stage: pipeline stage.
-        micro_batches: of each unit's replica.
-        flights: the exchange's.
+        held: what the units hold.
         window: steps under way ahead of the one in use.
+        shards: units that share the optimizer's state.
     """
-    units, params = len(plan.tokens), stage_params(job, stage)
-    rows = job.micro_batch_size * plan.tokens.astype(float)
-    group_tokens = plan.group_tokens[plan.group].astype(float)
+    params, shape = stage_params(job, stage), held.tokens.shape
+    rows = job.micro_batch_size * held.tokens
     outside = rows * token_activation_bytes(job)
-    tokens, heads, kv = (held.astype(float) for held in (plan.tokens, plan.heads, plan.kv))
-    inside = attention_bytes(job, group_tokens, heads, kv)
-    working = working_set_bytes(job, tokens, group_tokens, heads, kv, flights, window)
+    inside = attention_bytes(job, held.group_tokens, held.heads, held.kv)
+    working = working_set_bytes(
+        job, held.tokens, held.group_tokens, held.heads, held.kv, held.flights, window
+    )
     if job.recompute == "full":
         working = working + outside + inside
         outside = rows * job.model.hidden_size * job.element_bytes / job.row_parts
-        inside = np.zeros(units)
+        inside = np.zeros(shape)
     elif job.recompute == "selective":
         working = working + inside
         inside = rows * token_qkv_bytes(job)
-    kept = job.stage_layers * micro_batches_in_flight(job, stage, micro_batches)
+    kept = job.stage_layers * micro_batches_in_flight(job, stage, held.micro_batches)
     last = stage == job.pipeline_parallel - 1
-    logits = logits_bytes(job, rows) if last else np.zeros(units)
-    shards = units if job.distributed_optimizer else 1
-    moving = kept * (outside + inside) + working + logits
-    return [
-        Memory(
-            weights=params * float(job.element_bytes),
-            gradients=params * float(GRADIENT_BYTES[job.precision]),
-            optimizer=params * OPTIMIZER_BYTES[job.precision] / shards,
-            activations=float(kept[unit] * outside[unit]),
-            attention=float(kept[unit] * inside[unit]),
-            working_set=float(working[unit]),
-            logits=float(logits[unit]),
-            reserve=RESERVE_BYTES + FRAGMENTATION * float(moving[unit]),
-        )
-        for unit in range(units)
-    ]
+    logits = logits_bytes(job, rows) if last else np.zeros(shape)
+    parts = shards if job.distributed_optimizer else 1
+    activations, attention = kept * outside, kept * inside
+    return {
+        "weights": np.full(shape, params * float(job.element_bytes)),
+        "gradients": np.full(shape, params * float(GRADIENT_BYTES[job.precision])),
+        "optimizer": np.full(shape, params * OPTIMIZER_BYTES[job.precision] / parts),
+        "activations": activations,
+        "attention": attention,
+        "working_set": working,
+        "logits": logits,
+        "reserve": RESERVE_BYTES + FRAGMENTATION * (activations + attention + working + logits),
+    }
+
+
+def unit_memory(terms: Mapping[str, Floats], unit: int) -> Memory:
+    """One unit's part of `stage_memory`."""
+    return Memory(**{name: float(values[unit]) for name, values in terms.items()})

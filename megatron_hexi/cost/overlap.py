@@ -4,8 +4,8 @@ As the runtime does it (runtime/exchange.py): a step's transfer is posted when t
 before it starts; a unit's transfers go over its wire one batch after the other, in the order posted; a
 transfer begins when both ends have posted it and have their wire free; a block starts when the one before
 it is done and its own keys have arrived. Block 0 is the own group's. In the backward pass the gradients
-of a step start home when its block is done, behind the keys posted before, and the last of them are
-waited for.
+of a step start home when its block is done, behind the keys posted before; block 0 is computed in two
+parts, one before the steps and one after them, behind which the last gradients travel.
 """
 
 from __future__ import annotations
@@ -58,14 +58,22 @@ class ForwardClock:
 
 
 class BackwardClock:
-    """The backward pass: keys and values as in the forward pass, and their gradients on the way back."""
+    """The backward pass: keys and values as in the forward pass, and their gradients on the way back.
 
-    def __init__(self, begin: Floats, own_block: Floats, window: int) -> None:
+    Args:
+        begin: when each unit enters its attention, s, [U].
+        first: seconds of the part of its own group's block that comes before the steps, [U].
+        last: of the part that comes after them, [U].
+        window: steps under way ahead of the one in use.
+    """
+
+    def __init__(self, begin: Floats, first: Floats, last: Floats, window: int) -> None:
         self._wire = _Wire(len(begin))
+        self._last = last
         self._starts = deque([begin] * window, maxlen=window)
         self._window = window
         self._returns: deque[tuple[Floats, Ints, Ints, Floats]] = deque()
-        self.end = begin + own_block
+        self.end = begin + first
 
     def step(self, compute: Floats, src: Ints, dst: Ints, seconds: Floats, home_seconds: Floats) -> None:
         """One step: blocks, messages, and the seconds of each message's way back."""
@@ -78,7 +86,7 @@ class BackwardClock:
         self._returns.append((self.end, dst, src, home_seconds))
 
     def finish(self) -> None:
-        """Wait for the last gradients; `end` is complete after this."""
+        """The rest of the own block while the last gradients travel; `end` is complete after this."""
         while self._returns:
             self._wire.carry(*self._returns.popleft())
-        self.end = np.maximum(self.end, self._wire.free)
+        self.end = np.maximum(self.end + self._last, self._wire.free)

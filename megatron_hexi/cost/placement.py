@@ -41,18 +41,21 @@ def place(plan: Plan, job: Job, cluster: Cluster, gpus: Sequence[int] | None = N
         plan: the plan.
         job: the job.
         cluster: the cluster.
-        gpus: the cluster's rank of each rank of the job; ``None``: all of the cluster in file order.
+        gpus: the cluster's rank of each rank of the job; ``None``: those that the plan names, or else all
+            of the cluster in file order.
 
     Raises:
         ClusterError: too many or too few GPUs, one given twice, or a unit on two nodes.
     """
     tp, pp = job.tensor_parallel, job.pipeline_parallel
+    gpus = plan.gpus if gpus is None else gpus
     chosen = np.asarray(range(len(cluster.ranks)) if gpus is None else gpus, dtype=np.int64)
     needed = plan.ranks * tp * pp
     if len(chosen) != needed:
         units = f"{plan.ranks} ranks" if tp * pp == 1 else f"{plan.ranks} ranks x {tp} tensor x {pp} pipeline"
+        has = f"cluster {cluster.name} has" if gpus is None else "the plan names"
         raise ClusterError(
-            f"cluster {cluster.name} has {len(chosen)} GPUs, the plan is for {needed} ({units}); "
+            f"{has} {len(chosen)} GPUs, the plan is for {needed} ({units}); "
             "make the plan for this cluster, or take GPUs out of the cluster file"
         )
     if gpus is not None:

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.serving import Serving, serving
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.heads import kv_range
+from megatron_hexi.plan.heads import heads_first, kv_range
 from megatron_hexi.plan.layout import merge_segments
 from megatron_hexi.plan.model import Group, Range
 
@@ -27,6 +27,8 @@ class PlanArrays:
         causal: whether a token sees earlier tokens only.
         tokens: T of each unit.
         heads: query heads (of one tensor-parallel rank) of each unit.
+        heads_first: those of them whose own block the backward pass computes before the exchange; all of
+            them where there is no exchange.
         kv: KV heads that these read.
         group: group of each unit.
         slots: units by group and position in it.
@@ -45,6 +47,7 @@ class PlanArrays:
     causal: bool
     tokens: Ints
     heads: Ints
+    heads_first: Ints
     kv: Ints
     group: Ints
     slots: Ints
@@ -92,11 +95,13 @@ def plan_arrays(plan: Plan) -> PlanArrays:
     groups = [group for replica in plan.replicas for group in replica.domain.groups]
     counts = [len(replica.domain.groups) for replica in plan.replicas]
     ratio = plan.workload.queries_per_kv
-    tokens, heads, kv, group_of = (np.zeros(plan.ranks, dtype=np.int64) for _ in range(4))
+    beside = np.repeat(counts, counts)
+    tokens, heads, first, kv, group_of = (np.zeros(plan.ranks, dtype=np.int64) for _ in range(5))
     for number, group in enumerate(groups):
         for member in group.members:
             tokens[member.rank] = member.tokens
             heads[member.rank] = member.heads[1] - member.heads[0]
+            first[member.rank] = heads_first(member.heads, ratio)
             held = kv_range(member.heads, ratio)
             kv[member.rank] = held[1] - held[0]
             group_of[member.rank] = number
@@ -107,6 +112,7 @@ def plan_arrays(plan: Plan) -> PlanArrays:
         causal=plan.workload.causal,
         tokens=tokens,
         heads=heads,
+        heads_first=np.where(beside[group_of] > 1, first, heads),
         kv=kv,
         group=group_of,
         slots=np.array([member.rank for group in groups for member in group.members]),
@@ -114,7 +120,7 @@ def plan_arrays(plan: Plan) -> PlanArrays:
         group_tokens=np.array([group.tokens for group in groups]),
         replica=np.repeat(np.arange(len(counts)), counts),
         first_group=np.repeat(np.cumsum([0, *counts[:-1]]), counts),
-        groups_beside=np.repeat(counts, counts),
+        groups_beside=beside,
         starts=starts,
         stops=stops,
         head_class=np.array(head_class),

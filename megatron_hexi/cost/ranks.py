@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.layer import Pass
-from megatron_hexi.cost.memory import GIB, Memory
+from megatron_hexi.cost.memory import GIB, Memory, unit_memory
 from megatron_hexi.cost.placement import Placement
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.stage import StageCost
@@ -88,7 +88,7 @@ def rank_costs(
     placement: Placement,
     costs: Sequence[StageCost],
     optimizer: Sequence[Floats],
-    memory: Sequence[Sequence[Memory]],
+    memory: Sequence[Mapping[str, Floats]],
     micro_batches: Ints,
     synchronisation: Sequence[float],
     iteration_s: float,
@@ -135,7 +135,7 @@ def rank_costs(
                         **parts,
                         # Rounding must not make a rank that never waits wait less than nothing.
                         idle_s=max(0.0, iteration_s - sum(parts.values())),
-                        memory=memory[stage][unit],
+                        memory=unit_memory(memory[stage], unit),
                         usable_gib=device.usable_gib,
                     )
                 )

@@ -140,10 +140,10 @@ def exposed_synchronisation(
     return [float(wait) for wait in waits.max(axis=0)]
 
 
-def optimizer_times(job: Job, stage: Stage, params: int, units: int) -> Floats:
-    """The optimizer's step of each unit, s, [U]."""
-    shard = params / units if job.distributed_optimizer else float(params)
-    times = np.zeros(units)
+def optimizer_times(job: Job, stage: Stage, params: int, shards: int) -> Floats:
+    """The optimizer's step of each unit, s, [U]; with the distributed optimizer `shards` units share it."""
+    shard = params / shards if job.distributed_optimizer else float(params)
+    times = np.zeros(len(stage.gpus))
     for speeds, members in stage.by_kind():
         times[members] = optimizer_seconds(speeds, job, params, shard)
     return times

@@ -52,6 +52,29 @@ def check_plan(plan: Plan, where: Where) -> None:
             f"have {len(ranks)} members with ranks up to {ranks[-1]}, and rank {missing} is missing",
             f"number them 0 to {len(ranks) - 1}",
         )
+    if plan.gpus is not None:
+        _check_gpus(plan.gpus, len(ranks) * plan.workload.tensor_parallel, where)
+
+
+def _check_gpus(gpus: tuple[int, ...], stage: int, where: Where) -> None:
+    """A GPU for each rank of the job; stages of a pipeline repeat the members, so any multiple will do."""
+    if not gpus or len(gpus) % stage:
+        _refuse(
+            where,
+            ("gpus",),
+            f"names {len(gpus)} GPUs, the plan has {stage} a pipeline stage",
+            "name one for each rank of the job, or leave it out to use all of the cluster in order",
+        )
+    first: dict[int, int] = {}
+    for rank, gpu in enumerate(gpus):
+        if gpu in first:
+            _refuse(
+                where,
+                ("gpus", rank),
+                f"is {gpu}, which rank {first[gpu]} has already",
+                "give every rank a GPU of its own",
+            )
+        first[gpu] = rank
 
 
 def _check_workload(workload: Workload, where: Where) -> None:

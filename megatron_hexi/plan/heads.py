@@ -7,6 +7,7 @@ starts or ends inside a KV head's group of queries holds that KV head too, besid
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_hexi.plan.model import Range
 
@@ -28,19 +29,45 @@ class HeadSpan:
     kv: Range
 
 
-def head_spans(heads: Range, ratio: int) -> tuple[HeadSpan, ...]:
-    """The fewest spans that cover a head range: at most three (a part, whole groups, a part)."""
+def head_spans(heads: Range, ratio: int, origin: int | None = None) -> tuple[HeadSpan, ...]:
+    """The fewest spans that cover a head range: at most three (a part, whole groups, a part).
+
+    Args:
+        heads: the range.
+        ratio: query heads that share one KV head.
+        origin: the member's first head, where `heads` are not all that it has.
+    """
     start, stop = heads
-    first_kv = start // ratio
+    origin = start if origin is None else origin
+    first_kv = origin // ratio
     spans: list[HeadSpan] = []
     for kv in range(*kv_range(heads, ratio)):
         low, high = max(start, kv * ratio), min(stop, (kv + 1) * ratio)
-        here = HeadSpan((low - start, high - start), (kv - first_kv, kv - first_kv + 1))
+        here = HeadSpan((low - origin, high - origin), (kv - first_kv, kv - first_kv + 1))
         if spans and _queries_per_kv(spans[-1]) == high - low:
             previous = spans.pop()
             here = HeadSpan((previous.queries[0], here.queries[1]), (previous.kv[0], here.kv[1]))
         spans.append(here)
     return tuple(spans)
+
+
+@lru_cache(maxsize=4096)  # a search asks for few ranges, over and over
+def heads_first(heads: Range, ratio: int) -> int:
+    """How many of its query heads come first where a member's work is cut in two.
+
+    The cut runs between two KV heads, as near to the middle of the query heads as it can (of two as near,
+    the earlier), so that no KV head is read twice. A member with one KV head does not cut: all come first.
+    """
+    start, stop = heads
+    cuts = range((start // ratio + 1) * ratio, stop, ratio)
+    return min(cuts, key=lambda cut: abs(2 * cut - start - stop), default=stop) - start
+
+
+def spans_in_two(heads: Range, ratio: int) -> tuple[tuple[HeadSpan, ...], tuple[HeadSpan, ...]]:
+    """The spans of the heads that come first, and of the others; both count from the member's first head."""
+    start, stop = heads
+    middle = start + heads_first(heads, ratio)
+    return head_spans((start, middle), ratio), head_spans((middle, stop), ratio, origin=start)
 
 
 def overlap(a: Range, b: Range) -> int:

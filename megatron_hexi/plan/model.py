@@ -199,11 +199,23 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Plan:
-    """The one thing that the planner writes and the runtime reads."""
+    """The one thing that the planner writes and the runtime reads.
+
+    Args:
+        workload: what it was made for.
+        replicas: who does what.
+        exchange: how keys and values travel.
+        gpus: the cluster's GPU, numbered in the order of the cluster file, on which each rank of the job
+            must be started; ``None``: all of the cluster, in that order. The runtime cannot check it.
+        estimate: what the planner expects.
+        provenance: where the plan comes from.
+        version: of the file format.
+    """
 
     workload: Workload
     replicas: tuple[Replica, ...]
     exchange: Exchange = field(default_factory=Exchange)
+    gpus: tuple[Count, ...] | None = None
     estimate: Estimate | None = None
     provenance: Provenance | None = None
     version: Literal[1] = FORMAT_VERSION

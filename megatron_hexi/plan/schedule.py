@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_hexi.plan.heads import HeadSpan, head_spans, kv_range, overlap
+from megatron_hexi.plan.heads import HeadSpan, head_spans, kv_range, overlap, spans_in_two
 from megatron_hexi.plan.layout import merge_segments, shard_segments, tokens_before
 from megatron_hexi.plan.model import Domain, Group, Range, Workload
 
@@ -79,6 +79,7 @@ class Schedule:
         heads: query heads of each member of its group.
         kv: KV heads of each member of its group.
         spans: its own query heads beside the KV heads they read, for the kernels.
+        spans_in_two: the same heads in two parts, as the backward pass takes the block of its own group.
         causal: whether the block of its own group is causal (the others never need a mask).
         steps: the exchange with the other groups.
     """
@@ -91,6 +92,7 @@ class Schedule:
     heads: tuple[Range, ...]
     kv: tuple[Range, ...]
     spans: tuple[HeadSpan, ...]
+    spans_in_two: tuple[tuple[HeadSpan, ...], tuple[HeadSpan, ...]]
     causal: bool
     steps: tuple[Step, ...]
 
@@ -148,6 +150,7 @@ def build_schedule(workload: Workload, domain: Domain, index: int) -> Schedule:
         heads=tuple(member.heads for member in group.members),
         kv=tuple(kv_range(member.heads, ratio) for member in group.members),
         spans=head_spans(heads, ratio),
+        spans_in_two=spans_in_two(heads, ratio),
         causal=workload.causal,
         steps=tuple(steps),
     )

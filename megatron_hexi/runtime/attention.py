@@ -8,7 +8,9 @@ The way of a token through one layer:
     own heads, the group's tokens  --all-to-all-->  own tokens, all heads
 
 The backward walks the same way back: the output's gradient in, keys and values exchanged again (they
-are not kept), their gradients sent to the owners, all three gradients back to the tokens' layout.
+are not kept), their gradients sent to the owners, all three gradients back to the tokens' layout. The
+block of the own group is cut by heads there: one part hides the first keys and values on their way in,
+the other the last gradients on their way home.
 
 Shape letters: T tokens of the shard, G tokens of the group, B batch, H query heads, K KV heads, h and k
 the rank's own of these, D head size, P ranks of the domain.
@@ -165,23 +167,31 @@ def _attend_backward(
     schedule = domain.schedule
     if not query.numel():
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    own_keys = _side_by_side(key, value)
-    exchange = KeyExchange(own_keys, schedule, domain.domain_group, domain.window)
-    blocks = BlockAttention(domain.kernel(query), schedule.spans, scale)
-    grads = blocks.backward(grad_output, query, key, value, output, log_sum_exp, schedule.causal)
+    whole, first, last = (
+        BlockAttention(domain.kernel(query), spans, scale)
+        for spans in (schedule.spans, *schedule.spans_in_two)
+    )
+    own = grad_output, query, key, value, output, log_sum_exp
     if not schedule.steps:
-        return grads
+        return whole.backward(*own, schedule.causal)
+    own_keys, head_dim = _side_by_side(key, value), key.shape[3]
+    exchange = KeyExchange(own_keys, schedule, domain.domain_group, domain.window)
     # Parts are added up in fp32 (fp64 for fp64), so that the number of groups costs no precision.
     wide = log_sum_exp.dtype
-    grad_query = grads[0].to(wide)
-    total = _side_by_side(grads[1], grads[2]).to(wide)
-    returns = GradientReturn(total, schedule, domain.domain_group)
+    grad_query = torch.zeros_like(query, dtype=wide)
+    grad_keys = torch.zeros_like(own_keys, dtype=wide)
+    own_sums = grad_query, *_apart(grad_keys, grad_keys.shape[2], head_dim)
+    returns = GradientReturn(grad_keys, schedule, domain.domain_group)
+    # Every step hides the transfers of its neighbours. Before the first there is only the own block to hide
+    # its keys and values behind, and after the last only the own block to hide its gradients.
+    first.add_backward(own_sums, *own, schedule.causal)
     for step, received in exchange:
         gradient = None if received is None else torch.zeros_like(received, dtype=wide)
         for block in step.blocks:
-            far_key, far_value = _apart(received, block.keys, key.shape[3])
+            far_key, far_value = _apart(received, block.keys, head_dim)
             rows = slice(*block.queries)
-            part = blocks.backward(
+            whole.add_backward(
+                (grad_query[:, :, rows], *_apart(gradient, block.keys, head_dim)),
                 grad_output[:, :, rows],
                 query[:, :, rows],
                 far_key,
@@ -190,13 +200,10 @@ def _attend_backward(
                 log_sum_exp[:, :, rows],
                 causal=False,
             )
-            grad_query[:, :, rows].add_(part[0])
-            assert gradient is not None
-            gradient[:, :, : block.keys].add_(_side_by_side(part[1], part[2]))
         returns.post(step, None if gradient is None else gradient.to(query.dtype), like=own_keys)
+    last.add_backward(own_sums, *own, schedule.causal)
     returns.finish()
-    grad_key, grad_value = _apart(total.to(query.dtype), total.shape[2], key.shape[3])
-    return grad_query.to(query.dtype), grad_key, grad_value
+    return grad_query.to(query.dtype), *_apart(grad_keys.to(query.dtype), grad_keys.shape[2], head_dim)
 
 
 def _side_by_side(key: Tensor, value: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ class BlockAttention:
 
     Args:
         kernel: what computes.
-        spans: the rank's query heads beside their KV heads, each with one ratio.
+        spans: query heads of the rank beside their KV heads, each with one ratio; for `add_backward`, only
+            some of its heads may be among them.
         scale: the softmax scale.
     """
 
@@ -64,21 +65,50 @@ class BlockAttention:
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value of one block, from the merged output and log-sum-exp."""
-        parts = [
-            self.kernel.backward(
-                grad_output[:, slice(*span.queries)],
-                query[:, slice(*span.queries)],
-                key[:, slice(*span.kv)],
-                value[:, slice(*span.kv)],
-                output[:, slice(*span.queries)],
-                log_sum_exp[:, slice(*span.queries)],
-                causal=causal,
-                scale=self.scale,
-            )
-            for span in self.spans
-        ]
+        tensors = grad_output, query, key, value, output, log_sum_exp
+        parts = [self._gradients(span, *tensors, causal) for span in self.spans]
         grad_query, grad_key, grad_value = (_join(list(grads)) for grads in zip(*parts, strict=True))
         return grad_query, grad_key, grad_value
+
+    def add_backward(
+        self,
+        sums: tuple[Tensor, Tensor, Tensor],
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
+        causal: bool,
+    ) -> None:
+        """Add the gradients of one block to sums of query's, key's and value's; heads of no span are left."""
+        tensors = grad_output, query, key, value, output, log_sum_exp
+        for span in self.spans:
+            grads = self._gradients(span, *tensors, causal)
+            for total, heads, grad in zip(sums, (span.queries, span.kv, span.kv), grads, strict=True):
+                total[:, slice(*heads)].add_(grad)
+
+    def _gradients(
+        self,
+        span: HeadSpan,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.kernel.backward(
+            grad_output[:, slice(*span.queries)],
+            query[:, slice(*span.queries)],
+            key[:, slice(*span.kv)],
+            value[:, slice(*span.kv)],
+            output[:, slice(*span.queries)],
+            log_sum_exp[:, slice(*span.queries)],
+            causal=causal,
+            scale=self.scale,
+        )
 
 
 class Merger:

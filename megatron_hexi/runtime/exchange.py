@@ -2,7 +2,7 @@
 
 Every message goes straight from owner to user. In the forward direction a bounded number of steps is
 under way ahead of the one in use, so that the wire works while the kernels do; the gradients of a step
-travel back while the next step is computed.
+travel back while the next step is computed, the last ones while the caller computes what it kept for that.
 
 Keys and values of one head lie side by side: a buffer is [K, B, G, Dk + Dv], so that the KV heads that
 one owner serves are one contiguous piece of it.
@@ -75,7 +75,7 @@ class KeyExchange:
 class GradientReturn:
     """Sends the gradients of received keys and values to their owners, and adds up those that come back.
 
-    One step is under way while the next is computed.
+    One step is under way while the next is computed; the last two remain so until `finish`.
 
     Args:
         total: where the gradients of the own keys and values are added up, [k, B, G, Dk + Dv].
@@ -88,7 +88,7 @@ class GradientReturn:
         self._schedule = schedule
         self._group = group
         self._number = 0
-        self._under_way: tuple[list[tuple[Transfer, Tensor]], Transfers] | None = None
+        self._under_way: deque[tuple[list[tuple[Transfer, Tensor]], Transfers]] = deque()
 
     def post(self, step: Step, gradient: Tensor | None, like: Tensor) -> None:
         """Start the way back of one step; every step is posted, in order.
@@ -112,18 +112,18 @@ class GradientReturn:
             tag=2 * self._number + 1,
         )
         self._number += 1
-        self._collect()
-        self._under_way = (arriving, transfers)
+        self._under_way.append((arriving, transfers))
+        # After the last step nothing is waited for: what the caller has left to compute hides it.
+        if 1 < self._number < len(self._schedule.steps):
+            self._collect()
 
     def finish(self) -> None:
-        """Wait for the last step; `total` is complete after this."""
-        self._collect()
+        """Wait for what is still under way; `total` is complete after this."""
+        while self._under_way:
+            self._collect()
 
     def _collect(self) -> None:
-        if self._under_way is None:
-            return
-        arriving, transfers = self._under_way
-        self._under_way = None
+        arriving, transfers = self._under_way.popleft()
         transfers.wait()
         for part, buffer in arriving:
             _heads(self._total, part, self._schedule.own_kv)[:, :, : part.keys].add_(buffer)

@@ -2,6 +2,7 @@
 
 import functools
 import statistics
+import threading
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from megatron_hexi.plan import Workload, proportional_plan
-from tests.support.plans import SPARSE, TORN, examples, plans, workloads
+from megatron_hexi.runtime import exchange
+from megatron_hexi.runtime.kernels import MathKernel
+from megatron_hexi.runtime.wire import Transfers
+from tests.support.plans import RAGGED, SPARSE, TORN, examples, plans, workloads
 from tests.support.reference import (
     plain_attention,
     plain_low_precision_results,
@@ -38,6 +42,7 @@ def assert_close(results, expected, tolerance):
     seed=SEEDS,
 )
 @example(plan=TORN, batch=2, scale=None, kernel="auto", seed=0)
+@example(plan=RAGGED, batch=2, scale=None, kernel="auto", seed=0)
 @example(plan=SPARSE, batch=3, scale=0.3, kernel="auto", seed=0)
 @examples(430)
 def test_any_plan_gives_the_output_and_the_gradients_of_one_device(plan, batch, scale, kernel, seed):
@@ -91,6 +96,42 @@ def test_eight_groups_cost_little_precision_since_their_parts_are_added_up_in_fp
 def test_fp16_and_fp32_are_at_most_twice_as_far_from_the_truth_as_in_one_block(dtype, plan, batch, seed):
     ratios = low_precision_ratios(plan, batch, dtype, seed)
     assert max(ratios.values()) <= 2, ratios
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        (2, "post 0, 2 heads, wait, 4 heads, post 1, 2 heads, wait"),
+        (3, "post 0, 2 heads, post 2, wait, 4 heads, post 1, wait, 4 heads, post 3, 2 heads, wait, wait"),
+        (1, "4 heads"),
+    ],
+)
+def test_half_of_the_own_block_hides_the_first_keys_and_half_the_last_gradients(
+    monkeypatch, groups, expected
+):
+    """What each rank does in the backward pass; messages go by their tags, keys even and gradients odd."""
+    done: dict[threading.Thread, list[str]] = {}
+
+    def log(owner, name, say):
+        original = getattr(owner, name)
+
+        def logged(*args, **kwargs):
+            done.setdefault(threading.current_thread(), []).append(say(*args, **kwargs))
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, logged)
+
+    def layer(attention, query, key, value, scale):
+        output = attention(query, key, value, scale)
+        done[threading.current_thread()] = []  # only the backward pass counts
+        return output
+
+    log(exchange, "post", lambda receives, sends, group, tag: f"post {tag}")
+    log(Transfers, "wait", lambda transfers: "wait")
+    log(MathKernel, "backward", lambda kernel, grad, *tensors, **mode: f"{grad.shape[1]} heads")
+    plan = proportional_plan(Workload(24, 4, 4, 8, causal=False), [[[1]] * groups])
+    planned_results(plan, random_problem(plan.workload, batch=1), "math", layer)
+    assert [", ".join(steps) for steps in done.values()] == [expected] * groups
 
 
 @given(plan=plans(), seed=SEEDS)

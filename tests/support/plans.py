@@ -129,6 +129,15 @@ TORN = one_replica(
     Group(((5, 20),), (Member(3, 8, (0, 0)), Member(4, 7, (0, 6)))),
 )
 
+#: Ranks with 1, 2, 3, 4 and 6 KV heads, cut in the middle on both sides; three queries read each.
+RAGGED = one_replica(
+    Workload(41, 18, 6, 4),
+    Group(((0, 7), (30, 41)), (Member(0, 5, (0, 2)), Member(1, 9, (2, 8)), Member(4, 4, (8, 18)))),
+    Group(((7, 18),), (Member(2, 3, (0, 5)), Member(5, 8, (5, 12)), Member(6, 0, (12, 18)))),
+    Group(((18, 30),), (Member(3, 12, (0, 18)),)),
+    window=2,
+)
+
 #: Four groups, of which one has no tokens and one stands in the middle of another.
 SPARSE = one_replica(
     Workload(17, 3, 1, 4),

@@ -47,6 +47,9 @@ def check_against_schedules(plan):
                     blocks = [(int(q), int(k)) for q, k in zip(queries[group], keys[group], strict=True) if k]
                     assert blocks == [(b.queries[1] - b.queries[0], b.keys) for b in step.blocks]
             assert [m for m in messages if m[1] in ranks] == sorted(expected)
+        for rank, schedule in zip(ranks, schedules, strict=True):
+            first = schedule.spans_in_two[0] if schedule.steps else schedule.spans
+            assert arrays.heads_first[rank] == sum(span.queries[1] - span.queries[0] for span in first)
         assert max(len(schedule.steps) for schedule in schedules) <= len(found)
 
 
@@ -140,8 +143,8 @@ def test_units_without_messages_do_not_wait():
     assert list(clock.end) == [11, 11, 7]
 
 
-def backward(window, own, steps):
-    clock = BackwardClock(units(0, 0), units(*own), window)
+def backward(window, own, steps, last=(0, 0)):
+    clock = BackwardClock(units(0, 0), units(*own), units(*last), window)
     for compute, seconds, home in steps:
         clock.step(units(*compute), *BOTH, units(*seconds), units(*home))
     clock.finish()
@@ -151,6 +154,19 @@ def backward(window, own, steps):
 def test_the_last_gradients_are_waited_for():
     # Blocks end at 10, 20, 30; the last gradients take 4 s more.
     assert backward(1, [10, 10], [([10, 10], [4, 4], [4, 4])] * 2) == [34, 34]
+
+
+def test_the_last_gradients_hide_behind_the_rest_of_the_own_block():
+    # The first part ends at 5, the block at 15; gradients are home at 19, and the last part ends at 20.
+    assert backward(1, [5, 5], [([10, 10], [4, 4], [4, 4])], last=[5, 5]) == [20, 20]
+    # All of it first: gradients leave at 20 and show.
+    assert backward(1, [10, 10], [([10, 10], [4, 4], [4, 4])]) == [24, 24]
+    # Blocks end at 8, 18, 28, gradients are home at 32; the last 2 s of work hide 2 s of them.
+    assert backward(1, [8, 8], [([10, 10], [4, 4], [4, 4])] * 2, last=[2, 2]) == [32, 32]
+    # Keys need longer than the first part, 7 s; then the block until 17, and the last part until 22.
+    assert backward(1, [5, 5], [([10, 10], [7, 7], [4, 4])], last=[5, 5]) == [22, 22]
+    # Unit 1 is done with its last part at 11, but gradients travel from 15, when unit 0 has its own, to 19.
+    assert backward(1, [5, 5], [([10, 1], [4, 4], [4, 4])], last=[5, 5]) == [20, 19]
 
 
 def test_keys_and_gradients_share_the_wire():
@@ -168,7 +184,7 @@ def test_keys_and_gradients_share_the_wire():
 @examples(100)
 def test_slower_work_or_wires_never_end_earlier(window, rows, more):
     def run(extra_work, extra_wire):
-        clock = BackwardClock(units(0, 0), units(1, 2), window)
+        clock = BackwardClock(units(0, 0), units(1, 2), units(3, 1), window)
         for row in rows:
             work = units(*row[:2]) + extra_work
             clock.step(work, *BOTH, units(*row[2:4]) + extra_wire, units(*row[4:]) + extra_wire)
@@ -177,5 +193,5 @@ def test_slower_work_or_wires_never_end_earlier(window, rows, more):
 
     assert (run(more, 0) >= run(0, 0) - 1e-9).all()
     assert (run(0, more) >= run(0, 0) - 1e-9).all()
-    work = sum(units(*row[:2]) for row in rows) + units(1, 2)
+    work = sum(units(*row[:2]) for row in rows) + units(4, 3)
     assert (run(0, 0) >= work - 1e-9).all()

@@ -20,7 +20,7 @@ from megatron_hexi.cost.compute import (
 from megatron_hexi.cost.memory import stage_params
 from megatron_hexi.errors import ClusterError, PlanError
 from megatron_hexi.plan import Replica, proportional_plan
-from tests.support.costs import cluster, tiny_job
+from tests.support.costs import TINY, cluster, tiny_job
 
 GB = 1e9
 FAST = 1e6  # GB/s: a network that takes no time
@@ -103,6 +103,19 @@ def test_an_even_ring_on_a_fast_network_is_its_compute():
     # Each pass waits for its slower group; the network still takes a little.
     work = 2 * (both(token) + max(forward) + max(backward)) + cost.phases.logits
     assert work < cost.iteration_s - cost.phases.optimizer < work * 1.001
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_between_two_groups_half_of_the_own_block_hides_the_gradients(kv_heads):
+    job = tiny_job(model=dataclasses.replace(TINY, kv_heads=kv_heads))
+    known = cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)], bandwidth=200)
+    # The longest message: 2048 tokens' keys and values of all KV heads.
+    transfer = 2048 * kv_heads * 2 * 128 * 2 / (200 * GB)
+    own = own_block_times(speeds_of(known, job), job, at(2048), True)
+    assert transfer < 4 * own.forward < 2 * own.backward
+    cost = estimate(proportional_plan(job.workload(), [even(2, 1)]), job, known)
+    # One KV head is not cut, and in each of the two layers its gradients show.
+    assert cost.phases.exchange == pytest.approx(2 * transfer if kv_heads == 1 else 0, abs=1e-12)
 
 
 def test_ranks_times_add_up():

@@ -13,12 +13,14 @@ from megatron_hexi.cost.memory import (
     GIB,
     RESERVE_BYTES,
     Flights,
+    Holdings,
     attention_bytes,
     logits_bytes,
     micro_batches_in_flight,
     stage_memory,
     stage_params,
     token_activation_bytes,
+    unit_memory,
     working_set_bytes,
 )
 from megatron_hexi.cost.plan_arrays import plan_arrays
@@ -38,8 +40,7 @@ def alone(**changes):
     """Memory of a single GPU that does everything."""
     job = tiny_job(**changes)
     plan = one_replica(job.workload(), Group(((0, 4096),), (Member(0, 4096, (0, 4)),)))
-    (memory,) = stage_memory(plan_arrays(plan), job, 0, np.array([1]), NONE, 1)
-    return memory
+    return unit_memory(stage_memory(job, 0, Holdings.of(plan_arrays(plan), np.array([1]), NONE), 1, 1), 0)
 
 
 def test_weights_by_hand():
@@ -66,8 +67,8 @@ def test_the_optimizer_is_shared_by_all_ranks():
     flights = Flights(np.zeros(4), np.zeros(4))
     params = stage_params(job, 0)
     for given_job, share in ((job, 4), (tiny_job(distributed_optimizer=False), 1)):
-        found = stage_memory(plan_arrays(plan), given_job, 0, np.ones(4, dtype=int), flights, 1)
-        assert [memory.optimizer for memory in found] == [12 * params / share] * 4
+        found = stage_memory(given_job, 0, Holdings.of(plan_arrays(plan), np.array([1]), flights), 1, 4)
+        assert list(found["optimizer"]) == [12 * params / share] * 4
 
 
 def test_activations_by_hand():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.plan.heads import HeadSpan, head_spans, kv_range, overlap
+from megatron_hexi.plan.heads import HeadSpan, head_spans, heads_first, kv_range, overlap, spans_in_two
 from tests.support.plans import examples
 
 RATIOS = st.integers(1, 9)
@@ -58,6 +58,49 @@ def test_there_are_at_most_three_spans_and_one_where_nothing_is_cut(heads, ratio
 )
 def test_spans_by_hand(heads, ratio, spans):
     assert head_spans(heads, ratio) == tuple(HeadSpan(*span) for span in spans)
+
+
+@given(head_ranges(), RATIOS)
+@examples(300)
+def test_two_parts_are_cut_between_kv_heads_as_near_to_the_middle_as_can_be(heads, ratio):
+    start, stop = heads
+    first = heads_first(heads, ratio)
+    inside = [cut - start for cut in range(start + 1, stop) if cut % ratio == 0]
+    assert first in (inside or [stop - start])
+    assert all(abs(first - (stop - start) / 2) <= abs(cut - (stop - start) / 2) for cut in inside)
+
+
+@given(head_ranges(), RATIOS)
+@examples(300)
+def test_the_spans_of_two_parts_are_those_of_the_whole(heads, ratio):
+    def pairs(spans):
+        for span in spans:
+            per_kv = (span.queries[1] - span.queries[0]) // (span.kv[1] - span.kv[0])
+            yield from ((query, span.kv[0] + i // per_kv) for i, query in enumerate(range(*span.queries)))
+
+    first, last = spans_in_two(heads, ratio)
+    assert len(list(pairs(first))) == heads_first(heads, ratio)
+    assert [*pairs(first), *pairs(last)] == list(pairs(head_spans(heads, ratio)))
+    assert not {kv for _, kv in pairs(first)} & {kv for _, kv in pairs(last)}
+
+
+@pytest.mark.parametrize(
+    ("heads", "ratio", "first", "last"),
+    [
+        ((0, 8), 4, [((0, 4), (0, 1))], [((4, 8), (1, 2))]),
+        ((0, 12), 4, [((0, 4), (0, 1))], [((4, 12), (1, 3))]),  # 4 or 8 of 12: the earlier
+        # 1, 4 and 1 heads: after 1 or 5 of 6.
+        ((3, 9), 4, [((0, 1), (0, 1))], [((1, 5), (1, 2)), ((5, 6), (2, 3))]),
+        ((1, 9), 4, [((0, 3), (0, 1))], [((3, 7), (1, 2)), ((7, 8), (2, 3))]),  # 3 and 7 of 8
+        ((3, 7), 1, [((0, 2), (0, 2))], [((2, 4), (2, 4))]),
+        ((2, 6), 4, [((0, 2), (0, 1))], [((2, 4), (1, 2))]),
+        ((5, 8), 4, [((0, 3), (0, 1))], []),  # one KV head
+        ((4, 4), 4, [], []),
+    ],
+)
+def test_two_parts_by_hand(heads, ratio, first, last):
+    expected = tuple(tuple(HeadSpan(*span) for span in part) for part in (first, last))
+    assert spans_in_two(heads, ratio) == expected
 
 
 @given(head_ranges(), head_ranges())

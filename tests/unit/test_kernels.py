@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_hexi.errors import PlatformError
-from megatron_hexi.plan.heads import head_spans, kv_range
+from megatron_hexi.plan.heads import head_spans, kv_range, spans_in_two
 from megatron_hexi.runtime import KERNEL_NAMES, select_kernel
 from megatron_hexi.runtime.blocks import BlockAttention, Merger
 from megatron_hexi.runtime.kernels import KERNELS, MathKernel
@@ -181,7 +181,15 @@ def test_heads_may_be_cut_anywhere(heads):
     found = blocks.forward(*parts, causal=True)
     assert_close(found, (output[:, own], log_sum_exp[:, own]), 1e-12)
     grads = blocks.backward(grad[:, own], *parts, *found, causal=True)
-    assert_close(grads, (grad_query[:, own], grad_key[:, kv], grad_value[:, kv]), 1e-12)
+    expected = grad_query[:, own], grad_key[:, kv], grad_value[:, kv]
+    assert_close(grads, expected, 1e-12)
+    # The same added up in two parts, onto what is there already.
+    ones_query, ones_key, ones_value = (torch.ones_like(gradient) for gradient in expected)
+    sums = ones_query, ones_key, ones_value
+    for spans in spans_in_two(heads, 4):
+        part = BlockAttention(BY_NAME["aten-cpu"], spans, scale)
+        part.add_backward(sums, grad[:, own], *parts, *found, causal=True)
+    assert_close(sums, [1 + gradient for gradient in expected], 1e-12)
 
 
 # On a GPU.
