@@ -1,0 +1,130 @@
+"""The exact balance of a grouping: how many tokens and heads each unit takes, so that nobody waits.
+
+For a fixed grouping, token work is nearly proportional to a shard's tokens, and a group's attention to its
+tokens (the nested zigzag gives it the area tokens x S / 2) times a member's heads. So the balance is found by
+scaling: time the layout, then
+- give a member tokens in proportion to the rate at which it did its own: a group ends its token work at once;
+- deal heads so that the largest heads x seconds a head is least;
+- give a group tokens in proportion to the rate at which it did its own: all groups end a layer at once;
+each under the caps that memory sets. The cost model times the layout again after each round, so curves,
+latencies and shared links count as they do in the end. All of it is nearly linear: a few rounds suffice.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.planner.deal import deal_heads, deal_tokens
+from megatron_hexi.planner.layout import Layout, Part
+from megatron_hexi.planner.measured import Measured
+from megatron_hexi.planner.rates import Rates
+from megatron_hexi.planner.trial import Judge, Trial
+from megatron_hexi.planner.units import Fleet
+
+#: Units of each group, the outermost group first.
+Grouping = tuple[tuple[int, ...], ...]
+
+
+def balance(judge: Judge, rates: Rates, trial: Trial, rounds: int) -> Trial:
+    """The best of a trial and the layouts that scaling comes by from there.
+
+    Args:
+        judge: times them.
+        rates: of the trial's fleet.
+        trial: of one domain.
+        rounds: layouts to time at most.
+    """
+    best = trial
+    for _ in range(rounds):
+        following = rebalanced(rates, trial)
+        if following == trial.layouts[0]:
+            break
+        trial = judge.try_out(trial.fleet, [following], trial.window)
+        if trial.order < best.order:
+            best = trial
+    return best
+
+
+def first_layout(fleet: Fleet, rates: Rates, grouping: Grouping, micro_batches: int) -> Layout:
+    """Every group and member by its best rates, whatever memory and links say."""
+    heads, speeds = [], []
+    for units in grouping:
+        seconds = 1 / rates.attention[list(units)]
+        heads.append(deal_heads(rates.local_heads, list(seconds)))
+        slowest = float((np.array(heads[-1]) * seconds).max())
+        speeds.append(1 / (1 / rates.token[list(units)].sum() + slowest))
+    groups = deal_tokens(fleet.job.seq_length, np.array(speeds))
+    parts = tuple(
+        Part(units, deal_tokens(tokens, rates.token[list(units)]), dealt)
+        for units, tokens, dealt in zip(grouping, groups, heads, strict=True)
+    )
+    return Layout(parts, micro_batches)
+
+
+def rebalanced(rates: Rates, trial: Trial) -> Layout:
+    """The layout that would be balanced if times were proportional to what was timed."""
+    layout = trial.layouts[0]
+    measured = Measured.of(trial)
+    scale = _token_scale(rates, trial, measured)
+    weights, caps, splits = [], [], []
+    heads: list[tuple[int, ...]] = []
+    for part in layout.parts:
+        units = list(part.units)
+        tokens, present = np.array(part.tokens, dtype=float), np.array(part.heads, dtype=float)
+        speed = np.where(tokens > 0, tokens / np.maximum(measured.token[units], 1e-300), 0.0)
+        split = np.where(tokens > 0, speed, rates.token[units] * scale)
+        seconds = _head_seconds(rates, units, present, measured.attention[units])
+        free = measured.free[units]
+        head_caps = _head_caps(present, measured.inside[units], free)
+        heads.append(deal_heads(rates.local_heads, list(seconds), head_caps))
+        token_caps = np.maximum(0.0, free - measured.inside[units]) / measured.token_bytes
+        splits.append((split, token_caps))
+        caps.append(_group_cap(part.total, measured.inside[units], free, measured.token_bytes))
+        busy = float(measured.group[units[0]])
+        first = part.total or 1
+        weights.append(first / busy if busy > 0 else 1.0)
+    groups = deal_tokens(sum(part.total for part in layout.parts), np.array(weights), np.array(caps))
+    parts = []
+    for part, total, (split, token_caps), dealt in zip(layout.parts, groups, splits, heads, strict=True):
+        parts.append(Part(part.units, deal_tokens(total, split, token_caps), dealt))
+    return Layout(tuple(parts), layout.micro_batches)
+
+
+def _token_scale(rates: Rates, trial: Trial, measured: Measured) -> float:
+    """Tokens a second as measured for a layer, over the best rate: for units that hold no tokens yet."""
+    for part in trial.layouts[0].parts:
+        for unit, tokens in zip(part.units, part.tokens, strict=True):
+            if tokens:
+                return float(tokens / measured.token[unit] / rates.token[unit])
+    return 1.0
+
+
+def _head_seconds(rates: Rates, units: list[int], dealt: Floats, attention: Floats) -> Floats:
+    """Seconds a head; of members without heads by the others' and the best rates."""
+    best = 1 / rates.attention[units]
+    has = (dealt > 0) & (attention > 0)
+    if not has.any():
+        return best
+    seconds = np.where(has, attention / np.maximum(dealt, 1), 0.0)
+    scale = float((seconds[has] / best[has]).mean())
+    return np.where(has, seconds, best * scale)
+
+
+def _head_caps(dealt: Floats, inside: Floats, free: Floats) -> list[int]:
+    """The most heads that a member's memory bears at the group's present tokens, if it held no tokens."""
+    per_head = np.where(dealt > 0, inside / np.maximum(dealt, 1), 0.0)
+    per_head = np.where(per_head > 0, per_head, max(1.0, float(per_head.max())))
+    return [int(count) for count in np.maximum(free, 0.0) // per_head]
+
+
+def _group_cap(total: int, inside: Floats, free: Floats, token_bytes: float) -> float:
+    """The most tokens of a group: what is inside attention grows with them, the rest is for tokens.
+
+    x times as many tokens leave a member room for (free - x inside) / bytes a token, and all x total.
+    """
+    room, taken = np.maximum(free, 0.0).sum() / token_bytes, inside.sum() / token_bytes
+    most = total * room / (total + taken) if total else float("inf")
+    # No member's attention alone may pass its memory.
+    tight = inside > 0
+    return float(min(most, (total * np.maximum(free, 0.0)[tight] / inside[tight]).min(initial=np.inf)))

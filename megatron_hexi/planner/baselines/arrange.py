@@ -1,0 +1,87 @@
+"""How ranks follow each other: orders of the machines, replicas as equal rectangles, groups of a replica.
+
+Baselines cut consecutive ranks. A machine's GPUs stay together, in Megatron's order, but which machine comes
+first is the user's to say (a host file). So it is a part of laying a baseline out well, and what the cluster
+file lists first decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_hexi.cluster import Device
+from megatron_hexi.planner.units import Fleet
+
+#: Units in the order of their ranks.
+Order = tuple[int, ...]
+#: The units of each replica, each in the order of their ranks.
+Deal = tuple[Order, ...]
+
+
+def models(fleet: Fleet) -> dict[tuple[Device, ...], tuple[int, ...]]:
+    """The units of each model of GPU (or stack of models), the fastest first; equal entries are one model."""
+    found: dict[tuple[Device, ...], list[int]] = {}
+    of_kind = [found.setdefault(kind.devices, []) for kind in fleet.kinds]
+    for number, unit in enumerate(fleet.units):
+        of_kind[unit.kind].append(number)
+    return {devices: tuple(units) for devices, units in found.items() if units}
+
+
+def orders(fleet: Fleet) -> dict[str, Order]:
+    """Orders of the machines, by a name for people; the plain one, fast machines first, has none."""
+    sites = [sorted(site, key=lambda unit: fleet.units[unit].gpus) for site in fleet.sites]
+    paths = _paths(fleet, sites)
+    domains = sorted(range(len(sites)), key=lambda site: (*paths[site], site))
+    model_of = {unit: number for number, units in enumerate(models(fleet).values()) for unit in units}
+    alike = [(model_of[site[0]], len(site)) for site in sites]
+    found: dict[Order, str] = {}
+    for name, ways in (("", range(len(sites))), ("domain by domain", domains)):
+        found.setdefault(_join(sites, ways), name)
+        backwards = ways[::-1]
+        if [alike[site] for site in ways] != [alike[site] for site in backwards]:
+            found.setdefault(_join(sites, backwards), f"{name}, slow first" if name else "slow first")
+    return {name: order for order, name in found.items()}
+
+
+def deals(fleet: Fleet, count: int, order: Order) -> Iterator[Deal]:
+    """Equal replicas: runs of the order, and, where every model can be dealt out evenly, all of one mix."""
+    yield _runs(order, count)
+    owned = models(fleet).values()
+    if count > 1 and len(owned) > 1 and not any(len(units) % count for units in owned):
+        place = {unit: number for number, unit in enumerate(order)}
+        shares = [_runs(sorted(units, key=lambda unit: place[unit]), count) for units in owned]
+        mixed = [[unit for share in shares for unit in share[replica]] for replica in range(count)]
+        yield tuple(tuple(sorted(units, key=lambda unit: place[unit])) for units in mixed)
+
+
+def groups(units: Order, degree: int, strided: bool) -> list[Order]:
+    """Groups of `degree` units: consecutive ones, or so that neighbours of one ring are consecutive."""
+    if strided:
+        return [units[first :: len(units) // degree] for first in range(len(units) // degree)]
+    return [units[first : first + degree] for first in range(0, len(units), degree)]
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _paths(fleet: Fleet, sites: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Where each site is, from outside in: the first site, in canonical order, of each part that it is in."""
+    paths: list[list[int]] = [[] for _ in sites]
+    firsts = [fleet.units[site[0]].gpus[0][0] for site in sites]
+    for partition in reversed(fleet.cluster.fast_domains()[1:]):
+        part_of = {gpu: number for number, part in enumerate(partition.parts) for gpu in part}
+        leader: dict[int, int] = {}
+        for site, gpu in enumerate(firsts):
+            paths[site].append(leader.setdefault(part_of[gpu], site))
+    return [tuple(path) for path in paths]
+
+
+def _join(sites: Sequence[Sequence[int]], order: Sequence[int]) -> Order:
+    return tuple(unit for site in order for unit in sites[site])
+
+
+def _runs(units: Sequence[int], count: int) -> Deal:
+    size = len(units) // count
+    return tuple(tuple(units[first * size : (first + 1) * size]) for first in range(count))

@@ -1,0 +1,146 @@
+"""`find_baselines`: the best layout of each baseline, or why it has none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from megatron_hexi.planner.baselines.arrange import models
+from megatron_hexi.planner.baselines.race import Entry, Progress, Race, Standing
+from megatron_hexi.planner.baselines.rules import (
+    HOMOGENEOUS,
+    NAMES,
+    UNIFORM,
+    Candidate,
+    candidates,
+    why_none,
+)
+from megatron_hexi.planner.trial import Judge, Trial
+from megatron_hexi.planner.units import Fleet
+
+_GIB = 2.0**30
+
+
+@dataclass(frozen=True, eq=False)
+class Baseline:
+    """What one would do without a planner.
+
+    Args:
+        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion`` or ``homogeneous``.
+        trial: the best layout that its rules allow; ``None`` where there is none, or none fits.
+        why_not: then the reason, one sentence with numbers.
+        layout: what the layout is (or the one that fits best), for people.
+        uniform: whether all of its GPUs get equal tokens and heads, whatever they are.
+    """
+
+    name: str
+    trial: Trial | None
+    why_not: str
+    layout: str
+    uniform: bool
+
+
+def find_baselines(
+    judge: Judge,
+    fleet: Fleet,
+    data_parallel: int | None,
+    *,
+    faster_than: float = inf,
+    progress: Progress | None = None,
+) -> tuple[Baseline, ...]:
+    """Every baseline, with the same kernels and the same overlap.
+
+    Args:
+        judge: times layouts.
+        fleet: all units.
+        data_parallel: equal replicas; ``None``: as many as are best.
+        faster_than: seconds of an iteration; a baseline that cannot be faster need not be timed, and then
+            says so. One that is timed has its best layout.
+        progress: told how far it is.
+    """
+    alone = _homogeneous_parts(fleet)
+    everything = (
+        NAMES
+        if any(part is fleet for part in alone)
+        else tuple(name for name in NAMES if name != HOMOGENEOUS)
+    )
+    entrants = candidates(fleet, data_parallel, everything)
+    for part in alone:
+        if part is not fleet:
+            entrants += candidates(part, data_parallel, (HOMOGENEOUS,))
+    race = Race(judge, faster_than, progress)
+    race.run(entrants)
+    return tuple(
+        _baseline(name, race.standings.get(name), fleet, alone, data_parallel, faster_than) for name in NAMES
+    )
+
+
+def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
+    """The units of each model of GPU; a stack of several models is in none."""
+    owned = [units for devices, units in models(fleet).items() if len(set(devices)) == 1]
+    return [fleet if len(units) == len(fleet.units) else fleet.subset(units) for units in owned]
+
+
+def _baseline(
+    name: str,
+    standing: Standing | None,
+    fleet: Fleet,
+    alone: list[Fleet],
+    data_parallel: int | None,
+    faster_than: float,
+) -> Baseline:
+    uniform = name in UNIFORM
+    if standing is None:
+        return Baseline(name, None, _no_layout(name, fleet, alone, data_parallel), "", uniform)
+    too_slow = f"than {faster_than:.4g} s an iteration: computing alone takes {standing.least_s:.4g} s"
+    if standing.best is None:
+        assert standing.passed is not None
+        return Baseline(name, None, f"cannot be faster {too_slow}", _text(name, standing.passed), uniform)
+    trial = standing.best.trial
+    text = _text(name, standing.best.candidate, trial.window)
+    if trial.fits:
+        return Baseline(name, trial, "", text, uniform)
+    why_not = f"short of memory: {_shortage(standing.best)}"
+    if standing.passed is not None:
+        why_not += f"; other layouts cannot be faster {too_slow}"
+    return Baseline(name, None, why_not, text, uniform)
+
+
+def _no_layout(name: str, fleet: Fleet, alone: list[Fleet], data_parallel: int | None) -> str:
+    if name != HOMOGENEOUS:
+        return why_none(fleet, data_parallel, name)
+    if not alone:
+        return "every unit has GPUs of several models"
+    return "; ".join(f"{_who(part)}: {why_none(part, data_parallel, name)}" for part in alone)
+
+
+def _text(name: str, candidate: Candidate, window: int | None = None) -> str:
+    several = max(len(layout.parts) for layout in candidate.layouts) > 1
+    text = candidate.texts[name] + (f", window {window}" if several and window else "")
+    return f"{_who(candidate.fleet)} alone: {text}" if name == HOMOGENEOUS else text
+
+
+def _who(fleet: Fleet) -> str:
+    """How many GPUs of which model."""
+    gpus = len(fleet.units) * fleet.job.tensor_parallel * fleet.job.pipeline_parallel
+    return f"{gpus} {fleet.kinds[fleet.units[0].kind].name}"
+
+
+def _shortage(entry: Entry) -> str:
+    """The GPU that lacks most: its rank, what it needs, what it has, and what takes most of it."""
+    trial = entry.trial
+    timing, cluster = trial.timing, trial.fleet.cluster
+    stage, unit = np.unravel_index(np.argmax(timing.needed - timing.usable), timing.needed.shape)
+    _, units, width = timing.placement.gpus.shape
+    gpu = int(timing.placement.gpus[stage, unit, 0])
+    rank, device = int(stage * units + unit) * width, cluster.ranks[gpu].device.name
+    needed, usable = timing.needed[stage, unit] / _GIB, timing.usable[stage, unit] / _GIB
+    term, size = max(
+        ((name, values[unit]) for name, values in timing.memory[int(stage)].items()), key=lambda item: item[1]
+    )
+    return (
+        f"rank {rank} ({cluster.rank_name(gpu)}, {device}) needs {needed:.1f} GiB and has {usable:.1f}, "
+        f"most of it {term.replace('_', ' ')}, {size / _GIB:.1f} GiB"
+    )

@@ -1,0 +1,136 @@
+"""A time that layouts cannot beat, from their computing alone: cheap enough to spare timing most of them.
+
+    group     >= its longest token work + its longest attention work        in each pass
+    stage     >= layers x (its slowest group in each pass) + its longest logits
+    replica   >= sum of its stages + (micro-batches - 1) x slowest stage
+    iteration >= slowest replica
+
+The terms of computing are those of cost/layer.py, at the layout's own sizes, but for the keys' gradients.
+Communication, waits inside the exchange, gradients and the optimizer are left out. Jobs are causal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.compute import (
+    Speeds,
+    device_speeds,
+    logits_times,
+    merge_times,
+    own_block_times,
+    rectangle_times,
+    token_times,
+)
+from megatron_hexi.planner.layout import Layout
+from megatron_hexi.planner.units import Fleet
+
+
+class _Blocks(NamedTuple):
+    """Groups of a domain by size.
+
+    Args:
+        sizes: that occur, [C].
+        number: which of them each group has, [N].
+        outside: groups of each size that stand outside of each group, [N, C].
+        inside: likewise inside.
+    """
+
+    sizes: Floats
+    number: Ints
+    outside: Ints
+    inside: Ints
+
+
+class Floor:
+    """Lower bounds for layouts of one fleet.
+
+    Args:
+        fleet: the units that the layouts' numbers mean.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._job = fleet.job
+        self._kinds = np.array([unit.kind for unit in fleet.units])
+        self._speeds = [[device_speeds(device, fleet.job) for device in kind.devices] for kind in fleet.kinds]
+        #: Replicas that are cut alike take as long.
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def seconds(self, layouts: Iterable[Layout]) -> float:
+        """Seconds that an iteration of one layout a replica takes at least."""
+        return max(self._replica(layout) for layout in layouts)
+
+    def _replica(self, layout: Layout) -> float:
+        parts = layout.parts
+        units = np.array([unit for part in parts for unit in part.units])
+        tokens = np.array([count for part in parts for count in part.tokens])
+        heads = np.array([count for part in parts for count in part.heads])
+        first = np.cumsum([0, *(len(part.units) for part in parts)])
+        totals = np.add.reduceat(tokens, first[:-1])
+        group = np.repeat(np.arange(len(parts)), np.diff(first))
+        kinds = self._kinds[units]
+        key = (layout.micro_batches, *(array.tobytes() for array in (kinds, tokens, heads, first)))
+        if key not in self._known:
+            stages = [
+                self._stage(stage, kinds, tokens, heads, group, first[:-1], totals)
+                for stage in range(self._job.pipeline_parallel)
+            ]
+            self._known[key] = sum(stages) + (layout.micro_batches - 1) * max(stages)
+        return self._known[key]
+
+    def _stage(
+        self, stage: int, kinds: Ints, tokens: Ints, heads: Ints, group: Ints, first: Ints, totals: Ints
+    ) -> float:
+        job = self._job
+        last = stage == job.pipeline_parallel - 1
+        rows = job.micro_batch_size * tokens.astype(float)
+        token, attention = np.zeros((2, len(tokens))), np.zeros((2, len(tokens)))
+        logits = np.zeros(len(tokens))
+        blocks = _blocks(totals)
+        for kind in np.unique(kinds):
+            speeds, own = self._speeds[kind][stage], kinds == kind
+            token[:, own] = token_times(speeds, job, rows[own])
+            attention[:, own] = heads[own] * self._attention(speeds, blocks)[:, group[own]]
+            if last:
+                logits[own] = sum(logits_times(speeds, job, rows[own]))
+        longest_token, longest_attention = (
+            np.maximum.reduceat(work, first, axis=1) for work in (token, attention)
+        )
+        passes = longest_token + longest_attention
+        seconds = passes.max(axis=1).sum()
+        if job.recompute == "full":
+            seconds += passes[0].max()
+        elif job.recompute == "selective":
+            seconds += longest_attention[0].max()
+        return float(job.stage_layers * seconds + logits.max())
+
+    def _attention(self, speeds: Speeds, blocks: _Blocks) -> Floats:
+        """Seconds of one head in each group, [2, groups]."""
+        job = self._job
+        sizes, number = blocks.sizes, blocks.number
+        fronts = np.floor(sizes / 2)
+        own = own_block_times(speeds, job, sizes, True)
+        seconds = np.array([way[number] for way in own])
+        # All queries see an outer group's front half; those of the back half see all of an inner group.
+        for queries, keys, counts in (
+            (sizes, fronts, blocks.outside),
+            (sizes - fronts, sizes, blocks.inside),
+        ):
+            seen = (queries[:, None] > 0) & (keys > 0)
+            blocks_s = rectangle_times(speeds, job, queries[:, None], keys)
+            merges_s = merge_times(speeds, job, queries[:, None])
+            for way in range(2):
+                one = np.where(seen, blocks_s[way] + merges_s[way], 0.0)
+                seconds[way] += (counts * one[number]).sum(axis=1)
+        return seconds
+
+
+def _blocks(totals: Ints) -> _Blocks:
+    sizes, number = np.unique(totals, return_inverse=True)
+    one = number[:, None] == np.arange(len(sizes))
+    upto = np.cumsum(one, axis=0)
+    return _Blocks(sizes.astype(float), number, upto - one, upto[-1] - upto)

@@ -1,0 +1,244 @@
+"""A time that no plan can beat: a bound over all groupings, shards, heads and replicas, with communication.
+
+Take any plan, and let all passes of a layer take tau seconds. A *piece* is what one group has on one site: n
+units that hold n t of the group's tokens and h of its H heads. Whatever else the plan does, a piece needs
+
+    token work of t tokens a unit
+  + all-to-alls: a unit's tokens times the heads that it does not have itself, over its links
+  + for each pass the longer of
+      attention: ceil(h / n) heads of the group's tokens: own block, rectangles, merging
+      exchange: at least half the keys of tokens that are not its group's, over the links that they cross
+
+and that is at most tau. So a unit in such a piece holds `Pieces.most` at most. The pieces of a group have all
+of its heads: h / H adds up to 1 over them, and to the number of groups N over all. So a plan with N
+groups needs units that each pick a piece (n, h), with h / (H n) adding up to N, and hold the whole sequence.
+Everything else is relaxed; the sum is bounded by Lagrangian duality with one multiplier for N, and tau
+found by bisection.
+
+Assumed: shards are laid out as the nested zigzag, so a group's attention area is its tokens x S / 2; and a
+piece holds the same part of its group's tokens as of its heads. A piece that does not must send the
+difference over its site's links. Where that could pay (`_may_specialise`) the bound without communication
+stands alone (cost/ceiling.py), which holds for all plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hexi.cost import Job, attention_seconds, token_seconds
+from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.cost.memory import GIB
+from megatron_hexi.planner.choose import single_sites
+from megatron_hexi.planner.gradients import least_wait_s
+from megatron_hexi.planner.links import Links, best_links
+from megatron_hexi.planner.piece import Pieces
+from megatron_hexi.planner.units import Fleet
+
+#: The bound is found to this part.
+_PRECISION = 5e-4
+#: Parts of a token's price that are for holding it, where memory lets some hold fewer than they could attend.
+_TOKEN_PRICES = (0.0, 0.1, 0.3, 0.6, 1.0)
+#: Sections of the interval in which the price of a group is sought.
+_SECTIONS = 24
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lower bound of the iteration time over all plans.
+
+    Args:
+        iteration_s: seconds.
+        reason: what it counts, one sentence for people.
+    """
+
+    iteration_s: float
+    reason: str
+
+
+def lower_bound(fleet: Fleet, data_parallel: int | None, found_s: float) -> Bound:
+    """The bound over all plans on all or some of the units.
+
+    Plans on one site need no network; all others wait for gradients that cross it.
+
+    Args:
+        fleet: the units.
+        data_parallel: replicas, equal; ``None``: as many as a plan likes.
+        found_s: an iteration that is known to be possible; the bound need not be higher.
+    """
+    several = len(fleet.sites) > 1
+    cases = [_case(fleet, data_parallel, found_s, crosses=several)]
+    if several:
+        cases += [_case(site, data_parallel, found_s, crosses=False) for site in single_sites(fleet)]
+    return min(cases, key=lambda bound: bound.iteration_s)
+
+
+def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool) -> Bound:
+    """The bound over plans that keep to the fleet, and cross its sites or do not."""
+    job = fleet.job
+    together = job.global_batch_size // job.micro_batch_size
+    turns = together // data_parallel if data_parallel else 1
+
+    def whole(layers_s: float) -> float:
+        return min(found_s, layers_s + least_wait_s(fleet, layers_s / turns, found_s, crosses))
+
+    plain_s = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
+    plain = Bound(whole(plain_s), "compute at the best rates")
+    if plain.iteration_s >= found_s or (crosses and _may_specialise(fleet)):
+        return plain
+    # With several stages, the ceiling also counts GPUs that wait for another stage.
+    least_s = plain_s if job.pipeline_parallel == 1 else 0.0
+    stages = [
+        _stage_s(fleet, stage, data_parallel, least_s, found_s, crosses)
+        for stage in range(job.pipeline_parallel)
+    ]
+    # 1F1B: all micro-batches pass the slowest stage, one of them the others besides.
+    longest = max(stages)
+    layers_s = longest if data_parallel is None else longest + (sum(stages) - longest) / turns
+    return max(
+        plain, Bound(whole(layers_s), "compute and communication"), key=lambda bound: bound.iteration_s
+    )
+
+
+def _stage_s(
+    fleet: Fleet, stage: int, data_parallel: int | None, least_s: float, found_s: float, crosses: bool
+) -> float:
+    """Seconds, between two, that all micro-batches of an iteration need at least on one pipeline stage."""
+    job = fleet.job
+    sites = list(_sites(fleet, stage, crosses))
+    together = job.global_batch_size // job.micro_batch_size
+    turns = [together // data_parallel] if data_parallel else list(range(1, together + 1))
+    open_ = _intervals(len(fleet.units)) if data_parallel == 1 else [(1, len(fleet.units))]
+    needed = job.seq_length * together
+    low, high = least_s, found_s
+    while high - low > _PRECISION * high:
+        middle = (low + high) / 2
+        enough = next(
+            (
+                place
+                for place, span in enumerate(open_)
+                if _capacity(job, sites, middle, turns, span) >= needed
+            ),
+            None,
+        )
+        if enough is None:
+            low = middle
+        else:
+            # Those before it are not enough now, so not in less time either. It is asked first next time.
+            high, open_ = middle, open_[enough:]
+    return low
+
+
+@dataclass(frozen=True, eq=False)
+class _Site:
+    """Units that are alike: how many there are, and what pieces they can be."""
+
+    units: int
+    pieces: Pieces
+
+
+def _sites(fleet: Fleet, stage: int, crosses: bool) -> Iterator[_Site]:
+    classes: dict[tuple[int, Links, int], list[int]] = {}
+    for site in fleet.sites:
+        for unit in site:
+            name = fleet.units[unit].kind, best_links(fleet, unit, crosses, stage), len(site)
+            classes.setdefault(name, []).append(unit)
+    for (kind, links, size), units in classes.items():
+        device = fleet.kinds[kind].devices[stage]
+        speeds = device_speeds(device, fleet.job)
+        usable = device.usable_gib * GIB
+        yield _Site(len(units), Pieces(fleet.job, speeds, links, size, stage, usable, len(fleet.units)))
+
+
+def _intervals(units: int) -> list[tuple[int, int]]:
+    """Numbers of groups, from one to a group for each unit: singly at first, then by halves of octaves."""
+    spans, first = [], 1
+    while first <= units:
+        last = min(units, first + max(0, first // 2 - 1))
+        spans.append((first, last))
+        first = last + 1
+    return spans
+
+
+def _capacity(
+    job: Job, sites: Sequence[_Site], seconds: float, turns: Sequence[int], groups: tuple[int, int]
+) -> float:
+    """Tokens of an iteration that units can do at most in `seconds` a stage, as so many groups.
+
+    Args:
+        job: the job.
+        sites: the units.
+        seconds: of all micro-batches.
+        turns: micro-batches that a replica may take.
+        groups: the fewest and the most.
+    """
+    offers = []
+    for site in sites:
+        most = [site.pieces.most(seconds / (count * job.stage_layers), groups[0]) for count in turns]
+        held, attended = (
+            np.max([count * pair[which] for count, pair in zip(turns, most, strict=True)], axis=0)
+            for which in range(2)
+        )
+        offers.append((site.units, held, attended, site.pieces.share))
+
+    def capacity(part: float) -> float:
+        """An upper bound for any price of holding a token, the rest being that of its attention."""
+        worth = [(units, part * held + (1 - part) * done, share) for units, held, done, share in offers]
+
+        def dual(price: float) -> float:
+            """An upper bound for any price of a group."""
+            taken = sum(units * max(0.0, float((best - price * share).max())) for units, best, share in worth)
+            return taken + max(price * groups[0], price * groups[1])
+
+        highest = max(float((best / share).max()) for _, best, share in worth)
+        return _least(dual, -highest, highest)
+
+    same = all((held == done).all() for _, held, done, _ in offers)
+    return min(capacity(part) for part in ((1.0,) if same else _TOKEN_PRICES))
+
+
+def _least(function: Callable[[float], float], low: float, high: float) -> float:
+    """The least value of a convex function that golden sections come by: any value of a dual is a bound."""
+    ratio = (5**0.5 - 1) / 2
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    at_left, at_right = function(left), function(right)
+    least = min(function(0.0), at_left, at_right)
+    for _ in range(_SECTIONS):
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - ratio * (high - low)
+            at_left = function(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + ratio * (high - low)
+            at_right = function(right)
+        least = min(least, at_left, at_right)
+    return least
+
+
+def _may_specialise(fleet: Fleet) -> bool:
+    """Whether some units could do more of the attention, others more of the tokens, for other sites.
+
+    With prices p for a token's own work and 1 - p for its attention, a unit that needs a and c seconds for
+    them, and q to move the difference, gains by doing less of one kind for more of the other
+    unless (a - q) / (c + q) <= p / (1 - p) <= (a + q) / (c - q). One p for all units must do.
+    """
+    job, lowest, highest = fleet.job, 0.0, float("inf")
+    workload = job.workload()
+    passes = 3 if job.recompute != "none" else 2
+    columns = 2 * (workload.local_heads + workload.local_kv_heads)
+    volume = passes * columns * job.model.head_dim * job.element_bytes * job.model.layers
+    for number, unit in enumerate(fleet.units):
+        if number and unit.kind == fleet.units[number - 1].kind:
+            continue
+        for stage, device in enumerate(fleet.kinds[unit.kind].devices):
+            speeds, links = device_speeds(device, job), best_links(fleet, number, True, stage)
+            token = token_seconds(speeds, job) / job.tensor_parallel
+            attention = attention_seconds(speeds, job, causal=True) / job.tensor_parallel
+            move = volume / links.outside
+            lowest = max(lowest, (token - move) / (attention + move))
+            if attention > move:
+                highest = min(highest, (token + move) / (attention - move))
+    return lowest > highest

@@ -1,0 +1,33 @@
+"""Which units are used at all: a slow GPU behind a thin link may cost more than it brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_hexi.planner.groupings import site_classes
+from megatron_hexi.planner.units import Fleet
+
+
+def fleets(fleet: Fleet) -> Iterator[Fleet]:
+    """All units; the fastest kinds only; one kind; a part of each fast domain; a single site.
+
+    Each set of units once, in this order. Of parts that are alike, only the first.
+    """
+    kinds = range(len(fleet.kinds))
+    numbers = range(len(fleet.units))
+    sets: list[tuple[int, ...]] = [tuple(numbers)]
+    for last in reversed(kinds):
+        sets.append(tuple(number for number in numbers if fleet.units[number].kind <= last))
+    for kind in kinds:
+        sets.append(tuple(number for number in numbers if fleet.units[number].kind == kind))
+    unit_of = {gpu: unit for unit, one in enumerate(fleet.units) for gpu in one.gpus[0]}
+    for partition in reversed(fleet.cluster.fast_domains()[1:]):
+        for part in partition.parts:
+            sets.append(tuple(sorted({unit_of[gpu] for gpu in part if gpu in unit_of})))
+    yield from (fleet.subset(units) for units in dict.fromkeys(sets) if units)
+    yield from single_sites(fleet)
+
+
+def single_sites(fleet: Fleet) -> Iterator[Fleet]:
+    """One site of each class."""
+    yield from (fleet.subset(sites[0]) for sites in site_classes(fleet).values())

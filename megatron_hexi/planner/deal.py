@@ -1,0 +1,65 @@
+"""Dealing whole tokens and heads out, exactly."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.plan.layout import apportion
+
+
+def deal_heads(heads: int, seconds: Sequence[float], caps: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Heads of each member, so that the largest heads x seconds is least.
+
+    One after another goes to the member that would be done with it first: exact, since a member's time only
+    grows with its heads. Caps give way where they leave heads over.
+
+    Args:
+        heads: to deal.
+        seconds: that each member needs for one.
+        caps: the most that each may have.
+    """
+    dealt = [0] * len(seconds)
+    queue = [(cost, member) for member, cost in enumerate(seconds) if caps is None or caps[member] > 0]
+    heapq.heapify(queue)
+    left = heads
+    while left and queue:
+        _, member = heapq.heappop(queue)
+        dealt[member] += 1
+        left -= 1
+        if caps is None or dealt[member] < caps[member]:
+            heapq.heappush(queue, ((dealt[member] + 1) * seconds[member], member))
+    if left:
+        for member, more in enumerate(deal_heads(left, seconds)):
+            dealt[member] += more
+    return tuple(dealt)
+
+
+def deal_tokens(tokens: int, weights: Floats, caps: Floats | None = None) -> tuple[int, ...]:
+    """Tokens in proportion to weights; what a cap cuts off goes to the others, in proportion again.
+
+    Caps give way, all by the same factor, where together they hold less than there is.
+
+    Args:
+        tokens: to deal.
+        weights: at least one above 0.
+        caps: the most that each may have.
+    """
+    if caps is None:
+        return tuple(apportion(tokens, list(weights)))
+    if caps.sum() <= tokens:
+        return tuple(apportion(tokens, list(caps if caps.sum() > 0 else weights)))
+    shares = np.zeros(len(weights))
+    free = weights > 0
+    if caps[free].sum() < tokens:  # the rest has to go to members that would rather have none
+        weights, free = np.where(free, weights, weights[free].min() * 1e-6), np.full(len(weights), True)
+    while True:
+        shares[free] = (tokens - shares[~free].sum()) * weights[free] / weights[free].sum()
+        over = free & (shares > caps)
+        if not over.any():
+            return tuple(apportion(tokens, list(shares)))
+        shares[over] = caps[over]
+        free &= ~over

@@ -1,0 +1,117 @@
+"""Candidate groupings: how the units of a domain form A2A groups.
+
+Sites (units on the same nodes) that are alike are a class and are treated alike: each whole, cut into equal
+or unequal parts, or merged with others of the class. That breaks the symmetry by GPU type: what is chosen
+is one word for a class, not one for a rank. Groups over several classes come from the cluster's fast domains
+(racks, a measured matrix's clusters, everything) and from equal mixes of all classes. For a handful of units,
+all partitions are listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron_hexi.planner.balance import Grouping
+from megatron_hexi.planner.units import Fleet
+
+#: Up to so many units all partitions are tried: 52 for five, fewer where units are alike.
+EXHAUSTIVE = 5
+
+#: Kind, and units of a site.
+SiteClass = tuple[int, int]
+#: What becomes of a class's sites: sizes of the parts of each one, or (-m,): m of them make a group.
+Choice = tuple[int, ...]
+
+
+def site_classes(fleet: Fleet) -> dict[SiteClass, list[tuple[int, ...]]]:
+    """Sites that are alike, in canonical order."""
+    classes: dict[SiteClass, list[tuple[int, ...]]] = {}
+    for site in fleet.sites:
+        classes.setdefault((fleet.units[site[0]].kind, len(site)), []).append(site)
+    return classes
+
+
+def choices(size: int, sites: int) -> list[Choice]:
+    """Equal groups that the sites of a class may form, from the largest to single units.
+
+    Args:
+        size: units of each site.
+        sites: how many there are.
+    """
+    merges: list[Choice] = [(-count,) for count in range(sites, 1, -1) if sites % count == 0]
+    return [*merges, *((size // parts,) * parts for parts in range(1, size + 1) if size % parts == 0)]
+
+
+def unequal_choices(size: int, heads: int) -> list[Choice]:
+    """Two unequal groups of each site, where equal ones leave some members a head more than others."""
+    if size > 8 or any(heads % part == 0 for part in range(2, size + 1) if size % part == 0):
+        return []
+    return [(size - rest, rest) for rest in range(1, (size + 1) // 2)]
+
+
+def group_by_choice(fleet: Fleet, chosen: Mapping[SiteClass, Choice]) -> Grouping:
+    """The grouping of one choice a class."""
+    groups: list[tuple[int, ...]] = []
+    for name, sites in site_classes(fleet).items():
+        choice = chosen[name]
+        if choice[0] < 0:
+            count = -choice[0]
+            runs = [sites[first : first + count] for first in range(0, len(sites), count)]
+            groups += [tuple(sorted(unit for site in run for unit in site)) for run in runs]
+        else:
+            for site in sites:
+                first = 0
+                for part in choice:
+                    groups.append(site[first : first + part])
+                    first += part
+    return tuple(groups)
+
+
+def mixed_groupings(fleet: Fleet) -> Iterator[Grouping]:
+    """Groups over several classes: each part of every fast domain, and equal mixes of everything."""
+    number = {gpu: unit for unit, one in enumerate(fleet.units) for gpu in one.gpus[0]}
+    for partition in fleet.cluster.fast_domains()[1:]:
+        parts = [tuple(sorted({number[gpu] for gpu in part if gpu in number})) for part in partition.parts]
+        yield tuple(part for part in parts if part)
+    yield (tuple(range(len(fleet.units))),)
+    members: dict[int, list[int]] = {}
+    for unit, one in enumerate(fleet.units):
+        members.setdefault(one.kind, []).append(unit)
+    fewest = min(len(units) for units in members.values())
+    if len(members) > 1:
+        for count in range(fewest, 1, -1):
+            if all(len(units) % count == 0 for units in members.values()):
+                yield tuple(
+                    tuple(sorted(unit for units in members.values() for unit in _run(units, place, count)))
+                    for place in range(count)
+                )
+
+
+def all_partitions(fleet: Fleet) -> Iterator[Grouping]:
+    """Every partition of the units once, up to exchanging units of one kind on one site."""
+    seen = set()
+    for partition in _partitions(list(range(len(fleet.units)))):
+        words = tuple(
+            sorted(
+                tuple(sorted((fleet.units[u].site, fleet.units[u].kind) for u in part)) for part in partition
+            )
+        )
+        if words not in seen:
+            seen.add(words)
+            yield tuple(tuple(sorted(part)) for part in partition)
+
+
+def _run(units: Sequence[int], place: int, count: int) -> Sequence[int]:
+    size = len(units) // count
+    return units[place * size : (place + 1) * size]
+
+
+def _partitions(units: list[int]) -> Iterator[list[list[int]]]:
+    if not units:
+        yield []
+        return
+    first, rest = units[0], units[1:]
+    for partition in _partitions(rest):
+        yield [[first], *partition]
+        for number, part in enumerate(partition):
+            yield [*partition[:number], [first, *part], *partition[number + 1 :]]

@@ -1,0 +1,101 @@
+"""A plan as a search moves it: which units form groups, and how many tokens and heads each takes.
+
+A layout says nothing of positions and ranks; `build_plan` derives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload
+from megatron_hexi.plan.layout import causal_segments, consecutive, full_segments
+from megatron_hexi.planner.units import Fleet
+
+
+@dataclass(frozen=True)
+class Part:
+    """One A2A group.
+
+    Args:
+        units: its members, as numbers in the fleet, ascending.
+        tokens: of each.
+        heads: query heads (of one tensor-parallel rank) of each.
+    """
+
+    units: tuple[int, ...]
+    tokens: tuple[int, ...]
+    heads: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Tokens of the group."""
+        return sum(self.tokens)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One domain.
+
+    Args:
+        parts: its groups, the outermost of the nested zigzag first.
+        micro_batches: that its replica takes of an iteration.
+    """
+
+    parts: tuple[Part, ...]
+    micro_batches: int
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """All members, ascending."""
+        return tuple(sorted(unit for part in self.parts for unit in part.units))
+
+
+def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
+    """The plan of one layout a replica.
+
+    Ranks are numbered by the cluster file, so a plan for all of a cluster needs no `Plan.gpus`.
+    """
+    workload = fleet.job.workload()
+    used = units_by_rank(fleet, layouts)
+    rank = {unit: number for number, unit in enumerate(used)}
+    gpus = fleet.gpus(used)
+    return Plan(
+        workload=workload,
+        replicas=tuple(
+            Replica((Stage(_domain(fleet, workload, layout, rank)),), layout.micro_batches)
+            for layout in layouts
+        ),
+        exchange=Exchange(window),
+        gpus=None if gpus == tuple(range(len(fleet.cluster.ranks))) else gpus,
+    )
+
+
+def units_by_rank(fleet: Fleet, layouts: Sequence[Layout]) -> list[int]:
+    """The unit of each of the plan's ranks."""
+    return sorted(
+        (unit for layout in layouts for unit in layout.units), key=lambda unit: fleet.units[unit].gpus
+    )
+
+
+def _domain(fleet: Fleet, workload: Workload, layout: Layout, rank: dict[int, int]) -> Domain:
+    segments = (causal_segments if workload.causal else full_segments)([part.total for part in layout.parts])
+    groups = []
+    for part, held in zip(layout.parts, segments, strict=True):
+        order = sorted(range(len(part.units)), key=lambda i: rank[part.units[i]])
+        heads = consecutive(part.heads[i] for i in order)
+        members = tuple(
+            Member(rank[part.units[i]], part.tokens[i], span) for i, span in zip(order, heads, strict=True)
+        )
+        groups.append(Group(held, members, name=_name(fleet, part)))
+    return Domain(tuple(groups))
+
+
+def _name(fleet: Fleet, part: Part) -> str:
+    """The nodes of the group: ``h100-0``, ``h100-0 + a100-0``, or the first and how many more."""
+    cluster = fleet.cluster
+    nodes = list(dict.fromkeys(cluster.ranks[fleet.units[unit].gpus[0][0]].node for unit in part.units))
+    names = [cluster.nodes[node].name for node in nodes]
+    if len(part.units) == 1:
+        return cluster.rank_name(fleet.units[part.units[0]].gpus[0][0])
+    return " + ".join(names) if len(names) <= 2 else f"{names[0]} and {len(names) - 1} more nodes"

@@ -1,0 +1,72 @@
+"""What a trial took, unit by unit: what balancing goes by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.memory import FRAGMENTATION
+from megatron_hexi.planner.layout import units_by_rank
+from megatron_hexi.planner.trial import Trial
+
+#: Memory is planned this full at most: whole tokens and heads do not fill it to the byte.
+_FULL = 0.995
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """A trial's figures by unit of the fleet, the slowest pipeline stage's, seconds of all passes of a layer.
+
+    Args:
+        token: token work, with its share of the vocabulary.
+        attention: attention work.
+        all_to_all: the group's all-to-alls.
+        group: what the unit's group takes by itself, without waiting for others.
+        inside: bytes that depend on heads and the group's tokens.
+        free: bytes for these and for tokens.
+        token_bytes: bytes of one token more.
+    """
+
+    token: Floats
+    attention: Floats
+    all_to_all: Floats
+    group: Floats
+    inside: Floats
+    free: Floats
+    token_bytes: float
+
+    @classmethod
+    def of(cls, trial: Trial) -> Measured:
+        """Those of a trial."""
+        timing, used = trial.timing, units_by_rank(trial.fleet, trial.layouts)
+        size, group = len(used), timing.arrays.group
+        token, attention, moves, busy = (np.zeros(size) for _ in range(4))
+        inside, free, per_token = np.zeros(size), np.full(size, np.inf), 1.0
+        for number, stage in enumerate(timing.stages):
+            logits = (stage.logits + stage.logits_sum) / stage.layers
+            token = np.maximum(token, sum(one.token + one.tensor_parallel for one in stage.passes) + logits)
+            attention = np.maximum(attention, sum(one.attention for one in stage.passes))
+            moves = np.maximum(moves, sum(one.all_to_all_in + one.all_to_all_out for one in stage.passes))
+            busy = np.maximum(busy, sum(one.undisturbed for one in stage.passes) + logits)
+            terms = timing.memory[number]
+            by_tokens = (1 + FRAGMENTATION) * (terms["activations"] + terms["logits"])
+            by_heads = (1 + FRAGMENTATION) * (terms["attention"] + terms["working_set"])
+            left = _FULL * timing.usable[number] - (timing.needed[number] - by_tokens - by_heads)
+            inside, free = np.maximum(inside, by_heads), np.minimum(free, left)
+            tokens = timing.arrays.tokens
+            per_token = max(per_token, float((by_tokens[tokens > 0] / tokens[tokens > 0]).max(initial=0.0)))
+        longest = np.zeros(int(group.max()) + 1)
+        np.maximum.at(longest, group, busy)
+        place = np.zeros(len(trial.fleet.units), dtype=np.int64)
+        place[used] = np.arange(size)
+        return cls(
+            token=token[place],
+            attention=attention[place],
+            all_to_all=moves[place],
+            group=longest[group][place],
+            inside=inside[place],
+            free=free[place],
+            token_bytes=per_token,
+        )

@@ -1,0 +1,210 @@
+"""How many tokens a unit can hold at most, by the piece of a group that it belongs to: see bound.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from megatron_hexi.cost import Job
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.collectives import tensor_parallel_seconds
+from megatron_hexi.cost.compute import (
+    Speeds,
+    keys_merge_times,
+    logits_times,
+    merge_times,
+    own_block_times,
+    rectangle_times,
+    token_times,
+)
+from megatron_hexi.cost.memory import Flights, Holdings, stage_memory
+from megatron_hexi.planner.links import Links
+
+#: How a piece's tokens are sought: rounds of scaling, what is added, halvings where that does not do.
+_ROUNDS = 6
+_SLACK = 2e-4
+_HALVINGS = 20
+
+
+class Pieces:
+    """All pieces of groups that units of one kind on one site can be.
+
+    Args:
+        job: the job.
+        speeds: of the kind.
+        links: of a unit.
+        size: units of the site.
+        stage: pipeline stage.
+        usable: bytes of a GPU's memory.
+        shards: units that share the optimizer's state at most.
+    """
+
+    def __init__(
+        self, job: Job, speeds: Speeds, links: Links, size: int, stage: int, usable: float, shards: int
+    ) -> None:
+        workload = job.workload()
+        self._job, self._speeds, self._links, self._stage = job, speeds, links, stage
+        self._usable, self._shards = usable, shards
+        self._all_heads, self._all_kv = workload.local_heads, workload.local_kv_heads
+        self._ratio, self._causal = workload.queries_per_kv, workload.causal
+        units, heads = np.meshgrid(np.arange(1, size + 1), np.arange(1, self._all_heads + 1), indexing="ij")
+        keep = (heads == self._all_heads) | (links.outside > 0)
+        self._units, self._heads = units[keep].astype(float), heads[keep].astype(float)
+        # Of whole groups, the busiest member's heads.
+        self._most_heads = np.ceil(self._heads / self._units)
+        self._again = 1 if job.recompute == "none" else 2
+        self._element = float(job.micro_batch_size * job.model.head_dim * job.element_bytes)
+        self._size = size
+        self._memory_cap = self._find_memory_cap()
+        columns = 2 * (self._all_heads + self._all_kv)
+        #: Of a token's queries, keys, values and outputs, over all passes and all heads.
+        self._token_bytes = (self._again + 1) * columns * self._element
+        self._move_seconds = self._token_bytes / links.outside if links.outside else 0.0
+
+    @property
+    def share(self) -> Floats:
+        """Of each piece: its part of its group's heads, a unit."""
+        return self._heads / (self._all_heads * self._units)
+
+    def most(self, seconds: float, groups: int) -> tuple[Floats, Floats]:
+        """Tokens that a unit of each piece holds at most, and tokens whose attention it does at most.
+
+        The two are the same, but where memory has no room for so many tokens, and attention of other
+        sites' tokens could be done instead. Attention of a token means of all heads.
+
+        Args:
+            seconds: of all passes of a layer.
+            groups: of a domain, at least.
+        """
+        whole = self._job.seq_length * self.share
+        # The more tokens a piece and its site hold, the fewer keys are missing: what is missing at the most
+        # tokens that are possible without any exchange is missing at any smaller number.
+        free = self._last(whole, seconds, lambda most: self._seconds(most, most, groups, 0.0))
+        wire = self._wire(free / self.share, self._size * float(free.max()))
+        tokens = self._last(free, seconds, lambda most: self._seconds(most, most, groups, wire))
+        held = np.minimum(tokens, self._memory_cap)
+        if not self._links.outside or (held == tokens).all():
+            return held, held
+        # What other sites' tokens bring has to come over the site's links.
+        wire = np.zeros(len(held))
+        attended = self._last(whole, seconds, lambda most: self._seconds(held, most, groups, wire))
+        return held, np.where(held == tokens, tokens, np.maximum(attended, held))
+
+    def _last(self, most: Floats, seconds: float, needed: Callable[[Floats], Floats]) -> Floats:
+        """The largest number up to `most` that can be done in time, or a little more."""
+        found = most
+        for _ in range(_ROUNDS):
+            found = np.minimum(most, found * seconds / needed(found))
+        # Scaling comes close to where the time is up; a little above, it must be.
+        found = np.minimum(most, found * (1 + _SLACK))
+        above = (needed(found) > seconds) | (found == most)
+        if above.all():
+            return found
+        low, high = np.where(above, 0.0, found), np.where(above, found, most)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            done = needed(middle) <= seconds
+            low, high = np.where(done, middle, low), np.where(done, high, middle)
+        return np.where(above, found, high)
+
+    def _seconds(self, tokens: Floats, attended: Floats, groups: int, wire: Floats | float) -> Floats:
+        """All passes of a layer; grows with the tokens and with what is attended."""
+        forward, backward = self._attention(attended / self.share, groups)
+        passes = self._again * np.maximum(forward, wire) + np.maximum(backward, 2 * wire)
+        moved = self._all_to_all_seconds(tokens)
+        if self._links.outside:
+            moved = moved + np.maximum(attended - tokens, 0.0) * self._move_seconds
+        return self._token_seconds(tokens) + moved + passes
+
+    def _token_seconds(self, tokens: Floats) -> Floats:
+        """All passes, with the layer's part of the vocabulary on the last stage."""
+        job, rows = self._job, self._job.micro_batch_size * tokens
+        times = token_times(self._speeds, job, rows)
+        whole = 2 if job.recompute == "full" else 1
+        total = whole * times.forward + times.backward
+        if job.tensor_parallel > 1:
+            bandwidth, latency = np.array(self._links.inside), np.array(self._links.inside_s)
+            sums = tensor_parallel_seconds(job, rows, bandwidth, latency)
+            total = total + 2 * (whole + 1) * sums
+        if self._stage == job.pipeline_parallel - 1:
+            logits = logits_times(self._speeds, job, rows)
+            total = total + (logits.forward + logits.backward) / job.stage_layers
+        return total
+
+    def _attention(self, group: Floats, groups: int) -> tuple[Floats, Floats]:
+        """Forward and backward pass of the busiest member: own block, rectangles, merging."""
+        job, speeds = self._job, self._speeds
+        others = np.maximum(job.seq_length - group, 0.0)
+        own = own_block_times(speeds, job, group, self._causal)
+        # Two groups' rectangles are q x k / 2 each way (without a mask q x k): no larger than all others' at
+        # once.
+        keys = others / 2 if self._causal else others
+        far = rectangle_times(speeds, job, group, np.maximum(keys, 1e-9))
+        # A step merges all of an inner group's queries, half of an outer one's; there is one step if any
+        # other.
+        steps = np.where(others > 0, max(groups - 1, 1), 0)
+        merges = merge_times(speeds, job, group * steps * (0.5 if self._causal else 1.0))
+        gradients = keys_merge_times(speeds, job, keys) / self._ratio
+        forward = self._most_heads * (own.forward + far.forward + merges.forward)
+        backward = self._most_heads * (own.backward + far.backward + merges.backward + gradients)
+        return forward, backward
+
+    def _all_to_all_seconds(self, tokens: Floats) -> Floats:
+        """What is not of a unit's own heads leaves it; what is not of its site's, leaves the site.
+
+        Query, key and value in, output back, and the same again in the backward pass: 2 H + 2 K a pass.
+        """
+        links, passes = self._links, self._again + 1
+        volume = self._token_bytes * tokens
+        elsewhere = 1 - self._most_heads / self._all_heads
+        abroad = 1 - self._heads / self._all_heads
+        time = elsewhere * volume / np.where(abroad > 0, links.inside + links.outside, links.inside)
+        latency = np.where(self._units > 1, links.inside_s, 0.0)
+        if links.outside:
+            sharing = self._units * self._job.tensor_parallel if links.shared else 1.0
+            time = np.maximum(time, abroad * volume * sharing / links.outside)
+            latency = np.where(abroad > 0, links.outside_s, latency)
+        return time + 2 * passes * latency
+
+    def _wire(self, group: Floats, site_tokens: float) -> Floats:
+        """One way of the exchange: keys and values of the other groups, over all links and over the site's.
+
+        At least half of each other group's keys are seen, (S - G) / 2 tokens for each of the piece's KV
+        heads. Those that the site does not hold, whatever it holds at most, come from outside.
+        """
+        job, links = self._job, self._links
+        seen = 0.5 if self._causal else 1.0
+        size = 2 * self._all_kv * self._element * seen
+        part = self._heads / self._all_heads
+        near = part * np.maximum(job.seq_length - group, 0.0) * size / self._units
+        time: Floats = near / (links.inside + links.outside)
+        if links.outside:
+            abroad = np.maximum(part * job.seq_length - site_tokens, 0.0) * size
+            lanes = 1 / job.tensor_parallel if links.shared else self._units
+            time = np.maximum(time, abroad / (links.outside * lanes))
+        return time
+
+    def _find_memory_cap(self) -> Floats:
+        """Tokens at which the members' memory is full on average; bytes grow in proportion to tokens.
+
+        Where several sites share a group, a piece may hold many of its tokens and few of its heads: then what
+        heads take does not count.
+        """
+        alone = not self._links.outside
+        heads, none = self._heads / self._units * alone, np.zeros(len(self._units))
+
+        def needed(tokens: float) -> Floats:
+            held = Holdings(
+                tokens=np.full(len(heads), tokens),
+                group_tokens=tokens / self.share * alone,
+                heads=heads,
+                kv=heads / self._ratio,
+                micro_batches=np.ones(len(heads), dtype=np.int64),
+                flights=Flights(none, none),
+            )
+            return sum(stage_memory(self._job, self._stage, held, 1, self._shards).values(), start=none)
+
+        nothing = needed(0.0)
+        each = (needed(1e6) - nothing) / 1e6
+        return np.maximum(0.0, self._usable - nothing) / each

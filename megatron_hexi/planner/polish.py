@@ -1,0 +1,94 @@
+"""Small changes of a layout, each kept if the cost model likes it.
+
+Where links bound a plan, time is not proportional to work and scaling does not find the best. Then groups
+that are alike are given more or less together, by ever smaller steps; other windows and the
+reverse nesting are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_hexi.planner.deal import deal_tokens
+from megatron_hexi.planner.layout import Layout, Part
+from megatron_hexi.planner.trial import Judge, Trial
+from megatron_hexi.planner.units import Fleet
+
+_WINDOWS = (1, 3, 4)
+#: Steps by which shares are changed, the largest first.
+_STEPS = (0.3, 0.1, 0.03, 0.01)
+
+
+def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
+    """The best that is found with at most so many more layouts timed.
+
+    Args:
+        judge: times them.
+        trial: of one domain.
+        budget: layouts.
+    """
+    end = judge.trials + budget
+
+    def keep(layout: Layout, window: int) -> bool:
+        nonlocal trial
+        if judge.trials >= end:
+            return False
+        other = judge.try_out(trial.fleet, [layout], window)
+        better = other.order < trial.order
+        trial = other if better else trial
+        return better
+
+    if len(trial.layouts[0].parts) > 1:
+        for window in _WINDOWS:
+            keep(trial.layouts[0], window)
+        layout = trial.layouts[0]
+        keep(replace(layout, parts=layout.parts[::-1]), trial.window)
+    for step in _STEPS:
+        for change in _changes(trial.fleet, trial.layouts[0]):
+            for factor in (1 + step, 1 / (1 + step)):
+                while keep(change(trial.layouts[0], factor), trial.window):
+                    pass
+    return trial
+
+
+_Change = Callable[[Layout, float], Layout]
+
+
+def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
+    """More or fewer tokens for a class of groups, then for a kind of unit inside its groups."""
+    classes = [_kinds(fleet, part) for part in layout.parts]
+    for name in dict.fromkeys(classes):
+        places = [number for number, found in enumerate(classes) if found == name]
+        if len(places) < len(classes):
+            yield lambda old, factor, places=places: _scale_groups(old, places, factor)  # type: ignore[misc]
+    for name in dict.fromkeys(classes):
+        if len(set(name)) > 1:
+            for kind in sorted(set(name))[:-1]:
+                yield lambda old, factor, kind=kind: _scale_kind(fleet, old, kind, factor)  # type: ignore[misc]
+
+
+def _kinds(fleet: Fleet, part: Part) -> tuple[int, ...]:
+    return tuple(sorted(fleet.units[unit].kind for unit in part.units))
+
+
+def _scale_groups(layout: Layout, places: Sequence[int], factor: float) -> Layout:
+    weights = np.array([float(part.total) for part in layout.parts])
+    weights[places] *= factor
+    totals = deal_tokens(int(sum(part.total for part in layout.parts)), weights)
+    parts = [
+        replace(part, tokens=deal_tokens(total, np.array(part.tokens, dtype=float) + 1e-9))
+        for part, total in zip(layout.parts, totals, strict=True)
+    ]
+    return replace(layout, parts=tuple(parts))
+
+
+def _scale_kind(fleet: Fleet, layout: Layout, kind: int, factor: float) -> Layout:
+    parts = []
+    for part in layout.parts:
+        weights = np.array(part.tokens, dtype=float) + 1e-9
+        weights[[fleet.units[unit].kind == kind for unit in part.units]] *= factor
+        parts.append(replace(part, tokens=deal_tokens(part.total, weights)))
+    return replace(layout, parts=tuple(parts))

@@ -1,0 +1,44 @@
+"""What planning gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_hexi.cost import IterationCost, Job
+from megatron_hexi.plan import Plan
+from megatron_hexi.planner.baselines import Baseline
+from megatron_hexi.planner.bound import Bound
+
+#: Told what the planner is at, how many steps of it are done, and how many there are.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan, what it is predicted to cost, and how far from the best it can be at most.
+
+    Args:
+        plan: with its estimate and provenance.
+        job: the job; its `data_parallel` is the plan's.
+        cost: what the cost model says of the plan.
+        bound: below which no plan can be.
+        baselines: what else could have been done; empty where they were not asked for.
+        trials: layouts that were timed.
+        planning_s: seconds that it took.
+        notes: what a user should know, one sentence each: GPUs that are left out, and why.
+    """
+
+    plan: Plan
+    job: Job
+    cost: IterationCost
+    bound: Bound
+    baselines: tuple[Baseline, ...]
+    trials: int
+    planning_s: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the lower bound an iteration takes, as a part of the bound; 0 is the best."""
+        return max(0.0, self.cost.iteration_s / self.bound.iteration_s - 1)

@@ -1,0 +1,133 @@
+"""One domain's best layout: groupings tried, the best of them balanced, and the best of these polished."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from megatron_hexi.planner.balance import Grouping, balance, first_layout, rebalanced
+from megatron_hexi.planner.groupings import (
+    EXHAUSTIVE,
+    Choice,
+    all_partitions,
+    choices,
+    group_by_choice,
+    mixed_groupings,
+    site_classes,
+    unequal_choices,
+)
+from megatron_hexi.planner.layout import Layout, Part
+from megatron_hexi.planner.polish import polish
+from megatron_hexi.planner.rates import Rates
+from megatron_hexi.planner.trial import Judge, Trial
+from megatron_hexi.planner.units import Fleet
+
+#: KV blocks in flight while groupings are compared: one for the wire, one for groups that are out of step.
+_WINDOW = 2
+#: Groupings that are balanced to the end.
+_FINALISTS = 3
+#: Memory overdrawn by so little is mended when finalists are balanced; more of it at once, in so many rounds.
+_SLIGHT = 0.01
+_MENDS = 3
+_ROUNDS = 3
+
+
+class DomainSearch:
+    """The search for one domain on all units of a fleet.
+
+    Args:
+        judge: times layouts.
+        fleet: the units, all of which are used.
+        micro_batches: of the domain's replica.
+    """
+
+    def __init__(self, judge: Judge, fleet: Fleet, micro_batches: int) -> None:
+        self._judge = judge
+        self._fleet = fleet
+        self._micro_batches = micro_batches
+        self._rates = Rates(fleet)
+        self._tried: dict[Grouping, Trial] = {}
+
+    def run(self, polished: bool = True) -> Trial:
+        """The best found; without the last small changes if not `polished`."""
+        if len(self._fleet.units) <= EXHAUSTIVE:
+            for grouping in all_partitions(self._fleet):
+                self._try(grouping)
+        else:
+            self._descend()
+        finalists = sorted(self._tried.values(), key=lambda trial: trial.promise)[:_FINALISTS]
+        balanced = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in finalists]
+        best = min(balanced, key=lambda trial: trial.order)
+        return polish(self._judge, best, _polish_budget(len(self._fleet.units))) if polished else best
+
+    def _descend(self) -> None:
+        """All classes alike first; from the best of these one class after another a step coarser or finer."""
+        classes = site_classes(self._fleet)
+        ladders = {name: choices(name[1], len(sites)) for name, sites in classes.items()}
+        for grouping in mixed_groupings(self._fleet):
+            self._try(grouping)
+        starts = []
+        for parts in sorted({len(choice) for ladder in ladders.values() for choice in ladder}):
+            chosen = {
+                name: min(ladder, key=lambda choice: abs(len(choice) - parts))
+                for name, ladder in ladders.items()
+            }
+            starts.append((self._try(group_by_choice(self._fleet, chosen)).promise, chosen))
+        promise, chosen = min(starts, key=lambda start: start[0])
+        improved = True
+        while improved:
+            improved = False
+            for name, ladder in ladders.items():
+                for option in self._neighbours(ladder, chosen[name], name[1]):
+                    other = chosen | {name: option}
+                    found = self._try(group_by_choice(self._fleet, other)).promise
+                    if found < promise:
+                        promise, chosen, improved = found, other, True
+
+    def _neighbours(self, ladder: list[Choice], choice: Choice, size: int) -> list[Choice]:
+        unequal = unequal_choices(size, self._rates.local_heads)
+        if choice not in ladder:
+            return unequal
+        place = ladder.index(choice)
+        return [*ladder[max(0, place - 1) : place], *ladder[place + 1 : place + 2], *unequal]
+
+    def _try(self, grouping: Grouping) -> Trial:
+        """The grouping's first layout, scaled again where memory does not suffice."""
+        layout = self._nested(grouping)
+        name = tuple(part.units for part in layout.parts)
+        if name not in self._tried:
+            best = trial = self._judge.try_out(self._fleet, [layout], _WINDOW)
+            for _ in range(_MENDS):
+                if trial.excess <= _SLIGHT:
+                    break
+                trial = self._judge.try_out(self._fleet, [rebalanced(self._rates, trial)], _WINDOW)
+                best = min(best, trial, key=lambda trial: trial.promise)
+            trial = best
+            self._tried[name] = trial
+        return self._tried[name]
+
+    def _nested(self, grouping: Grouping) -> Layout:
+        """Groups in an order that mixes sizes evenly.
+
+        A step of the exchange takes as long as the partner is large. Where large partners follow each other,
+        groups fall out of step and wait for each other's keys; where sizes alternate, all keep pace.
+        """
+        layout = first_layout(self._fleet, self._rates, grouping, self._micro_batches)
+        return Layout(_alternating(self._fleet, layout.parts), layout.micro_batches)
+
+
+def _alternating(fleet: Fleet, parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Parts that are alike spread evenly over the whole, the largest first."""
+    names = {part: tuple(sorted(fleet.units[unit].kind for unit in part.units)) for part in parts}
+    counts, placed = Counter(names.values()), Counter[tuple[int, ...]]()
+    position = {}
+    for part in sorted(names, key=lambda part: (-part.total, part.units)):
+        name = names[part]
+        position[part] = ((placed[name] + 0.5) / counts[name], -part.total, part.units)
+        placed[name] += 1
+    return tuple(sorted(position, key=lambda part: position[part]))
+
+
+def _polish_budget(units: int) -> int:
+    """Layouts that polishing may time: fewer where each takes longer."""
+    return 60 if units <= 16 else 30 if units <= 64 else 15

@@ -1,0 +1,96 @@
+"""Layouts timed by the cost model: the one judge of everything that the planner compares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_hexi.cost import CostModel, Timing
+from megatron_hexi.plan import Plan
+from megatron_hexi.planner.layout import Layout, build_plan
+from megatron_hexi.planner.units import Fleet
+
+#: Memory overdrawn by less than this part can still be mended by moving a few tokens.
+_MENDABLE = 0.03
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Layouts and what they cost.
+
+    Args:
+        fleet: the units that the layouts' numbers mean.
+        layouts: one a replica.
+        window: of the exchange.
+        plan: the same as a plan.
+        timing: what the cost model says of it.
+    """
+
+    fleet: Fleet
+    layouts: tuple[Layout, ...]
+    window: int
+    plan: Plan
+    timing: Timing
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of an iteration."""
+        return self.timing.phases.total
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the global batch a second."""
+        job = self.fleet.job
+        return job.global_batch_size * job.seq_length / self.iteration_s
+
+    @property
+    def micro_batch_s(self) -> float:
+        """Seconds of one micro-batch of the only replica, gradients and optimizer aside."""
+        phases = self.timing.phases
+        return (phases.total - phases.gradients - phases.optimizer) / self.layouts[0].micro_batches
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU's memory suffices."""
+        return self.timing.fits
+
+    @property
+    def excess(self) -> float:
+        """The largest part by which a GPU's memory is overdrawn; 0 where all fits."""
+        return max(0.0, float((self.timing.needed / self.timing.usable).max()) - 1)
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """The better of two has the smaller one: first what fits, or overdraws least; then what is fast."""
+        return self.excess, self.iteration_s
+
+    @property
+    def promise(self) -> tuple[bool, float]:
+        """The same for layouts that are not balanced to the end: a little too much memory is mended later."""
+        return self.excess > _MENDABLE, self.iteration_s * (1 + 2 * self.excess)
+
+
+class Judge:
+    """Times layouts of any fleet of one job and cluster.
+
+    Args:
+        fleet: any of them.
+        shards: units that share the optimizer's state; ``None``: those of the layouts.
+    """
+
+    def __init__(self, fleet: Fleet, shards: int | None = None) -> None:
+        self._job, self._cluster, self._shards = fleet.job, fleet.cluster, shards
+        self._models: dict[int, CostModel] = {}
+        self.trials = 0
+
+    def try_out(self, fleet: Fleet, layouts: Sequence[Layout], window: int) -> Trial:
+        """Time one layout a replica."""
+        self.trials += 1
+        plan = build_plan(fleet, layouts, window)
+        return Trial(fleet, tuple(layouts), window, plan, self._model(len(layouts)).timing(plan))
+
+    def _model(self, replicas: int) -> CostModel:
+        if replicas not in self._models:
+            job = replace(self._job, data_parallel=replicas)
+            self._models[replicas] = CostModel(job, self._cluster, self._shards)
+        return self._models[replicas]

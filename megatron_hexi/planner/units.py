@@ -1,0 +1,197 @@
+"""The units that a plan is made of: GPUs by tensor-parallel units, pipeline stacks and sites.
+
+A unit is what one member of a plan stands for: `tensor_parallel` consecutive GPUs of one node for each
+pipeline stage. Units on the same nodes are a site. Units are numbered in a canonical order (fast sites first,
+then by what surrounds them), so that the order of a cluster file's entries does not decide anything.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_hexi.cluster import Cluster, Device
+from megatron_hexi.cost import Job, ceiling_tokens_per_s
+from megatron_hexi.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One member's GPUs.
+
+    Args:
+        gpus: the cluster's ranks, [stages][tensor_parallel].
+        kind: what it is, an index into `Fleet.kinds`.
+        site: where it is, a number shared by the units on the same nodes.
+    """
+
+    gpus: tuple[tuple[int, ...], ...]
+    kind: int
+    site: int
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Units that are alike.
+
+    Args:
+        devices: model of GPU on each stage.
+        tokens_per_s: of the job's work, on one such unit alone at its best rates.
+    """
+
+    devices: tuple[Device, ...]
+    tokens_per_s: float
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return " + ".join(dict.fromkeys(device.name for device in self.devices))
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Units to plan for.
+
+    Args:
+        cluster: where they are.
+        job: what they are for.
+        kinds: the fastest first.
+        units: in canonical order: units of a site follow each other.
+        left_out: GPUs of the cluster that make up no whole unit, in file order.
+    """
+
+    cluster: Cluster
+    job: Job
+    kinds: tuple[Kind, ...]
+    units: tuple[Unit, ...]
+    left_out: tuple[int, ...] = ()
+
+    @cached_property
+    def sites(self) -> tuple[tuple[int, ...], ...]:
+        """Units of each site, numbered in this fleet, in canonical order."""
+        sites: dict[int, list[int]] = {}
+        for number, unit in enumerate(self.units):
+            sites.setdefault(unit.site, []).append(number)
+        return tuple(map(tuple, sites.values()))
+
+    def subset(self, units: Iterable[int]) -> Fleet:
+        """Some of the units only."""
+        return replace(self, units=tuple(self.units[number] for number in sorted(units)))
+
+    def gpus(self, units: Sequence[int]) -> tuple[int, ...]:
+        """The cluster's rank of each rank of a job on these units: Megatron's order, stage by stage."""
+        stages = range(self.job.pipeline_parallel)
+        return tuple(gpu for stage in stages for unit in units for gpu in self.units[unit].gpus[stage])
+
+    @property
+    def ceiling_tokens_per_s(self) -> float:
+        """What no plan on these units can pass."""
+        devices = [
+            self.cluster.ranks[gpu].device for unit in self.units for part in unit.gpus for gpu in part
+        ]
+        return ceiling_tokens_per_s(self.job, devices)
+
+
+def find_units(job: Job, cluster: Cluster) -> Fleet:
+    """All units that the cluster has for a job.
+
+    Pipeline stages are put on different nodes of one kind where their number allows it, so that a stage keeps
+    whole nodes for its all-to-alls; else inside a node; else, where nothing else is left, on whatever
+    follows.
+
+    Raises:
+        ClusterError: too few GPUs for a single unit, or a GPU that cannot do the job.
+    """
+    runs = [_runs(list(node.ranks), job.tensor_parallel) for node in cluster.nodes]
+    stacks = _stacks(job, cluster, runs)
+    if not stacks:
+        raise ClusterError(
+            f"cluster {cluster.name}: no node has {job.tensor_parallel} GPUs for tensor_parallel = "
+            f"{job.tensor_parallel} and pipeline_parallel = {job.pipeline_parallel}; give smaller ones"
+        )
+    speed: dict[tuple[int, ...], float] = {}
+    devices: dict[tuple[int, ...], tuple[Device, ...]] = {}
+    for stack in stacks:
+        key = _device_key(cluster, stack)
+        if key not in speed:
+            devices[key] = tuple(cluster.ranks[part[0]].device for part in stack)
+            speed[key] = min(
+                ceiling_tokens_per_s(job, [device]) * job.tensor_parallel * job.pipeline_parallel
+                for device in devices[key]
+            )
+    kinds = sorted(speed, key=lambda key: (-speed[key], *(device.name for device in devices[key])))
+    units = _in_canonical_order(cluster, stacks, kinds)
+    used = {gpu for stack in stacks for part in stack for gpu in part}
+    return Fleet(
+        cluster=cluster,
+        job=job,
+        kinds=tuple(Kind(devices[key], speed[key]) for key in kinds),
+        units=units,
+        left_out=tuple(gpu for gpu in range(len(cluster.ranks)) if gpu not in used),
+    )
+
+
+_Stack = tuple[tuple[int, ...], ...]
+
+
+def _runs(gpus: list[int], size: int) -> list[tuple[int, ...]]:
+    """Consecutive GPUs in runs of `size`; what is left over makes none."""
+    return [tuple(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]
+
+
+def _stacks(job: Job, cluster: Cluster, runs: list[list[tuple[int, ...]]]) -> list[_Stack]:
+    stages = job.pipeline_parallel
+    if stages == 1:
+        return [(run,) for node in runs for run in node]
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, node in enumerate(cluster.nodes):
+        alike[id(node.device), len(runs[number])].append(number)
+    stacks: list[_Stack] = []
+    rest: list[tuple[int, ...]] = []
+    for nodes in alike.values():
+        across = len(nodes) - len(nodes) % stages
+        for first in range(0, across, stages):
+            stacks += zip(*(runs[number] for number in nodes[first : first + stages]), strict=True)
+        for number in nodes[across:]:
+            depth = len(runs[number]) // stages
+            cut = [runs[number][stage * depth : (stage + 1) * depth] for stage in range(stages)]
+            stacks += zip(*cut, strict=True)
+            rest += runs[number][depth * stages :]
+    stacks += [tuple(rest[first : first + stages]) for first in range(0, len(rest) - stages + 1, stages)]
+    return stacks
+
+
+def _device_key(cluster: Cluster, stack: _Stack) -> tuple[int, ...]:
+    return tuple(id(cluster.ranks[part[0]].device) for part in stack)
+
+
+def _in_canonical_order(
+    cluster: Cluster, stacks: Sequence[_Stack], kinds: Sequence[tuple[int, ...]]
+) -> tuple[Unit, ...]:
+    """Sites sorted by kind, size and surroundings; those alike in all of it, by the file."""
+    number_of_kind = {key: number for number, key in enumerate(kinds)}
+    sites: dict[tuple[int, ...], list[_Stack]] = defaultdict(list)
+    for stack in stacks:
+        sites[tuple(cluster.ranks[part[0]].node for part in stack)].append(stack)
+
+    def own(nodes: tuple[int, ...]) -> tuple[int, int]:
+        return number_of_kind[_device_key(cluster, sites[nodes][0])], -len(sites[nodes])
+
+    def surroundings(nodes: tuple[int, ...]) -> tuple[object, ...]:
+        """For each level, from outside in: who else is in the same part of it, then which part that is."""
+        levels: list[object] = []
+        for partition in reversed(cluster.fast_domains()[1:]):
+            part = next(part for part in partition.parts if cluster.nodes[nodes[0]].ranks[0] in part)
+            inside = {cluster.ranks[gpu].node for gpu in part}
+            levels += [sorted(own(other) for other in sites if other[0] in inside), part[0]]
+        return tuple(levels)
+
+    around = len(cluster.fast_domains()) > 2
+    order = sorted(sites, key=lambda nodes: (own(nodes), surroundings(nodes) if around else (), nodes))
+    return tuple(
+        Unit(stack, number_of_kind[_device_key(cluster, stack)], site)
+        for site, nodes in enumerate(order)
+        for stack in sites[nodes]
+    )
