@@ -23,26 +23,18 @@ stands alone (cost/ceiling.py), which holds for all plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from megatron_hexi.cost import Job, attention_seconds, token_seconds
+from megatron_hexi.cost import attention_seconds, token_seconds
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner.choose import single_sites
+from megatron_hexi.planner.demand import ANY_DEPTH, DEPTHS, Demand, Site, Span
 from megatron_hexi.planner.gradients import least_wait_s
 from megatron_hexi.planner.links import Links, best_links
 from megatron_hexi.planner.piece import Pieces
 from megatron_hexi.planner.units import Fleet
-
-#: The bound is found to this part.
-_PRECISION = 5e-4
-#: Parts of a token's price that are for holding it, where memory lets some hold fewer than they could attend.
-_TOKEN_PRICES = (0.0, 0.1, 0.3, 0.6, 1.0)
-#: Sections of the interval in which the price of a group is sought.
-_SECTIONS = 24
 
 
 @dataclass(frozen=True)
@@ -107,39 +99,20 @@ def _stage_s(
 ) -> float:
     """Seconds, between two, that all micro-batches of an iteration need at least on one pipeline stage."""
     job = fleet.job
-    sites = list(_sites(fleet, stage, crosses))
     together = job.global_batch_size // job.micro_batch_size
-    turns = [together // data_parallel] if data_parallel else list(range(1, together + 1))
-    open_ = _intervals(len(fleet.units)) if data_parallel == 1 else [(1, len(fleet.units))]
-    needed = job.seq_length * together
-    low, high = least_s, found_s
-    while high - low > _PRECISION * high:
-        middle = (low + high) / 2
-        enough = next(
-            (
-                place
-                for place, span in enumerate(open_)
-                if _capacity(job, sites, middle, turns, span) >= needed
-            ),
-            None,
-        )
-        if enough is None:
-            low = middle
-        else:
-            # Those before it are not enough now, so not in less time either. It is asked first next time.
-            high, open_ = middle, open_[enough:]
+    demand = Demand(
+        job=job,
+        sites=list(_sites(fleet, stage, crosses)),
+        turns=[together // data_parallel] if data_parallel else list(range(1, together + 1)),
+    )
+    spans = _intervals(len(fleet.units)) if data_parallel == 1 else [(1, len(fleet.units))]
+    low, spans = demand.least_s(spans, ANY_DEPTH, least_s, found_s)
+    if demand.depth_matters(spans[0], low):
+        low, _ = demand.least_s(spans, DEPTHS, low, found_s)
     return low
 
 
-@dataclass(frozen=True, eq=False)
-class _Site:
-    """Units that are alike: how many there are, and what pieces they can be."""
-
-    units: int
-    pieces: Pieces
-
-
-def _sites(fleet: Fleet, stage: int, crosses: bool) -> Iterator[_Site]:
+def _sites(fleet: Fleet, stage: int, crosses: bool) -> Iterator[Site]:
     classes: dict[tuple[int, Links, int], list[int]] = {}
     for site in fleet.sites:
         for unit in site:
@@ -149,10 +122,10 @@ def _sites(fleet: Fleet, stage: int, crosses: bool) -> Iterator[_Site]:
         device = fleet.kinds[kind].devices[stage]
         speeds = device_speeds(device, fleet.job)
         usable = device.usable_gib * GIB
-        yield _Site(len(units), Pieces(fleet.job, speeds, links, size, stage, usable, len(fleet.units)))
+        yield Site(len(units), Pieces(fleet.job, speeds, links, size, stage, usable, len(fleet.units)))
 
 
-def _intervals(units: int) -> list[tuple[int, int]]:
+def _intervals(units: int) -> list[Span]:
     """Numbers of groups, from one to a group for each unit: singly at first, then by halves of octaves."""
     spans, first = [], 1
     while first <= units:
@@ -160,62 +133,6 @@ def _intervals(units: int) -> list[tuple[int, int]]:
         spans.append((first, last))
         first = last + 1
     return spans
-
-
-def _capacity(
-    job: Job, sites: Sequence[_Site], seconds: float, turns: Sequence[int], groups: tuple[int, int]
-) -> float:
-    """Tokens of an iteration that units can do at most in `seconds` a stage, as so many groups.
-
-    Args:
-        job: the job.
-        sites: the units.
-        seconds: of all micro-batches.
-        turns: micro-batches that a replica may take.
-        groups: the fewest and the most.
-    """
-    offers = []
-    for site in sites:
-        most = [site.pieces.most(seconds / (count * job.stage_layers), groups[0]) for count in turns]
-        held, attended = (
-            np.max([count * pair[which] for count, pair in zip(turns, most, strict=True)], axis=0)
-            for which in range(2)
-        )
-        offers.append((site.units, held, attended, site.pieces.share))
-
-    def capacity(part: float) -> float:
-        """An upper bound for any price of holding a token, the rest being that of its attention."""
-        worth = [(units, part * held + (1 - part) * done, share) for units, held, done, share in offers]
-
-        def dual(price: float) -> float:
-            """An upper bound for any price of a group."""
-            taken = sum(units * max(0.0, float((best - price * share).max())) for units, best, share in worth)
-            return taken + max(price * groups[0], price * groups[1])
-
-        highest = max(float((best / share).max()) for _, best, share in worth)
-        return _least(dual, -highest, highest)
-
-    same = all((held == done).all() for _, held, done, _ in offers)
-    return min(capacity(part) for part in ((1.0,) if same else _TOKEN_PRICES))
-
-
-def _least(function: Callable[[float], float], low: float, high: float) -> float:
-    """The least value of a convex function that golden sections come by: any value of a dual is a bound."""
-    ratio = (5**0.5 - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    at_left, at_right = function(left), function(right)
-    least = min(function(0.0), at_left, at_right)
-    for _ in range(_SECTIONS):
-        if at_left < at_right:
-            high, right, at_right = right, left, at_left
-            left = high - ratio * (high - low)
-            at_left = function(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + ratio * (high - low)
-            at_right = function(right)
-        least = min(least, at_left, at_right)
-    return least
 
 
 def _may_specialise(fleet: Fleet) -> bool:

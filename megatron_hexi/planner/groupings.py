@@ -16,6 +16,9 @@ from megatron_hexi.planner.units import Fleet
 
 #: Up to so many units all partitions are tried: 52 for five, fewer where units are alike.
 EXHAUSTIVE = 5
+#: Parts that a site is cut into at most in fleets of more units than the key: an exchange of very many groups
+#: costs more than any all-to-all inside a site.
+_FINEST = {256: 1, 64: 4, 0: 16}
 
 #: Kind, and units of a site.
 SiteClass = tuple[int, int]
@@ -31,15 +34,21 @@ def site_classes(fleet: Fleet) -> dict[SiteClass, list[tuple[int, ...]]]:
     return classes
 
 
-def choices(size: int, sites: int) -> list[Choice]:
+def choices(size: int, sites: int, units: int) -> list[Choice]:
     """Equal groups that the sites of a class may form, from the largest to single units.
 
     Args:
         size: units of each site.
         sites: how many there are.
+        units: of the whole fleet.
     """
     merges: list[Choice] = [(-count,) for count in range(sites, 1, -1) if sites % count == 0]
-    return [*merges, *((size // parts,) * parts for parts in range(1, size + 1) if size % parts == 0)]
+    finest = min(size, _finest(units))
+    return [*merges, *((size // parts,) * parts for parts in range(1, finest + 1) if size % parts == 0)]
+
+
+def _finest(units: int) -> int:
+    return next(parts for limit, parts in _FINEST.items() if units > limit)
 
 
 def unequal_choices(size: int, heads: int) -> list[Choice]:
@@ -79,7 +88,7 @@ def mixed_groupings(fleet: Fleet) -> Iterator[Grouping]:
         members.setdefault(one.kind, []).append(unit)
     fewest = min(len(units) for units in members.values())
     if len(members) > 1:
-        for count in range(fewest, 1, -1):
+        for count in range(min(fewest, _finest(len(fleet.units)) * len(fleet.sites)), 1, -1):
             if all(len(units) % count == 0 for units in members.values()):
                 yield tuple(
                     tuple(sorted(unit for units in members.values() for unit in _run(units, place, count)))

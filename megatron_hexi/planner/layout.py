@@ -82,12 +82,14 @@ def _domain(fleet: Fleet, workload: Workload, layout: Layout, rank: dict[int, in
     segments = (causal_segments if workload.causal else full_segments)([part.total for part in layout.parts])
     groups = []
     for part, held in zip(layout.parts, segments, strict=True):
-        order = sorted(range(len(part.units)), key=lambda i: rank[part.units[i]])
-        heads = consecutive(part.heads[i] for i in order)
-        members = tuple(
-            Member(rank[part.units[i]], part.tokens[i], span) for i, span in zip(order, heads, strict=True)
+        # Heads go by the units' canonical order, whatever their ranks: units at the same place in groups that
+        # are alike have the same heads, so keys and values travel between counterparts.
+        given = zip(part.units, part.tokens, consecutive(part.heads), strict=True)
+        members = sorted(
+            (Member(rank[unit], tokens, heads) for unit, tokens, heads in given),
+            key=lambda member: member.rank,
         )
-        groups.append(Group(held, members, name=_name(fleet, part)))
+        groups.append(Group(held, tuple(members), name=_name(fleet, part)))
     return Domain(tuple(groups))
 
 

@@ -22,8 +22,8 @@ from megatron_hexi.cost.memory import Flights, Holdings, stage_memory
 from megatron_hexi.planner.links import Links
 
 #: How a piece's tokens are sought: rounds of scaling, what is added, halvings where that does not do.
-_ROUNDS = 6
-_SLACK = 2e-4
+_ROUNDS = 4
+_SLACK = 3e-4
 _HALVINGS = 20
 
 
@@ -67,7 +67,7 @@ class Pieces:
         """Of each piece: its part of its group's heads, a unit."""
         return self._heads / (self._all_heads * self._units)
 
-    def most(self, seconds: float, groups: int) -> tuple[Floats, Floats]:
+    def most(self, seconds: float, groups: int, depth: float) -> tuple[Floats, Floats]:
         """Tokens that a unit of each piece holds at most, and tokens whose attention it does at most.
 
         The two are the same, but where memory has no room for so many tokens, and attention of other
@@ -76,12 +76,13 @@ class Pieces:
         Args:
             seconds: of all passes of a layer.
             groups: of a domain, at least.
+            depth: where the group's middle is among the nested ones, from 0, outermost, to 1, at most.
         """
         whole = self._job.seq_length * self.share
         # The more tokens a piece and its site hold, the fewer keys are missing: what is missing at the most
         # tokens that are possible without any exchange is missing at any smaller number.
         free = self._last(whole, seconds, lambda most: self._seconds(most, most, groups, 0.0))
-        wire = self._wire(free / self.share, self._size * float(free.max()))
+        wire = self._wire(free, self._size * float(free.max()), depth)
         tokens = self._last(free, seconds, lambda most: self._seconds(most, most, groups, wire))
         held = np.minimum(tokens, self._memory_cap)
         if not self._links.outside or (held == tokens).all():
@@ -167,22 +168,25 @@ class Pieces:
             latency = np.where(abroad > 0, links.outside_s, latency)
         return time + 2 * passes * latency
 
-    def _wire(self, group: Floats, site_tokens: float) -> Floats:
-        """One way of the exchange: keys and values of the other groups, over all links and over the site's.
+    def _wire(self, tokens: Floats, site_tokens: float, depth: float) -> Floats:
+        """One way of the exchange: keys and values of other groups, over all links and over the site's.
 
-        At least half of each other group's keys are seen, (S - G) / 2 tokens for each of the piece's KV
-        heads. Those that the site does not hold, whatever it holds at most, come from outside.
+        A group sees half the keys of each one outside it and all of each one inside it: S (1 - depth / 2)
+        less 3/4 of its own, and no less than half of all others'. What the site does not hold, whatever it
+        holds at most, comes from outside.
         """
         job, links = self._job, self._links
-        seen = 0.5 if self._causal else 1.0
-        size = 2 * self._all_kv * self._element * seen
-        part = self._heads / self._all_heads
-        near = part * np.maximum(job.seq_length - group, 0.0) * size / self._units
-        time: Floats = near / (links.inside + links.outside)
+        length, size = job.seq_length, 2 * self._all_kv * self._element
+        part, group = self._heads / self._all_heads, tokens / self.share
+        others = np.maximum(length - group, 0.0)
+        half = 0.5 if self._causal else 1.0
+        seen = np.maximum(others / 2, length * (1 - depth / 2) - 0.75 * group) if self._causal else others
+        time: Floats = part * seen * size / self._units / (links.inside + links.outside)
         if links.outside:
-            abroad = np.maximum(part * job.seq_length - site_tokens, 0.0) * size
+            beside = site_tokens - part * group
+            abroad = np.maximum(half * (part * length - site_tokens), part * seen - beside)
             lanes = 1 / job.tensor_parallel if links.shared else self._units
-            time = np.maximum(time, abroad / (links.outside * lanes))
+            time = np.maximum(time, np.maximum(abroad, 0.0) * size / (links.outside * lanes))
         return time
 
     def _find_memory_cap(self) -> Floats:

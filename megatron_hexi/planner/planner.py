@@ -155,7 +155,7 @@ def _planned(
 
 
 def _notes(fleet: Fleet, best: Trial) -> tuple[str, ...]:
-    """GPUs that have nothing to do, and why."""
+    """What has nothing to do, and why; what training cannot carry out yet."""
     cluster, notes = fleet.cluster, []
     if fleet.left_out:
         names = ", ".join(cluster.rank_name(gpu) for gpu in fleet.left_out[:4])
@@ -164,4 +164,14 @@ def _notes(fleet: Fleet, best: Trial) -> tuple[str, ...]:
     idle = len(fleet.units) - sum(len(layout.units) for layout in best.layouts)
     if idle:
         notes.append(f"{idle} of {len(fleet.units)} units left out: with them an iteration would take longer")
+    replicas = best.plan.replicas
+    ranks = [member.rank for replica in replicas for member in replica.domain.members]
+    alike = {(len(replica.domain.members), replica.micro_batches) for replica in replicas}
+    if len(alike) > 1 or ranks != sorted(ranks):
+        what = (
+            "replicas of different size or share"
+            if len(alike) > 1
+            else "replicas that mix ranks of several nodes"
+        )
+        notes.append(f"{what}: the plan can be compared and simulated, but not trained by yet")
     return tuple(notes)

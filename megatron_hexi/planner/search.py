@@ -63,7 +63,8 @@ class DomainSearch:
     def _descend(self) -> None:
         """All classes alike first; from the best of these one class after another a step coarser or finer."""
         classes = site_classes(self._fleet)
-        ladders = {name: choices(name[1], len(sites)) for name, sites in classes.items()}
+        units = len(self._fleet.units)
+        ladders = {name: choices(name[1], len(sites), units) for name, sites in classes.items()}
         for grouping in mixed_groupings(self._fleet):
             self._try(grouping)
         starts = []

@@ -1,0 +1,399 @@
+"""Baselines: what their rules allow, by hand; and that the best of it is found without timing all of it."""
+
+import itertools
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hexi.cluster import read_cluster
+from megatron_hexi.cost import Job, presets
+from megatron_hexi.plan import validate_plan
+from megatron_hexi.plan.layout import apportion
+from megatron_hexi.planner.baselines import find_baselines
+from megatron_hexi.planner.baselines.arrange import models
+from megatron_hexi.planner.baselines.floor import Floor
+from megatron_hexi.planner.baselines.rules import NAMES, UNIFORM, candidates, replica_counts
+from megatron_hexi.planner.layout import build_plan
+from megatron_hexi.planner.trial import Judge
+from megatron_hexi.planner.units import find_units
+from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.fleets import random_case, random_layouts, reproduce
+from tests.support.plans import examples
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
+
+
+def fleet_of(nodes, job=None, **network):
+    return find_units(job or tiny_job(), cluster(nodes, **network))
+
+
+def found(fleet, data_parallel=1, **limits):
+    return {one.name: one for one in find_baselines(Judge(fleet), fleet, data_parallel, **limits)}
+
+
+def shapes(fleet, name, data_parallel=1):
+    """(replicas, groups of each, size of each) that a baseline may use."""
+    return {
+        (len(one.layouts), len(one.layouts[0].parts), len(one.layouts[0].parts[0].units))
+        for one in candidates(fleet, data_parallel)
+        if name in one.texts
+    }
+
+
+def groups(fleet, name):
+    """The groups' units of each layout that a baseline may use on one replica."""
+    return {
+        tuple(part.units for part in one.layouts[0].parts)
+        for one in candidates(fleet, 1)
+        if name in one.texts
+    }
+
+
+class CountingJudge(Judge):
+    """Remembers what it timed."""
+
+    def __init__(self, fleet):
+        super().__init__(fleet)
+        self.timed: Counter = Counter()
+
+    def try_out(self, fleet, layouts, window):
+        trial = super().try_out(fleet, layouts, window)
+        self.timed[trial.plan] += 1
+        return trial
+
+
+def everything_timed(fleet, data_parallel):
+    """The best of each baseline without any short cut: (excess, seconds)."""
+    judge = Judge(fleet)
+    best: dict = {}
+    entrants = [(one, name) for one in candidates(fleet, data_parallel) for name in one.texts]
+    entrants = [(one, name) for one, name in entrants if name != "homogeneous"]
+    for units in models(fleet).values():
+        part = fleet.subset(units)
+        entrants += [(one, "homogeneous") for one in candidates(part, data_parallel, ("homogeneous",))]
+    for (one, name), window in itertools.product(entrants, (1, 2, 4)):
+        order = judge.try_out(one.fleet, one.layouts, window).order
+        best[name] = min(order, best.get(name, order))
+    return best
+
+
+# What the rules allow
+
+
+def test_a_ring_over_a_fast_and_a_slow_gpu_is_paced_by_the_slow_one():
+    mixed = fleet_of([("a", "DOUBLE", 1), ("b", "PLAIN", 1)], bandwidth=1e5)
+    slow = fleet_of([("a", "PLAIN", 1), ("b", "PLAIN", 1)], bandwidth=1e5)
+    fast = fleet_of([("a", "DOUBLE", 1), ("b", "DOUBLE", 1)], bandwidth=1e5)
+    ring = found(mixed)["ring"]
+    assert ring.layout.startswith("2 groups of one")
+    assert ring.uniform
+    # Half the tokens each; two layers of PLAIN's token work, forward and backward.
+    moved = (10 + 12) * 512 + (2 + 3) * 2048 + 2 * 2048
+    token = 2 * (6 * 2048 * 3145728 / 1e14 + 2 * 2048 * moved / 9e11)
+    assert ring.trial.timing.phases.token == pytest.approx(token)
+    # Of two slow ones, one stands inside and has more to add up.
+    assert 0.96 < ring.trial.iteration_s / found(slow)["ring"].trial.iteration_s < 1
+    assert ring.trial.iteration_s > 1.3 * found(fast)["ring"].trial.iteration_s
+    assert found(mixed)["proportion"].trial.iteration_s < 0.85 * ring.trial.iteration_s
+
+
+def test_the_lower_bound_of_that_ring_by_hand():
+    # 2048 tokens at 100 TFLOP/s and 900 GB/s; the slow GPU stands outside, so half its queries see the rest.
+    fleet = fleet_of([("a", "DOUBLE", 1), ("b", "PLAIN", 1)])
+    flops = 2 * 2048 * 3145728 + 4 * (4 * 128 * (2048**2 / 2 + 1024 * 2048))
+    flops_back = 4 * 2048 * 3145728 + 2.5 * 4 * (4 * 128 * (2048**2 / 2 + 1024 * 2048))
+    rotary, merged = 2 * 128 * (4 + 4), 4 * 128 * 1024
+    moved = 2 * 2048 * (10 * 512 + 2 * 2048 + rotary) + 26 * merged
+    moved_back = 2 * 2048 * (12 * 512 + 3 * 2048 + rotary) + 10 * merged
+    logits = (
+        6 * 2048 * 512 * TINY.vocab_params(1) / 512 / 1e14 + 52 * 2048 * TINY.vocab_params(1) / 512 / 9e11
+    )
+    layer = (flops + flops_back) / 1e14 + (moved + moved_back) / 9e11
+    slow_first = next(
+        one for one in candidates(fleet, 1) if one.texts.get("ring") == "2 groups of one, slow first"
+    )
+    assert Floor(fleet).seconds(slow_first.layouts) == pytest.approx(2 * layer + logits)
+
+
+def test_six_units_and_four_heads_have_two_factorings():
+    fleet = fleet_of([("a", "PLAIN", 3), ("b", "PLAIN", 3)])
+    assert shapes(fleet, "usp") == {(1, 6, 1), (1, 3, 2)}
+    assert groups(fleet, "usp") == {
+        ((0,), (1,), (2,), (3,), (4,), (5,)),
+        ((0, 1), (2, 3), (4, 5)),
+        ((0, 3), (1, 4), (2, 5)),
+    }
+    assert shapes(fleet, "ring") == {(1, 6, 1)}
+    assert shapes(fleet, "ulysses") == set()
+    assert found(fleet)["ulysses"].why_not == "4 heads cannot be cut over 6 ranks"
+
+
+def test_transformer_engine_refuses_kv_heads_that_do_not_divide():
+    job = tiny_job(model=replace(TINY, kv_heads=2))
+    fleet = fleet_of([("a", "PLAIN", 4)], job)
+    assert shapes(fleet, "te-a2a+p2p") == {(1, 4, 1), (1, 2, 2)}
+    # Where heads are replicated, the same group is allowed.
+    assert shapes(fleet, "usp") == {(1, 4, 1), (1, 2, 2), (1, 1, 4)}
+    assert shapes(fleet, "ulysses") == {(1, 1, 4)}
+
+
+def test_transformer_engine_keeps_groups_inside_a_machine_unless_there_is_but_one():
+    inside = fleet_of([("a", "PLAIN", 2), ("b", "PLAIN", 2)])
+    assert groups(inside, "te-a2a+p2p") == {((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)), ((0, 1, 2, 3),)}
+    across = fleet_of([("a", "PLAIN", 3), ("b", "PLAIN", 3)], tiny_job(seq_length=12288))
+    assert shapes(across, "te-a2a+p2p") == {(1, 6, 1)}
+
+
+def test_transformer_engine_wants_lengths_that_divide_twice():
+    fleet = fleet_of([("a", "PLAIN", 3)], tiny_job(seq_length=4098))
+    assert found(fleet)["te-a2a+p2p"].trial is not None  # 6 x 683
+    fleet = fleet_of([("a", "PLAIN", 3)], tiny_job(seq_length=4101))
+    assert found(fleet)["te-a2a+p2p"].why_not == "4101 tokens cannot be cut into 2 x 3 equal parts"
+
+
+def test_40_heads_over_152_ranks():
+    job = Job(presets()["gpt-13b"], 2**17, recompute="full")
+    fleet = fleet_of([(f"n{number}", "PLAIN", 8) for number in range(19)], job)
+    assert {shape[2] for shape in shapes(fleet, "usp")} == {1, 2, 4, 8}
+    one = found(fleet, faster_than=0)
+    assert one["ulysses"].why_not == "40 heads cannot be cut over 152 ranks"
+    assert one["ulysses"].trial is None
+    auto = found(fleet, None, faster_than=0)
+    assert auto["ulysses"].why_not == "40 heads cannot be cut over 152, 76, 38 or 19 ranks"
+
+
+def test_a_length_that_does_not_divide_is_apportioned_and_said():
+    fleet = fleet_of([("a", "PLAIN", 3)], tiny_job(seq_length=4097))
+    ring = found(fleet)["ring"]
+    assert [part.tokens for part in ring.trial.layouts[0].parts] == [(1366,), (1366,), (1365,)]
+    assert ring.layout.startswith("3 groups of one, 2 ranks with one token more")
+
+
+def test_proportion_follows_speed_alone():
+    job = tiny_job(seq_length=8192)
+    fleet = fleet_of([("a", "DOUBLE", 2), ("b", "PLAIN", 2)], job, bandwidth=100)
+    fast, slow = (kind.tokens_per_s for kind in fleet.kinds)
+    assert 1.5 < fast / slow < 2
+    tokens = apportion(8192, [fast, fast, slow, slow])
+    for one in candidates(fleet, 1, ("proportion",)):
+        (layout,) = one.layouts
+        held = {
+            unit: count for part in layout.parts for unit, count in zip(part.units, part.tokens, strict=True)
+        }
+        assert [held[unit] for unit in range(4)] == tokens
+    heads = {one.layouts[0].parts[0].heads for one in candidates(fleet, 1, ("proportion",))}
+    assert heads == {(4,), (2, 2), (1, 1, 1, 1)}
+
+
+def test_proportion_may_deal_heads_by_speed_too():
+    job = tiny_job(model=replace(TINY, heads=12, kv_heads=12))
+    fleet = fleet_of([("a", "DOUBLE", 2), ("b", "PLAIN", 2)], job)
+    heads = {
+        one.texts["proportion"]: one.layouts[0].parts[0].heads
+        for one in candidates(fleet, 1, ("proportion",))
+    }
+    assert heads["one group of 4, heads equal"] == (3, 3, 3, 3)
+    assert heads["one group of 4, heads in proportion"] == (4, 4, 2, 2)
+
+
+def test_homogeneous_takes_the_best_model_of_gpu_alone():
+    fleet = fleet_of([("a", "PLAIN", 2), ("b", "DOUBLE", 2)], bandwidth=0.01)
+    alone = found(fleet)["homogeneous"]
+    assert alone.layout == "2 DOUBLE alone: one group of 2"
+    assert not alone.uniform
+    assert alone.trial.plan.gpus == (2, 3)
+    many = fleet_of([("a", "PLAIN", 4), ("b", "DOUBLE", 1)], bandwidth=0.01)
+    assert found(many)["homogeneous"].layout.startswith("4 PLAIN alone: ")
+
+
+def test_in_a_cluster_of_one_kind_homogeneous_is_the_best_uniform_one():
+    both = found(fleet_of([("a", "PLAIN", 4), ("b", "PLAIN", 4)]))
+    assert both["homogeneous"].trial.plan == both["usp"].trial.plan
+    assert both["homogeneous"].layout == f"8 PLAIN alone: {both['usp'].layout}"
+
+
+# Replicas
+
+
+def test_replicas_divide_units_and_micro_batches():
+    fleet = fleet_of([("a", "PLAIN", 6)], tiny_job(global_batch_size=4))
+    assert replica_counts(fleet, None) == [1, 2]
+    assert replica_counts(fleet, 2) == [2]
+    assert shapes(fleet, "ring", None) == {(1, 6, 1), (2, 3, 1)}
+    for one in candidates(fleet, 2):
+        assert [layout.micro_batches for layout in one.layouts] == [2, 2]
+    assert {one.why_not for one in found(fleet, 4).values()} == {
+        "6 ranks cannot be cut into 4 equal replicas",
+        "6 PLAIN: 6 ranks cannot be cut into 4 equal replicas",
+    }
+    assert found(fleet, 3)["ring"].why_not == "4 micro-batches cannot be shared equally by 3 replicas"
+
+
+def test_replicas_are_consecutive_or_of_one_mix():
+    fleet = fleet_of([("a", "DOUBLE", 2), ("b", "PLAIN", 2)], tiny_job(global_batch_size=2), bandwidth=100)
+    dealt = {tuple(layout.units for layout in one.layouts) for one in candidates(fleet, 2)}
+    assert dealt == {((0, 1), (2, 3)), ((0, 2), (1, 3))}
+    # A replica of slow ones alone paces everything; in proportion, replicas of one mix do not.
+    assert found(fleet, 2)["proportion"].layout.startswith("2 replicas of one mix, each ")
+
+
+# Finding the best
+
+
+def test_where_nothing_fits_the_shortage_is_named():
+    job = Job(presets()["gpt-7b"], 2**20, recompute="full")
+    known = found(fleet_of([("a", "PLAIN", 2), ("b", "PLAIN", 2)], job))
+    for one in known.values():
+        assert one.trial is None
+        assert one.why_not.startswith("short of memory: rank ")
+        assert "PLAIN) needs " in one.why_not
+        assert " GiB and has 64.0, most of it " in one.why_not
+        assert one.layout
+
+
+def test_each_plan_is_timed_once():
+    fleet = fleet_of([("a", "DOUBLE", 4), ("b", "PLAIN", 4)], tiny_job(global_batch_size=4), bandwidth=1)
+    judge = CountingJudge(fleet)
+    find_baselines(judge, fleet, None)
+    assert set(judge.timed.values()) == {1}
+    assert {plan.exchange.window for plan in judge.timed} == {1, 2, 4}
+    # With two groups there is one step, and a window changes nothing.
+    for plan in judge.timed:
+        if len(plan.replicas[0].domain.groups) <= 2:
+            assert plan.exchange.window == 1
+
+
+def test_progress_is_told():
+    told, fleet = [], fleet_of([("a", "PLAIN", 4)])
+    find_baselines(Judge(fleet), fleet, 1, progress=lambda *words: told.append(words))
+    assert told == [("baselines", done, len(told)) for done in range(len(told))]
+
+
+NODES = st.lists(
+    st.tuples(st.sampled_from(["PLAIN", "DOUBLE"]), st.integers(1, 4)), min_size=1, max_size=3
+).map(lambda nodes: [(f"n{number}", *node) for number, node in enumerate(nodes)])
+JOBS = st.fixed_dictionaries(
+    {
+        "seq_length": st.sampled_from([24, 512, 1001, 4096, 20000]),
+        "recompute": st.sampled_from(["none", "selective", "full"]),
+        "global_batch_size": st.sampled_from([1, 2, 4]),
+        "model": st.sampled_from([1, 2, 4]).map(lambda kv: replace(TINY, kv_heads=kv)),
+        "overlap_gradients": st.booleans(),
+    }
+)
+BANDWIDTHS = st.sampled_from([0.1, 1, 10, 1000])
+
+
+@given(st.integers(0, 2**20), st.sampled_from([1, None]))
+@examples(25)
+def test_the_best_is_what_timing_everything_finds(seed, data_parallel):
+    text, known, job = random_case(seed, (2, 4, 4, 6, 8))
+    fleet = find_units(job, known)
+    best = everything_timed(fleet, data_parallel)
+    for name, one in found(fleet, data_parallel).items():
+        if name not in best:
+            assert one.trial is None, reproduce(text, job)
+            assert one.why_not
+        elif best[name][0] > 0:
+            assert one.trial is None, reproduce(text, job)
+            assert one.why_not.startswith("short of memory")
+        else:
+            assert one.trial.iteration_s == pytest.approx(best[name][1], rel=1e-8), reproduce(text, job)
+            assert one.why_not == ""
+
+
+@given(NODES, JOBS, BANDWIDTHS, st.floats(0.3, 1.5))
+@examples(15)
+def test_with_a_limit_nothing_faster_is_lost(nodes, changes, bandwidth, share):
+    fleet = fleet_of(nodes, tiny_job(**changes), bandwidth=bandwidth)
+    everything = found(fleet, None)
+    limit = share * everything["usp"].trial.iteration_s
+    for name, one in found(fleet, None, faster_than=limit).items():
+        known = everything[name].trial
+        if one.trial is not None:
+            assert one.trial.iteration_s == pytest.approx(known.iteration_s, rel=1e-8)
+        elif known is not None:
+            assert known.iteration_s >= limit * (1 - 1e-8)
+            assert one.why_not.startswith(
+                f"cannot be faster than {limit:.4g} s an iteration: computing alone "
+            )
+        else:
+            assert one.why_not == everything[name].why_not
+
+
+@given(st.integers(0, 2**20), st.sampled_from([1, None]), st.sampled_from([1, 1, 2]))
+@examples(80)
+def test_the_lower_bound_is_below_any_layout_s_time(seed, data_parallel, stages):
+    text, known, job = random_case(seed, (2, 4, 6, 9))
+    if len(known.ranks) % stages == 0 and job.model.layers % stages == 0:
+        job = replace(job, pipeline_parallel=stages)
+    fleet = find_units(job, known)
+    layouts = random_layouts(Random(seed), fleet, data_parallel)
+    trial = Judge(fleet).try_out(fleet, layouts, 1 + seed % 4)
+    least = Floor(fleet).seconds(layouts)
+    assert 0 < least <= trial.iteration_s * (1 + 1e-9), reproduce(text, job)
+
+
+@given(NODES, JOBS)
+@examples(25)
+def test_plans_are_valid_and_as_equal_as_their_rules_say(nodes, changes):
+    fleet = fleet_of(nodes, tiny_job(**changes))
+    for one in candidates(fleet, None):
+        plan = build_plan(fleet, one.layouts, 1)
+        validate_plan(plan)
+        assert len({len(replica.domain.members) for replica in plan.replicas}) == 1
+        assert len({replica.micro_batches for replica in plan.replicas}) == 1
+        members = [member for replica in plan.replicas for member in replica.domain.members]
+        assert len(members) == len(fleet.units)
+        if set(UNIFORM) & set(one.texts):
+            tokens = [member.tokens for member in members]
+            assert max(tokens) - min(tokens) <= 1
+            assert len({stop - start for start, stop in (member.heads for member in members)}) == 1
+        if "te-a2a+p2p" in one.texts:
+            assert len({member.tokens for member in members}) == 1
+
+
+@pytest.mark.parametrize("last", ["DOUBLE", "PLAIN"])
+@pytest.mark.parametrize("bandwidth", [0.3, 10])
+def test_the_order_of_a_file_s_entries_does_not_matter(last, bandwidth):
+    nodes = [("a", "DOUBLE", 2), ("b", "PLAIN", 4), ("c", last, 2)]
+    job = tiny_job(seq_length=12288, global_batch_size=2)
+    seen = set()
+    for order in itertools.permutations(nodes):
+        known = found(fleet_of(order, job, bandwidth=bandwidth), None)
+        seen.add(
+            tuple(
+                (name, one.why_not, one.trial and float(f"{one.trial.tokens_per_s:.9g}"))
+                for name, one in known.items()
+            )
+        )
+    assert len(seen) == 1
+    assert [name for name, *_ in seen.pop()] == list(NAMES)
+
+
+@pytest.mark.parametrize("context", [32768, 131072])
+def test_sixteen_gpus_take_no_time(context):
+    job = Job(presets()["gpt-7b"], context, recompute="full")
+    fleet = find_units(job, read_cluster(EXAMPLES / "mixed-16.yaml"))
+    begin = time.process_time()
+    known = found(fleet, None)
+    assert time.process_time() - begin < 1  # 0.2 s
+    assert all(one.trial is not None for one in known.values())
+    assert known["usp"].trial.tokens_per_s < known["proportion"].trial.tokens_per_s
+    ends = max(known[name].trial.tokens_per_s for name in ("ring", "ulysses", "te-a2a+p2p"))
+    assert ends <= known["usp"].trial.tokens_per_s
+
+
+def test_a_hundred_and_twenty_eight_take_little():
+    job = Job(presets()["gpt-7b"], 2**17, recompute="full")
+    nodes = [(f"n{number}", "DOUBLE" if number < 8 else "PLAIN", 8) for number in range(16)]
+    fleet = fleet_of(nodes, job, bandwidth=25)
+    begin = time.process_time()
+    assert found(fleet, None)["usp"].trial is not None
+    assert time.process_time() - begin < 5  # 1 s
