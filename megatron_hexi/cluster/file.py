@@ -14,6 +14,7 @@ from megatron_hexi.cluster.check import check_cluster, check_size
 from megatron_hexi.cluster.model import ClusterFile
 from megatron_hexi.cluster.schema import parse_file
 from megatron_hexi.cluster.topology import Cluster, build_cluster
+from megatron_hexi.errors import ClusterError
 from megatron_hexi.yaml_file import YamlFile, read_yaml
 
 _ADAPTER = TypeAdapter(ClusterFile)
@@ -31,6 +32,8 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 def cluster_from_yaml(source: YamlFile) -> Cluster:
     """The cluster in a document that was read already. Raises as `read_cluster` does."""
+    if isinstance(source.data, dict) and "workload" in source.data and "nodes" not in source.data:
+        raise ClusterError(f"{source.path}: is a plan; give the cluster file")
     file = parse_file(_ADAPTER, source, "a cluster file is a mapping with name, nodes and network")
     check_size(file, source)
     devices = catalog_with(file.devices, source)

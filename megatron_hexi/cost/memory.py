@@ -125,7 +125,8 @@ def working_set_bytes(
     All gradients in their type: G (h + 2 k) B D e
     Only with other groups: sums in fp32 4 G (h + 2 k) B D; own keys side by side and one prefix
     4 G k B D e; `window` + 1 steps of keys and values 2 R e each, the gradient of one (4 + e) 2 R;
-    gradients on their way home, two steps 2 S e each. R, S: tokens x KV heads received and sent in a step.
+    gradients on their way home, `window` + 1 steps 2 S e each. R, S: tokens x KV heads
+    received and sent in a step.
     """
     element = job.element_bytes
     sequence = job.micro_batch_size * job.model.head_dim
@@ -133,7 +134,8 @@ def working_set_bytes(
     qkv = tokens * token_qkv_bytes(job) / (element * job.model.head_dim)
     inside = element * (2 * (qkv + own) + group_tokens * heads + own)
     received = flights.received * (2 * (window + 1) * element + 2 * (4 + element))
-    between = 4 * own + 4 * element * group_tokens * kv + received + 4 * element * flights.sent
+    sent = flights.sent * 2 * (window + 1) * element
+    between = 4 * own + 4 * element * group_tokens * kv + received + sent
     exchanges = (flights.received > 0) | (flights.sent > 0)
     return sequence * (inside + np.where(exchanges, between, 0.0))
 

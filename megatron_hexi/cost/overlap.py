@@ -4,8 +4,9 @@ As the runtime does it (runtime/exchange.py): a step's transfer is posted when t
 before it starts; a unit's transfers go over its wire one batch after the other, in the order posted; a
 transfer begins when both ends have posted it and have their wire free; a block starts when the one before
 it is done and its own keys have arrived. Block 0 is the own group's. In the backward pass the gradients
-of a step start home when its block is done, behind the keys posted before; block 0 is computed in two
-parts, one before the steps and one after them, behind which the last gradients travel.
+of a step start home when its block is done, behind the keys posted before, and are waited for before the
+block `window` + 1 steps later; block 0 is computed in two parts, one before the steps and one after them,
+behind which the last gradients travel.
 """
 
 from __future__ import annotations
@@ -73,14 +74,15 @@ class BackwardClock:
         self._starts = deque([begin] * window, maxlen=window)
         self._window = window
         self._returns: deque[tuple[Floats, Ints, Ints, Floats]] = deque()
+        self._home = np.zeros(len(begin))
         self.end = begin + first
 
     def step(self, compute: Floats, src: Ints, dst: Ints, seconds: Floats, home_seconds: Floats) -> None:
         """One step: blocks, messages, and the seconds of each message's way back."""
         arrived = self._wire.carry(self._starts[0], src, dst, seconds)
+        start = np.maximum(np.maximum(self.end, arrived), self._home)
         if len(self._returns) == self._window:
-            self._wire.carry(*self._returns.popleft())
-        start = np.maximum(self.end, arrived)
+            self._home = self._wire.carry(*self._returns.popleft())
         self._starts.append(start)
         self.end = start + compute
         self._returns.append((self.end, dst, src, home_seconds))

@@ -40,6 +40,8 @@ def plan_from_yaml(source: YamlFile) -> Plan:
         raise PlanError(
             f"{source.where(())}: not a plan: found {found}; write a mapping with workload and replicas"
         )
+    if "nodes" in source.data and "workload" not in source.data:
+        raise PlanError(f"{source.path}: is a cluster file; give the plan")
     version = source.data.get("version", FORMAT_VERSION)
     if type(version) is not int or version != FORMAT_VERSION:
         raise PlanError(

@@ -10,8 +10,8 @@ that the same two ranks share are one message (the part of a sub-ring between th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_hexi.plan.heads import HeadSpan, head_spans, kv_range, overlap, spans_in_two
 from megatron_hexi.plan.layout import merge_segments, shard_segments, tokens_before
@@ -176,8 +176,11 @@ def exchange_blocks(group: Group, source: Group, causal: bool) -> tuple[Block, .
     return tuple(blocks)
 
 
-def kv_owners(heads: Range, owners: Sequence[Range], ratio: int) -> tuple[tuple[int, Range], ...]:
+@lru_cache(maxsize=2**14)
+def kv_owners(heads: Range, owners: tuple[Range, ...], ratio: int) -> tuple[tuple[int, Range], ...]:
     """Which member of a group serves which KV heads of a user.
+
+    Remembered: every rank of a domain asks the same of every group.
 
     Args:
         heads: the user's query heads.
@@ -208,6 +211,6 @@ def _incoming(
     if not blocks:
         return ()
     keys = max(block.keys for block in blocks)
-    for position, kv in kv_owners(heads, [member.heads for member in source.members], ratio):
+    for position, kv in kv_owners(heads, tuple(member.heads for member in source.members), ratio):
         transfers.append(Transfer(indices[source.members[position].rank], kv, keys))
     return tuple(transfers)

@@ -48,6 +48,8 @@ def deal_tokens(tokens: int, weights: Floats, caps: Floats | None = None) -> tup
         weights: at least one above 0.
         caps: the most that each may have.
     """
+    if tokens == 0:
+        return (0,) * len(weights)
     if caps is None:
         return tuple(apportion(tokens, list(weights)))
     if caps.sum() <= tokens:

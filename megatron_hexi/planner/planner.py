@@ -52,7 +52,7 @@ def find_plan(
     best = _search(judge, fleet, data_parallel, tell)
     tell("baselines", 0, 1)
     limit = float("inf") if with_baselines or not best.fits else best.iteration_s
-    baselines = find_baselines(judge, fleet, data_parallel, faster_than=limit)
+    baselines = find_baselines(judge, fleet, data_parallel, faster_than=limit, progress=tell)
     for baseline in baselines:
         if baseline.trial is not None and baseline.trial.order < best.order:
             best = baseline.trial
@@ -163,7 +163,9 @@ def _notes(fleet: Fleet, best: Trial) -> tuple[str, ...]:
         notes.append(f"{names}{more} left out: too few GPUs on their node for a unit of this job")
     idle = len(fleet.units) - sum(len(layout.units) for layout in best.layouts)
     if idle:
-        notes.append(f"{idle} of {len(fleet.units)} units left out: with them an iteration would take longer")
+        notes.append(
+            f"{idle} of {len(fleet.units)} units left out: nothing found with them fits and is faster"
+        )
     replicas = best.plan.replicas
     ranks = [member.rank for replica in replicas for member in replica.domain.members]
     alike = {(len(replica.domain.members), replica.micro_batches) for replica in replicas}

@@ -107,9 +107,10 @@ def find_units(job: Job, cluster: Cluster) -> Fleet:
     runs = [_runs(list(node.ranks), job.tensor_parallel) for node in cluster.nodes]
     stacks = _stacks(job, cluster, runs)
     if not stacks:
+        found = sum(map(len, runs))
         raise ClusterError(
-            f"cluster {cluster.name}: no node has {job.tensor_parallel} GPUs for tensor_parallel = "
-            f"{job.tensor_parallel} and pipeline_parallel = {job.pipeline_parallel}; give smaller ones"
+            f"cluster {cluster.name} has {found} units of tensor_parallel = {job.tensor_parallel} GPUs on "
+            f"one node, the job needs {job.pipeline_parallel} for its pipeline stages; give smaller sizes"
         )
     speed: dict[tuple[int, ...], float] = {}
     devices: dict[tuple[int, ...], tuple[Device, ...]] = {}

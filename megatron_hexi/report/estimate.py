@@ -25,7 +25,7 @@ def estimate_report(cost: IterationCost) -> RenderableType:
     rows = _alike(cost.ranks)
     return Group(
         Text(_headline(cost)),
-        Text(_phases_line(cost)),
+        Text(phases_line(cost)),
         Text(_paces_line(cost)),
         times_table(rows),
         memory_table(rows),
@@ -83,6 +83,15 @@ def spell_seconds(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 1e-4 else "<0.0001"
 
 
+def phases_line(cost: IterationCost) -> str:
+    """Where the iteration's time goes, the largest part first."""
+    parts = sorted(cost.phases.by_name.items(), key=lambda item: -item[1])
+    spelt = [
+        f"{name.replace('_', ' ')} {seconds / cost.iteration_s:.1%}" for name, seconds in parts if seconds
+    ]
+    return "time goes to: " + ", ".join(spelt)
+
+
 def _rank_dict(rank: RankCost) -> dict[str, Any]:
     facts = {key: value for key, value in vars(rank).items() if key != "memory"}
     terms = {name: size / GIB for name, size in rank.memory.terms.items()}
@@ -96,14 +105,6 @@ def _headline(cost: IterationCost) -> str:
         f"({share:.0%} of the ceiling), {spell_seconds(cost.exposed_communication_s)} s of exposed "
         f"communication, ranks idle {cost.idle_share:.1%} of the time"
     )
-
-
-def _phases_line(cost: IterationCost) -> str:
-    parts = sorted(cost.phases.by_name.items(), key=lambda item: -item[1])
-    spelt = [
-        f"{name.replace('_', ' ')} {seconds / cost.iteration_s:.1%}" for name, seconds in parts if seconds
-    ]
-    return "time goes to: " + ", ".join(spelt)
 
 
 def _paces_line(cost: IterationCost) -> str:

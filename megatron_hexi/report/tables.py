@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -24,8 +24,12 @@ def plan_report(plan: Plan, rows: Sequence[Holding]) -> RenderableType:
         rows: its holdings.
     """
     parts: list[RenderableType] = [Text(_workload_line(plan.workload)), holdings_table(plan, rows)]
+    if plan.gpus is not None:
+        parts.append(Text(_gpus_line(plan.gpus)))
     if plan.estimate is not None:
         parts.append(Text(_estimate_line(plan.estimate)))
+        if plan.estimate.against:
+            parts.append(against_table(plan.estimate.against, plan.estimate.tokens_per_s))
     if plan.provenance is not None:
         parts.append(Text(_provenance_line(plan.provenance)))
     return Group(*parts)
@@ -67,6 +71,19 @@ def holdings_table(plan: Plan, rows: Sequence[Holding]) -> Table:
             *cells,
             end_section=(following.replica, following.group) != (row.replica, row.group),
         )
+    return table
+
+
+def against_table(against: Mapping[str, float], tokens_per_s: float | None) -> Table:
+    """What the planner found other layouts to do, the fastest first."""
+    table = Table()
+    table.add_column("predicted instead")
+    table.add_column("tokens/s", justify="right")
+    if tokens_per_s is not None:
+        table.add_column("the plan is", justify="right")
+    for name, other in sorted(against.items(), key=lambda item: -item[1]):
+        ratio = [] if tokens_per_s is None else [f"{tokens_per_s / other:.2f}x" if other else "-"]
+        table.add_row(Text(name), f"{other:,.0f}", *ratio)
     return table
 
 
@@ -114,13 +131,25 @@ def _estimate_line(estimate: Estimate) -> str:
         facts.append(f"{estimate.iteration_s:.3f} s an iteration")
     if estimate.tokens_per_s is not None:
         facts.append(f"{estimate.tokens_per_s:,.0f} tokens/s")
+    if estimate.lower_bound_s is not None:
+        facts.append(f"no plan takes less than {estimate.lower_bound_s:.3f} s")
     if estimate.gap is not None:
-        facts.append(f"at most {estimate.gap:.1%} above the lower bound")
+        facts.append(f"this one takes at most {estimate.gap:.1%} longer than the best")
     if estimate.memory_gib:
         facts.append(f"up to {max(estimate.memory_gib):.1f} GiB a rank")
-    for name, tokens_per_s in (estimate.against or {}).items():
-        facts.append(f"{name} {tokens_per_s:,.0f} tokens/s")
     return "estimate: " + (", ".join(facts) or "none")
+
+
+def _gpus_line(gpus: Sequence[int]) -> str:
+    """Which GPU each rank must be started on; GPUs in a row as one range."""
+    runs: list[list[int]] = []
+    for gpu in gpus:
+        if runs and runs[-1][1] == gpu:
+            runs[-1][1] = gpu + 1
+        else:
+            runs.append([gpu, gpu + 1])
+    spelt = ", ".join(spell_range((start, stop)) for start, stop in runs)
+    return f"ranks must be started on these GPUs of the cluster file, in rank order: {spelt}"
 
 
 def _provenance_line(provenance: Provenance) -> str:

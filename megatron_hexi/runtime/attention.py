@@ -181,7 +181,7 @@ def _attend_backward(
     grad_query = torch.zeros_like(query, dtype=wide)
     grad_keys = torch.zeros_like(own_keys, dtype=wide)
     own_sums = grad_query, *_apart(grad_keys, grad_keys.shape[2], head_dim)
-    returns = GradientReturn(grad_keys, schedule, domain.domain_group)
+    returns = GradientReturn(grad_keys, schedule, domain.domain_group, domain.window)
     # Every step hides the transfers of its neighbours. Before the first there is only the own block to hide
     # its keys and values behind, and after the last only the own block to hide its gradients.
     first.add_backward(own_sums, *own, schedule.causal)

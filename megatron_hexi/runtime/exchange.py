@@ -75,15 +75,17 @@ class KeyExchange:
 class GradientReturn:
     """Sends the gradients of received keys and values to their owners, and adds up those that come back.
 
-    One step is under way while the next is computed; the last two remain so until `finish`.
+    `window` steps are under way while the next is computed; the last ones remain so until `finish`.
 
     Args:
         total: where the gradients of the own keys and values are added up, [k, B, G, Dk + Dv].
         schedule: the rank's split tables.
         group: the ranks of the domain.
+        window: steps under way while the next one is computed.
     """
 
-    def __init__(self, total: Tensor, schedule: Schedule, group: dist.ProcessGroup) -> None:
+    def __init__(self, total: Tensor, schedule: Schedule, group: dist.ProcessGroup, window: int) -> None:
+        self._window = window
         self._total = total
         self._schedule = schedule
         self._group = group
@@ -114,7 +116,7 @@ class GradientReturn:
         self._number += 1
         self._under_way.append((arriving, transfers))
         # After the last step nothing is waited for: what the caller has left to compute hides it.
-        if 1 < self._number < len(self._schedule.steps):
+        if self._window < self._number < len(self._schedule.steps):
             self._collect()
 
     def finish(self) -> None:

@@ -3,40 +3,24 @@
 import json
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+import typer
 
 import megatron_hexi
 from megatron_hexi.cli import main as cli
+from megatron_hexi.cli import patching, plans
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Workload, plan_digest, proportional_plan, read_plan, write_plan
+from tests.support.shell import call_hexi, is_one_error_line
 
-COMMANDS = ["catalog", "patch", "proportion", "show", "unpatch", "validate"]
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
+COMMANDS = ["catalog", "compare", "patch", "plan", "proportion", "show", "simulate", "unpatch", "validate"]
 
 
 @pytest.fixture
 def hexi(monkeypatch, capsys):
     """Calls ``hexi WORDS…`` as a shell would."""
-    monkeypatch.delenv("RANK", raising=False)
-
-    def call(*words) -> Result:
-        monkeypatch.setattr(sys, "argv", ["hexi", *map(str, words)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        captured = capsys.readouterr()
-        # None is success to Python.
-        code = exit_.value.code or 0
-        assert isinstance(code, int)
-        return Result(code, captured.out, captured.err)
-
-    return call
+    return lambda *words: call_hexi(monkeypatch, capsys, words)
 
 
 @pytest.fixture
@@ -45,10 +29,6 @@ def plan(tmp_path):
     path = tmp_path / "plan.yaml"
     write_plan(proportional_plan(Workload(4096, 16, 4, 64), [[[2, 2, 2], [1, 1]]]), path)
     return path
-
-
-def is_one_error_line(text: str) -> bool:
-    return text.startswith("hexi: error: ") and text.count("\n") == 1 and text.endswith("\n")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +58,7 @@ def test_our_fault_keeps_its_traceback(monkeypatch):
     def broken(path):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "read_plan", broken)
+    monkeypatch.setattr(plans, "read_plan", broken)
     monkeypatch.setattr(sys, "argv", ["hexi", "validate", "plan.yaml"])
     with pytest.raises(ZeroDivisionError):
         cli.main()
@@ -103,8 +83,9 @@ def test_help_of_a_command_has_an_example(hexi, command):
 
 
 def test_every_command_is_tested_here():
-    callbacks = [command.callback for command in cli.app.registered_commands]
-    assert sorted(callback.__name__ for callback in callbacks if callback) == COMMANDS
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
+    assert sorted(group.commands) == COMMANDS
 
 
 def test_validate_accepts(hexi, plan):
@@ -156,8 +137,8 @@ def test_show_refuses_a_picture_that_it_cannot_write(hexi, plan, tmp_path, name)
 
 def test_patch_and_unpatch_say_what_they_changed(hexi, monkeypatch, tmp_path):
     files = [tmp_path / "pretrain_gpt.py", tmp_path / "pretrain_hybrid.py"]
-    monkeypatch.setattr(cli, "patch_checkout", lambda checkout: files)
-    monkeypatch.setattr(cli, "unpatch_checkout", lambda checkout: files[:1])
+    monkeypatch.setattr(patching, "patch_checkout", lambda checkout: files)
+    monkeypatch.setattr(patching, "unpatch_checkout", lambda checkout: files[:1])
     assert hexi("patch", tmp_path) == (0, "", f"patched {files[0]}\npatched {files[1]}\n")
     assert hexi("unpatch", tmp_path) == (0, "", f"restored {files[0]}\n")
 
@@ -166,7 +147,7 @@ def test_patch_passes_a_refusal_on(hexi, monkeypatch):
     def refuse(checkout: Path):
         raise HexiError(f"{checkout}: patched already")
 
-    monkeypatch.setattr(cli, "patch_checkout", refuse)
+    monkeypatch.setattr(patching, "patch_checkout", refuse)
     assert hexi("patch", "somewhere") == (2, "", "hexi: error: somewhere: patched already\n")
 
 

@@ -100,7 +100,7 @@ def test_working_set_by_hand():
         128 * (inside + between)
     ]
     wider = working_set_bytes(tiny_job(), one(10), one(100), one(3), one(2), flights, 2)
-    assert wider == [128 * (inside + between + 100 * 2 * 2)]
+    assert wider == [128 * (inside + between + 100 * 2 * 2 + 2 * 2 * 60)]
 
 
 def test_logits_by_hand():

@@ -1,6 +1,7 @@
 """Reports: every number in a table or a picture comes from the plan, and all of the plan is in it."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from matplotlib.colors import to_hex
@@ -109,8 +110,42 @@ def test_estimate_and_provenance_are_shown_where_given():
     )
     text = text_of(told)
     assert "estimate: 1.250 s an iteration, 26,214 tokens/s" in text
-    assert "ring 17,000 tokens/s" in text
+    assert any("ring" in line and "17,000" in line and "1.54x" in line for line in text.splitlines())
     assert "made: by exact, seed 0" in text
+
+
+def test_bound_and_gap_are_shown_together():
+    plain = proportional_plan(WORKLOAD, [[[1, 1]]])
+    told = replace(plain, estimate=Estimate(iteration_s=1.25, lower_bound_s=1.0, gap=0.25))
+    text = text_of(told)
+    assert "no plan takes less than 1.000 s, this one takes at most 25.0% longer than the best" in text
+    assert "predicted instead" not in text
+
+
+def test_other_layouts_are_listed_fastest_first():
+    plain = proportional_plan(WORKLOAD, [[[1, 1]]])
+    against = {"ring": 100.0, "[red]usp": 200.0, "nothing": 0.0}
+    text = text_of(replace(plain, estimate=Estimate(tokens_per_s=400.0, against=against)))
+    rows = [line.split("│")[1:-1] for line in text.splitlines() if line.count("│") == 4]
+    table = [[cell.strip() for cell in row] for row in rows if len(row) == 3]
+    assert table == [["[red]usp", "200", "2.00x"], ["ring", "100", "4.00x"], ["nothing", "0", "-"]]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text"),
+    [
+        ((0, 1, 2), "in rank order: 0-2\n"),
+        ((4, 6, 7), "in rank order: 4, 6-7\n"),
+        ((1, 2, 0), "in rank order: 1-2, 0\n"),
+        (None, None),
+    ],
+)
+def test_a_plan_that_names_its_gpus_says_so(gpus, text):
+    shown = text_of(replace(proportional_plan(WORKLOAD, [[[1, 1, 1]]]), gpus=gpus))
+    if text is None:
+        assert "must be started" not in shown
+    else:
+        assert f"ranks must be started on these GPUs of the cluster file, {text}" in shown
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,8 @@ def _shape(cut: Sequence[Order], strided: bool, uneven: int) -> str:
         text = f"{number} groups of one"
     else:
         text = f"{number} groups of {size}, {'strided' if strided else 'consecutive'}"
-    return f"{text}, {uneven} ranks with one token more" if uneven else text
+    more = "a rank" if uneven == 1 else f"{uneven} ranks"
+    return f"{text}, {more} with one token more" if uneven else text
 
 
 def _describe(fleet: Fleet, deal: Deal, shape: str, order: str) -> str:

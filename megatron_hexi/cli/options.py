@@ -1,0 +1,231 @@
+"""Options that commands share: the job, spelled once and read by each command that needs one.
+
+A command takes a bundle of them as one parameter, and `with_bundles` shows typer its fields as options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from megatron_hexi.cost import PRECISIONS, RECOMPUTES, Job, job_of_plan, read_model
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan
+
+#: Far above any job, and small enough that nothing is built for too many.
+LIMITS = {
+    "seq_length": 2**40,  # what a plan can count
+    "micro_batch_size": 2**20,
+    "global_batch_size": 2**20,
+    "tensor_parallel": 2**16,
+    "pipeline_parallel": 2**16,
+}
+
+PlanPath = Annotated[Path, typer.Argument(metavar="PLAN.yaml", help="The plan.")]
+ClusterPath = Annotated[Path, typer.Argument(metavar="CLUSTER.yaml", help="The cluster file.")]
+ClusterOption = Annotated[
+    Path, typer.Option("--cluster", metavar="CLUSTER.yaml", help="The cluster that the plan is for.")
+]
+PlanOut = Annotated[
+    Path,
+    typer.Option("--out", "-o", metavar="PLAN.yaml", help="Where to write the plan.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+Picture = Annotated[
+    Path | None, typer.Option(metavar="OUT.png", help="Draw a picture too (.png, .svg, .pdf, …).")
+]
+
+_MODEL = "A preset, a Hugging Face config.json, or a file of Megatron's arguments"
+_JOB = "The job"
+
+
+def whole(text: str | int) -> int:
+    """The number that a word on the command line spells.
+
+    Raises:
+        BadParameter: it spells none; typer puts the option's name before.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{str(text)[:40]!r} is not a whole number; write one, as 131072") from None
+
+
+def _number(text: str) -> Any:
+    return typer.Option(help=text, metavar="N", rich_help_panel=_JOB, parser=whole)
+
+
+def _option(text: str, *, name: str | None = None, metavar: str | None = None) -> Any:
+    """An option in the job's panel; a name stops typer from inventing the opposite of a flag."""
+    return typer.Option(*([name] if name else []), help=text, metavar=metavar, rich_help_panel=_JOB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How Megatron is told to train; the fields are `Job`'s.
+
+    Raises:
+        HexiError: a number beyond any job.
+    """
+
+    micro_batch_size: Annotated[int, _number("Sequences that pass at once.")] = Job.micro_batch_size
+    pipeline_parallel: Annotated[int, _number("Pipeline stages.")] = Job.pipeline_parallel
+    recompute: Annotated[str, _option(f"What is recomputed: {', '.join(RECOMPUTES)}.", metavar="WHAT")] = (
+        Job.recompute
+    )
+    precision: Annotated[
+        str, _option(f"Of weights and activations: {', '.join(PRECISIONS)}.", metavar="TYPE")
+    ] = Job.precision
+    kernel: Annotated[
+        str | None,
+        _option("Attention kernel; each GPU's fastest if not given (hexi catalog).", metavar="NAME"),
+    ] = None
+    no_distributed_optimizer: Annotated[
+        bool, _option("Keep all of the optimizer's state on every rank.", name="--no-distributed-optimizer")
+    ] = False
+    no_overlap_gradients: Annotated[
+        bool, _option("Hide neither gradients nor weights behind work.", name="--no-overlap-gradients")
+    ] = False
+    no_sequence_parallel: Annotated[
+        bool, _option("With tensor parallelism, keep norms' rows whole.", name="--no-sequence-parallel")
+    ] = False
+
+    def __post_init__(self) -> None:
+        for field, most in LIMITS.items():
+            value = getattr(self, field, None)
+            if value is not None and value > most:
+                raise HexiError(f"--{field.replace('_', '-')} {value}: is too large; the most is {most}")
+
+    def _how(self) -> dict[str, Any]:
+        return {
+            "micro_batch_size": self.micro_batch_size,
+            "pipeline_parallel": self.pipeline_parallel,
+            "recompute": self.recompute,
+            "precision": self.precision,
+            "kernel": self.kernel,
+            "distributed_optimizer": not self.no_distributed_optimizer,
+            "overlap_gradients": not self.no_overlap_gradients,
+            "sequence_parallel": not self.no_sequence_parallel,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewJob(Training):
+    """A job to make a plan for."""
+
+    model: Annotated[str, _option(f"{_MODEL}.", metavar="NAME|PATH")]
+    seq_length: Annotated[int, _number("Tokens of one sequence.")]
+    global_batch_size: Annotated[int, _number("Sequences of an iteration.")] = Job.global_batch_size
+    tensor_parallel: Annotated[int, _number("GPUs of a node that share each weight.")] = Job.tensor_parallel
+    data_parallel: Annotated[
+        str, _option("Equal replicas; auto: as many as are best, of any size.", metavar="N|auto")
+    ] = "1"
+
+    def job(self) -> Job:
+        """The job; one replica, whatever is asked for.
+
+        Raises:
+            HexiError: an unknown model, sizes that cannot be divided, or unknown words.
+        """
+        return Job(
+            model=read_model(self.model),
+            seq_length=self.seq_length,
+            global_batch_size=self.global_batch_size,
+            tensor_parallel=self.tensor_parallel,
+            **self._how(),
+        )
+
+    @property
+    def replicas(self) -> int | None:
+        """How many replicas; ``None``: as many as are best.
+
+        Raises:
+            HexiError: neither a number above 0 nor ``auto``.
+        """
+        text = self.data_parallel
+        if text == "auto":
+            return None
+        # A number of more digits is no number of GPUs, and may be too long for Python to read.
+        if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0):
+            raise HexiError(f"--data-parallel {text[:40]}: give a number above 0, or auto")
+        return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedJob(Training):
+    """The job that a plan was made for, as far as the plan does not say it."""
+
+    model: Annotated[
+        str | None, _option(f"{_MODEL}; the one that the plan names if not given.", metavar="NAME|PATH")
+    ] = None
+    global_batch_size: Annotated[
+        int | None,
+        _number("Sequences of an iteration; what the plan says, or 8."),
+    ] = None
+
+    def job(self, plan: Plan, path: Path) -> Job:
+        """The job.
+
+        Args:
+            plan: the plan.
+            path: its file, for errors.
+
+        Raises:
+            HexiError: no model or an unknown one, sizes that cannot be divided, or unknown words.
+        """
+        named = plan.provenance.model if plan.provenance else None
+        model = self.model or named
+        if model is None:
+            raise HexiError(
+                f"{path}: does not say which model it is for (provenance.model); add --model NAME|PATH"
+            )
+        return job_of_plan(plan, read_model(model), global_batch_size=self.global_batch_size, **self._how())
+
+
+def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
+    """The command with each bundle among its parameters taken apart into keywords, one a field."""
+    signature = inspect.signature(command, eval_str=True)
+    kinds: dict[str, type[Any]] = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if isinstance(parameter.annotation, type) and issubclass(parameter.annotation, Training)
+    }
+
+    @functools.wraps(command)
+    def call(**given: Any) -> R:
+        for name, kind in kinds.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+        return command(**given)
+
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        parameters += _fields(kinds[name]) if name in kinds else [parameter]
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    call.__signature__ = signature.replace(parameters=keywords)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
+    return call
+
+
+def _fields(kind: type[Any]) -> list[inspect.Parameter]:
+    """A dataclass's fields as parameters: those without a default first, those of its base last."""
+    hints = get_type_hints(kind, include_extras=True)
+    order = sorted(
+        dataclasses.fields(kind),
+        key=lambda field: (field.default is not dataclasses.MISSING, field.name not in kind.__annotations__),
+    )
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+        )
+        for field in order
+    ]

@@ -1,0 +1,159 @@
+"""``hexi plan``, ``hexi compare`` and ``hexi simulate``: what a job would do on a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_hexi.cli.options import (
+    AsJson,
+    ClusterOption,
+    ClusterPath,
+    NewJob,
+    Picture,
+    PlannedJob,
+    PlanOut,
+    PlanPath,
+    with_bundles,
+)
+from megatron_hexi.cli.output import (
+    check_outputs,
+    print_json,
+    print_report,
+    progress_bar,
+    say,
+    write_picture,
+)
+from megatron_hexi.cluster import Cluster, read_cluster
+from megatron_hexi.cost import estimate, find_shortage
+from megatron_hexi.plan import read_plan, write_plan
+from megatron_hexi.yaml_file import write_text_atomically
+
+if TYPE_CHECKING:
+    from megatron_hexi.planner import Planned
+
+# The planner, the simulator and matplotlib take a second to import: only the commands that use them do, and
+# not before their input was found to be right.
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: hexi plan examples/clusters/mixed-16.yaml --model gpt-7b --seq-length 262144 "
+    "--recompute full -o plan.yaml"
+)
+@with_bundles
+def plan(
+    cluster: ClusterPath, job: NewJob, out: PlanOut, as_json: AsJson = False, picture: Picture = None
+) -> None:
+    """Find the plan for a job on a cluster, and how far from the best it can be at most.
+
+    Exit code 3 where nothing fits in memory.
+    """
+    check_outputs([cluster], [out], picture)
+    planned, machines = _find(cluster, job, with_baselines=False)
+    write_plan(planned.plan, out)
+    say(f"wrote {out}")
+    if picture is not None:
+        from megatron_hexi.report.holdings import holdings
+        from megatron_hexi.report.pictures import draw_plan
+
+        write_picture(draw_plan(planned.plan, holdings(planned.plan)), picture)
+    from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
+
+    if as_json:
+        files = {"plan": str(out), "cluster": str(cluster)}
+        print_json(files | {"job": job_dict(planned.job)} | planned_dict(planned, machines))
+    else:
+        print_report(planned_report(planned, machines))
+
+
+@app.command(
+    epilog="Example: hexi compare examples/clusters/mixed-16.yaml --model gpt-7b --seq-length 262144 "
+    "--recompute full --picture compare.png"
+)
+@with_bundles
+def compare(cluster: ClusterPath, job: NewJob, as_json: AsJson = False, picture: Picture = None) -> None:
+    """Show the plan beside every baseline: what each would do, or why it cannot.
+
+    Exit code 3 where nothing fits in memory.
+    """
+    check_outputs([cluster], [], picture)
+    planned, machines = _find(cluster, job, with_baselines=True)
+    from megatron_hexi.report import comparison
+    from megatron_hexi.report.planned import job_line
+
+    if picture is not None:
+        from megatron_hexi.report.comparison_picture import draw_comparison
+
+        title = job_line(planned.job, machines)
+        write_picture(draw_comparison(comparison.compare(planned, machines), title), picture)
+    if as_json:
+        print_json(comparison.comparison_dict(planned, machines))
+    else:
+        print_report(comparison.comparison_report(planned, machines))
+
+
+@app.command(
+    epilog="Example: hexi simulate plan.yaml --cluster examples/clusters/mixed-16.yaml --recompute full "
+    "--trace trace.json"
+)
+@with_bundles
+def simulate(
+    plan: PlanPath,
+    cluster: ClusterOption,
+    job: PlannedJob,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT.json", help="Write every event, for ui.perfetto.dev or chrome://tracing."),
+    ] = None,
+    as_json: AsJson = False,
+    picture: Picture = None,
+) -> None:
+    """Replay a plan event by event, every link shared, beside what the cost model says of it."""
+    check_outputs([plan, cluster], [trace], picture)
+    replayed = read_plan(plan)
+    asked = job.job(replayed, plan)
+    machines = read_cluster(cluster)
+    cost = estimate(replayed, asked, machines)
+    shortage = find_shortage(cost)
+    if shortage is not None:
+        say(f"note: {plan} does not fit in memory: {shortage}")
+    from megatron_hexi import simulator
+    from megatron_hexi.report.timeline import timeline_dict, timeline_report
+
+    with progress_bar() as tell:
+        found = simulator.simulate(
+            replayed,
+            asked,
+            machines,
+            progress=tell and (lambda done, total: tell("replaying", done, total)),
+        )
+    differences = simulator.compare_with_model(found, cost)
+    if trace is not None:
+        write_text_atomically(trace, json.dumps(simulator.chrome_trace(found), allow_nan=False))
+        say(f"wrote {trace}")
+    if picture is not None:
+        from megatron_hexi.report.timeline_picture import draw_timeline
+
+        write_picture(draw_timeline(found), picture)
+    if as_json:
+        files = {"plan": str(plan), "cluster": str(cluster), "fits": shortage is None}
+        print_json(files | timeline_dict(found, cost, differences))
+    else:
+        print_report(timeline_report(found, cost, differences))
+
+
+def _find(path: Path, options: NewJob, *, with_baselines: bool) -> tuple[Planned, Cluster]:
+    job, replicas = options.job(), options.replicas
+    cluster = read_cluster(path)
+    from megatron_hexi.planner import find_plan
+
+    with progress_bar() as tell:
+        planned = find_plan(
+            job, cluster, data_parallel=replicas, with_baselines=with_baselines, progress=tell
+        )
+    return planned, cluster

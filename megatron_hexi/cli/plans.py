@@ -1,0 +1,147 @@
+"""``hexi show``, ``hexi validate`` and ``hexi proportion``: plan files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_hexi.cli.options import (
+    AsJson,
+    Picture,
+    PlannedJob,
+    PlanOut,
+    PlanPath,
+    whole,
+    with_bundles,
+)
+from megatron_hexi.cli.output import check_outputs, print_json, print_report, say, write_picture
+from megatron_hexi.cluster import read_cluster
+from megatron_hexi.cost import estimate, find_shortage
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import (
+    Workload,
+    plan_dict,
+    plan_digest,
+    proportional_plan,
+    read_plan,
+    write_plan,
+)
+from megatron_hexi.report.estimate import estimate_dict, estimate_report
+from megatron_hexi.report.holdings import holdings
+from megatron_hexi.report.tables import plan_report
+
+app = typer.Typer()
+
+
+def _number(text: str) -> Any:
+    return typer.Option(help=text, metavar="N", parser=whole)
+
+
+@app.command(epilog="Example: hexi show plan.yaml --picture plan.png")
+def show(plan: PlanPath, as_json: AsJson = False, picture: Picture = None) -> None:
+    """Show who holds what and why: tokens, heads, positions, bytes sent, and what the planner expected."""
+    check_outputs([plan], [], picture)
+    shown = read_plan(plan)
+    rows = holdings(shown)
+    if picture is not None:
+        # Takes a second to import, which the other commands need not spend.
+        from megatron_hexi.report.pictures import draw_plan
+
+        write_picture(draw_plan(shown, rows), picture)
+    if as_json:
+        print_json(
+            {
+                "plan": plan_dict(shown),
+                "digest": plan_digest(shown),
+                "ranks": [dataclasses.asdict(row) for row in rows],
+            }
+        )
+    else:
+        print_report(plan_report(shown, rows))
+
+
+@app.command(epilog="Example: hexi validate plan.yaml --cluster cluster.yaml --model gpt-7b")
+@with_bundles
+def validate(
+    plan: PlanPath,
+    job: PlannedJob,
+    as_json: AsJson = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="CLUSTER.yaml", help="Predict time and memory on this cluster, and check both."),
+    ] = None,
+) -> None:
+    """Check every rule that a plan must keep; exit code 2 and the place where one is broken.
+
+    With a cluster, also predict iteration time and memory; exit code 2 where it does not fit.
+    """
+    document: dict[str, Any] = {"plan": str(plan), "valid": False}
+    try:
+        checked = read_plan(plan)
+        document |= {"valid": True, "ranks": checked.ranks, "digest": plan_digest(checked)}
+        if cluster is None and job.model is not None:
+            raise HexiError(f"--model {job.model} without --cluster; add --cluster CLUSTER.yaml")
+        if not as_json:
+            print(f"{plan}: a valid plan for {checked.ranks} ranks")
+        if cluster is not None:
+            asked = job.job(checked, plan)
+            cost = estimate(checked, asked, read_cluster(cluster))
+            document |= {"cluster": str(cluster), "estimate": estimate_dict(cost, asked)}
+            if not as_json:
+                print_report(estimate_report(cost))
+            if shortage := find_shortage(cost):
+                raise HexiError(f"{plan}: does not fit: {shortage}")
+    except HexiError as problem:
+        if as_json:
+            print_json(document | {"valid": False, "error": str(problem)})
+        raise
+    if as_json:
+        print_json(document)
+
+
+@app.command(
+    epilog="Example: hexi proportion --speeds 4,3,2/3 --seq-length 1021 --heads 8 --kv-heads 4 --head-dim 16 "
+    "-o plan.yaml"
+)
+def proportion(
+    speeds: Annotated[
+        list[str],
+        typer.Option(
+            metavar="SPEEDS",
+            help="Relative speeds of a replica's ranks, in rank order: commas between a group's members, "
+            "slashes between groups. Once for each data-parallel replica.",
+        ),
+    ],
+    seq_length: Annotated[int, _number("Tokens of one sequence.")],
+    heads: Annotated[int, _number("Query heads of a layer.")],
+    head_dim: Annotated[int, _number("Size of one head.")],
+    out: PlanOut,
+    kv_heads: Annotated[
+        int | None, _number("KV heads of a layer; as many as query heads if not given.")
+    ] = None,
+    tensor_parallel: Annotated[int, _number("Ranks that share each weight.")] = 1,
+    window: Annotated[int, _number("KV blocks in flight ahead of the one in use.")] = 1,
+) -> None:
+    """Write the plain plan: tokens and heads in proportion to the ranks' speeds."""
+    check_outputs([], [out], None)
+    workload = Workload(seq_length, heads, kv_heads or heads, head_dim, tensor_parallel=tensor_parallel)
+    write_plan(proportional_plan(workload, [parse_speeds(text) for text in speeds], window), out)
+    say(f"wrote {out}")
+
+
+def parse_speeds(text: str) -> list[list[float]]:
+    """``"4,3,2/3"`` as ``[[4, 3, 2], [3]]``.
+
+    Raises:
+        HexiError: a part is not a number.
+    """
+    try:
+        return [[float(speed) for speed in group.split(",")] for group in text.split("/")]
+    except ValueError:
+        raise HexiError(
+            f"--speeds {text}: not numbers; write one a rank, with commas inside a group and slashes between "
+            "groups, for example 4,3,2/3"
+        ) from None

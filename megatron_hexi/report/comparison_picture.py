@@ -1,0 +1,132 @@
+"""A plan beside every baseline as a picture: how fast each is, and where its iteration goes."""
+
+from __future__ import annotations
+
+import textwrap
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from megatron_hexi.report.comparison import OURS, Comparison, Result
+
+_BAR = 0.62  # height of a bar, where rows are one apart
+_OURS, _OTHERS = "#c0392b", "#9fb4c7"
+#: Letters of a reason that fit on a line of the left panel, and lines of it that are shown.
+_WIDTH, _LINES = 88, 2
+#: Part of the ceiling from which a bar has room for its number.
+_INSIDE = 0.4
+#: Work in warm colours, communication in cold ones, waiting in grey.
+_COLOURS = {
+    "token": "#e08214",
+    "attention": "#fdb863",
+    "logits": "#b35806",
+    "optimizer": "#fee0b6",
+    "all_to_all": "#2166ac",
+    "exchange": "#67a9cf",
+    "tensor_parallel": "#1b7837",
+    "pipeline": "#7fbf7b",
+    "gradients": "#762a83",
+    "bubble": "#999999",
+}
+
+
+def draw_comparison(comparison: Comparison, title: str) -> Figure:
+    """Tokens/s on the left, seconds of an iteration by phase on the right; the fastest at the top.
+
+    The ceiling and the lower bound are lines; what cannot be done says why.
+
+    Args:
+        comparison: what is drawn.
+        title: above both.
+    """
+    results = comparison.results
+    figure = Figure(figsize=(15, 2.6 + 0.62 * len(results)), layout="constrained")
+    speeds, times = figure.subplots(1, 2, sharey=True, width_ratios=[5, 4])
+    figure.suptitle(title, fontsize=11)
+    _draw_speeds(speeds, comparison)
+    _draw_times(times, comparison)
+    speeds.set_yticks(range(len(results)), [_label(comparison, one) for one in results])
+    for label, one in zip(speeds.get_yticklabels(), results, strict=True):
+        label.set_fontweight("bold" if one.name == OURS else "normal")
+    speeds.set_ylim(len(results) - 0.4, -0.6)
+    for axes in (speeds, times):
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    return figure
+
+
+def _draw_speeds(axes: Axes, comparison: Comparison) -> None:
+    ceiling = comparison.ceiling_tokens_per_s
+    ours = comparison.ours
+    # Tokens of an iteration over the least seconds that one can take.
+    bound = (ours.tokens_per_s or 0.0) * (ours.iteration_s or 0.0) / comparison.lower_bound_s
+    for row, one in enumerate(comparison.results):
+        if one.tokens_per_s is None:
+            lines = textwrap.wrap(one.why_not, _WIDTH, max_lines=_LINES, placeholder=" …")
+            axes.text(
+                0.005 * ceiling, row, "\n".join(lines), va="center", fontsize=8, style="italic", color="0.35"
+            )
+            continue
+        axes.barh(row, one.tokens_per_s, _BAR, color=_OURS if one.name == OURS else _OTHERS)
+        share = comparison.share_of_ceiling(one) or 0.0
+        inside = share > _INSIDE
+        axes.text(
+            one.tokens_per_s + (-0.008 if inside else 0.008) * ceiling,
+            row,
+            f"{one.tokens_per_s:,.0f}  ({share:.0%} of the ceiling)",
+            ha="right" if inside else "left",
+            va="center",
+            fontsize=9,
+            color="white" if one.name == OURS and inside else "black",
+        )
+    axes.axvline(ceiling, color="black", linestyle="--", linewidth=1.2)
+    axes.axvline(bound, color="black", linestyle=":", linewidth=1.2)
+    axes.set_xlim(0, 1.03 * max(ceiling, bound))
+    best = comparison.best_uniform
+    axes.set_xlabel(
+        "tokens/s, predicted" + (f"; 1.00x: {best.name}, the fastest uniform layout" if best else "")
+    )
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    handles = [
+        Line2D([], [], color="black", linestyle="--", label=f"ceiling {ceiling:,.0f}"),
+        Line2D([], [], color="black", linestyle=":", label=f"lower bound {comparison.lower_bound_s:.3g} s"),
+    ]
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=9)
+
+
+def _draw_times(axes: Axes, comparison: Comparison) -> None:
+    shown: dict[str, str] = {}
+    for row, one in enumerate(comparison.results):
+        if one.phases is None:
+            continue
+        left = 0.0
+        seconds = one.phases.by_name
+        for name, colour in _COLOURS.items():
+            if seconds[name] > 0:
+                axes.barh(row, seconds[name], _BAR, left=left, color=colour)
+                shown.setdefault(name, colour)
+                left += seconds[name]
+        axes.text(left, row, f" {left:.3g} s", va="center", fontsize=9)
+    axes.axvline(comparison.lower_bound_s, color="black", linestyle=":", linewidth=1.2)
+    longest = max(one.iteration_s or 0.0 for one in comparison.results)
+    axes.set_xlim(0, 1.12 * longest)
+    axes.set_xlabel("seconds of an iteration, along its slowest way")
+    handles = [
+        Patch(color=_COLOURS[name], label=name.replace("_", " ")) for name in _COLOURS if name in shown
+    ]
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=5,
+        frameon=False,
+        fontsize=9,
+        handlelength=1,
+    )
+
+
+def _label(comparison: Comparison, result: Result) -> str:
+    speed_up = comparison.speed_up(result)
+    return result.name if speed_up is None else f"{result.name}\n{speed_up:.2f}x"

@@ -1,0 +1,113 @@
+"""A fresh plan for a reader: how fast, how far from the best, who gets what, and what to know."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import Job, ceiling_tokens_per_s
+from megatron_hexi.plan import plan_digest
+from megatron_hexi.report.estimate import phases_line, spell_seconds
+from megatron_hexi.report.shares import find_shares, shares_table
+
+if TYPE_CHECKING:  # brings the solver, which a report does not need
+    from megatron_hexi.planner import Planned
+
+#: Nearer to the lower bound than this, a plan is as good as any.
+_BEST = 5e-4
+
+
+def planned_report(planned: Planned, cluster: Cluster) -> RenderableType:
+    """The plan in a few lines and a table.
+
+    Args:
+        planned: the plan and what is known of it.
+        cluster: that it was made for.
+    """
+    shares = find_shares(planned.plan, planned.job, planned.cost, cluster)
+    return Group(
+        Text(job_line(planned.job, cluster)),
+        Text(speed_line(planned, cluster)),
+        Text(bound_line(planned)),
+        Text(phases_line(planned.cost)),
+        shares_table(shares, planned.job),
+        *(Text(line) for line in _notes(planned)),
+    )
+
+
+def planned_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
+    """Everything that is known of the plan, as plain values: seconds, GiB, tokens/s."""
+    cost, ceiling = planned.cost, cluster_ceiling(planned.job, cluster)
+    return {
+        "digest": plan_digest(planned.plan),
+        "ranks": len(cost.ranks),
+        "data_parallel": planned.job.data_parallel,
+        "tokens_per_s": cost.tokens_per_s,
+        "iteration_s": cost.iteration_s,
+        "lower_bound_s": planned.bound.iteration_s,
+        "bound_reason": planned.bound.reason,
+        "gap": planned.gap,
+        "ceiling_tokens_per_s": ceiling,
+        "share_of_ceiling": cost.tokens_per_s / ceiling,
+        "memory_gib": list(cost.memory_gib),
+        "phases_s": cost.phases.by_name,
+        "idle_share": cost.idle_share,
+        "shares": [vars(share) for share in find_shares(planned.plan, planned.job, cost, cluster)],
+        "gpus": None if planned.plan.gpus is None else list(planned.plan.gpus),
+        "notes": list(planned.notes),
+        "trials": planned.trials,
+        "planning_s": planned.planning_s,
+    }
+
+
+def job_dict(job: Job) -> dict[str, Any]:
+    """The job as plain values, the model by its name."""
+    fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+    return fields | {"model": job.model.name}
+
+
+def job_line(job: Job, cluster: Cluster) -> str:
+    """What is planned for what: the model, the context, the batch, and how many GPUs of which kind."""
+    counts: Mapping[str, int] = Counter(rank.device.name for rank in cluster.ranks)
+    gpus = ", ".join(f"{count} x {name}" for name, count in counts.items())
+    return (
+        f"{job.model.name}, {job.seq_length:,} tokens, global batch {job.global_batch_size}, on "
+        f"{cluster.name}: {gpus}"
+    )
+
+
+def speed_line(planned: Planned, cluster: Cluster) -> str:
+    """How fast the plan is predicted to be."""
+    cost, ceiling = planned.cost, cluster_ceiling(planned.job, cluster)
+    return (
+        f"predicted: {cost.tokens_per_s:,.0f} tokens/s, {spell_seconds(cost.iteration_s)} s an iteration: "
+        f"{cost.tokens_per_s / ceiling:.1%} of the ceiling of {ceiling:,.0f} tokens/s"
+    )
+
+
+def bound_line(planned: Planned) -> str:
+    """How far from the best the plan can be at most, and why."""
+    bound = planned.bound
+    far = f"at most {planned.gap:.1%} longer" if planned.gap > _BEST else "no longer: it is the best"
+    return (
+        f"lower bound: no plan takes less than {spell_seconds(bound.iteration_s)} s an iteration "
+        f"({bound.reason.rstrip('.')}); this one takes {far}"
+    )
+
+
+def cluster_ceiling(job: Job, cluster: Cluster) -> float:
+    """Tokens/s if all GPUs of the cluster, used or not, worked at their best rates without communication."""
+    return ceiling_tokens_per_s(job, [rank.device for rank in cluster.ranks])
+
+
+def _notes(planned: Planned) -> list[str]:
+    lines = [f"note: {note}" for note in planned.notes]
+    if planned.plan.gpus is not None:
+        lines.append("note: ranks must be started on the GPUs that the plan names (hexi show lists them)")
+    return [*lines, f"planned in {planned.planning_s:.1f} s, {planned.trials} layouts timed"]

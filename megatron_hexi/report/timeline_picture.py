@@ -1,0 +1,190 @@
+"""One layer of a simulated iteration as a picture: who computes what, who sends, who waits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from megatron_hexi.simulator import RankTimeline, Simulation, Span
+
+#: Above so many units those that do the same share a row.
+_MOST_ROWS = 32
+_MAX_HEIGHT = 60.0  # inches; beyond it rows get thinner instead
+#: Top and height of the lanes in a row, where rows are one apart: work above, the network thin below.
+_LANES = {"compute": (-0.42, 0.52), "network": (0.14, 0.2)}
+_COLOURS = {
+    "token work": "#4878a8",
+    "own block": "#e08214",
+    "other groups' blocks": "#fdb863",
+    "logits": "#8c8c8c",
+    "all-to-all": "#1b9e77",
+    "keys": "#7b3294",
+    "gradients": "#e7298a",
+    "sums in a unit": "#a6611a",
+}
+#: Neighbouring layers, of which ends reach into the picture.
+_FAINT = 0.35
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What one unit (or several that are alike) does in a window of each panel."""
+
+    label: str
+    stage: int
+    panels: tuple[tuple[Span, ...], ...]
+
+
+def draw_timeline(simulation: Simulation) -> Figure:
+    """A layer forward on the left and backward on the right, one row a rank; waiting is left blank.
+
+    The last layer replayed in each direction, with what is recomputed; of a tensor-parallel unit one row.
+    What reaches in from the layers before and after is faint.
+
+    Args:
+        simulation: of a plan.
+    """
+    panels = _panels(simulation)
+    rows = _rows(simulation, panels)
+    height = min(1.9 + 0.36 * len(rows), _MAX_HEIGHT)
+    figure = Figure(figsize=(16, height), layout="constrained")
+    widths = [max(end - start for start, end in windows) for _, _, windows in panels]
+    axes = figure.subplots(
+        1,
+        len(panels),
+        sharey=True,
+        squeeze=False,
+        width_ratios=[max(width, max(widths) / 4) for width in widths],
+    )[0]
+    shown: set[str] = set()
+    for number, (one, (title, layer, windows), width) in enumerate(zip(axes, panels, widths, strict=True)):
+        scale, unit = (1e3, "ms") if width < 1 else (1.0, "s")
+        one.set_title(title)
+        one.set_xlabel(unit)
+        one.set_xlim(0, width * scale or 1)
+        for place, row in enumerate(rows):
+            shown |= _draw_row(one, row.panels[number], place, windows[row.stage], scale, layer)
+    axes[0].set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
+    axes[0].set_ylim(len(rows) - 0.5, -0.5)
+    for one in axes:
+        one.spines[["top", "right", "left"]].set_visible(False)
+        one.tick_params(axis="y", length=0)
+    handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in shown]
+    if handles:
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False
+        )
+    return figure
+
+
+#: A title, the layer, and in which time each stage does it.
+_Panel = tuple[str, tuple[tuple[str, int], ...], list[tuple[float, float]]]
+
+
+def _panels(simulation: Simulation) -> list[_Panel]:
+    """The last layer that was replayed in each direction."""
+    panels: list[_Panel] = []
+    stages = 1 + max(rank.stage for rank in simulation.ranks)
+    for title, ways in (("forward", ("forward",)), ("backward", ("again", "backward"))):
+        layers = [span.layer for span in simulation.spans if span.way in ways]
+        layer = (max if title == "forward" else min)(layers, default=0)
+        windows = []
+        for stage in range(stages):
+            own = [
+                span
+                for span in simulation.spans
+                if span.way in ways and span.layer == layer and simulation.ranks[span.rank].stage == stage
+            ]
+            start = min((span.start_s for span in own), default=0.0)
+            windows.append((start, max((span.end_s for span in own), default=start)))
+        name = f"layer {layer + 1}, {title}"
+        if any(span.way == "again" for span in simulation.spans) and title == "backward":
+            name += " (what is recomputed first)"
+        panels.append((name, tuple((way, layer) for way in ways), windows))
+    return panels
+
+
+def _rows(simulation: Simulation, panels: Sequence[_Panel]) -> list[_Row]:
+    units: dict[tuple[int, int], list[RankTimeline]] = {}
+    for rank in simulation.ranks:
+        units.setdefault((rank.stage, rank.unit), []).append(rank)
+    by_rank: dict[int, list[Span]] = {}
+    for span in simulation.spans:
+        by_rank.setdefault(span.rank, []).append(span)
+    found = []
+    for (stage, _), ranks in units.items():
+        spans = by_rank.get(ranks[0].rank, [])
+        inside = tuple(
+            tuple(s for s in spans if s.end_s > windows[stage][0] and s.start_s < windows[stage][1])
+            for _, _, windows in panels
+        )
+        found.append((ranks, stage, inside))
+    several = len(found) > _MOST_ROWS
+
+    def look(item: tuple[int, tuple[list[RankTimeline], int, tuple[tuple[Span, ...], ...]]]) -> object:
+        number, (ranks, stage, inside) = item
+        if not several:
+            return number
+        node = ranks[0].name.rpartition("/")[0]
+        end = max((span.end_s for spans in inside for span in spans), default=0.0) or 1.0
+        marks = [
+            (s.lane, s.name, round(s.start_s / end, 3), round(s.end_s / end, 3)) for p in inside for s in p
+        ]
+        return node, stage, tuple(marks)
+
+    rows = []
+    for _, alike in itertools.groupby(enumerate(found), key=look):
+        items = [item for _, item in alike]
+        ranks = [rank for item in items for rank in item[0]]
+        rows.append(_Row(_label(ranks), items[0][1], items[0][2]))
+    return rows
+
+
+def _label(ranks: Sequence[RankTimeline]) -> str:
+    first, last = ranks[0], ranks[-1]
+    if first is last:
+        return f"{first.rank}: {first.name}"
+    return f"{first.rank}-{last.rank}: {first.name}-{last.name.rpartition('/')[2]}"
+
+
+def _draw_row(
+    axes: Axes,
+    spans: Sequence[Span],
+    place: int,
+    window: tuple[float, float],
+    scale: float,
+    layer: tuple[tuple[str, int], ...],
+) -> set[str]:
+    """Bars of one row; what they show."""
+    bars: dict[tuple[str, str, bool], list[tuple[float, float]]] = {}
+    for span in spans:
+        start, end = max(span.start_s, window[0]), min(span.end_s, window[1])
+        key = (span.lane, _what(span), (span.way, span.layer) in layer)
+        bars.setdefault(key, []).append(((start - window[0]) * scale, (end - start) * scale))
+    for (lane, what, own), ranges in bars.items():
+        top, height = _LANES[lane]
+        axes.broken_barh(
+            ranges,
+            (place + top, height),
+            facecolor=_COLOURS[what],
+            edgecolor="white",
+            linewidth=0.3 if lane == "compute" else 0,
+            alpha=1.0 if own else _FAINT,
+        )
+    return {what for _, what, _ in bars}
+
+
+def _what(span: Span) -> str:
+    """What a span is called in the legend."""
+    if span.kind == "token":
+        return "token work"
+    if span.kind == "attention":
+        return "own block" if span.name.endswith("own block") else "other groups' blocks"
+    if span.kind == "exchange":
+        return "keys" if span.name.startswith("keys") else "gradients"
+    return {"all_to_all": "all-to-all", "tensor_parallel": "sums in a unit"}.get(span.kind, span.kind)

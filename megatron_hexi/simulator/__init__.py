@@ -1,0 +1,28 @@
+"""A plan replayed event by event: who computes, who sends, and who waits for whom. No torch here."""
+
+from megatron_hexi.simulator.difference import Difference, compare_with_model
+from megatron_hexi.simulator.iteration import simulate
+from megatron_hexi.simulator.simulation import (
+    Findings,
+    LinkUse,
+    Meeting,
+    RankTimeline,
+    Scattering,
+    Simulation,
+    Span,
+)
+from megatron_hexi.simulator.trace import chrome_trace
+
+__all__ = [
+    "Difference",
+    "Findings",
+    "LinkUse",
+    "Meeting",
+    "RankTimeline",
+    "Scattering",
+    "Simulation",
+    "Span",
+    "chrome_trace",
+    "compare_with_model",
+    "simulate",
+]

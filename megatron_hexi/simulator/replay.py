@@ -1,0 +1,165 @@
+"""Some layers of one pipeline stage, forward and backward, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.stage import StageCost
+from megatron_hexi.simulator.engine import Engine, Log, Progress
+from megatron_hexi.simulator.program import POINTS, Lap, Program, build_program
+from megatron_hexi.simulator.routes import Routes, RouteTable
+from megatron_hexi.simulator.work import LayerWork
+
+_FINISH = POINTS.index("finish")
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """What a stage did.
+
+    Args:
+        plan: the plan.
+        program: what the units did.
+        table: the routes that messages took.
+        route: of each message, [M].
+        log: when.
+    """
+
+    plan: PlanArrays
+    program: Program
+    table: RouteTable
+    route: Ints
+    log: Log
+
+    @property
+    def laps(self) -> tuple[Lap, ...]:
+        """What was done one after the other."""
+        return self.program.laps
+
+    def durations(self) -> Floats:
+        """Seconds from one lap's last unit to the next lap's, in each replica, [laps, replicas]."""
+        finish = self.log.marks[:, _FINISH]
+        replicas = int(self.plan.replica[-1]) + 1
+        last = [finish[:, self.plan.unit_replica == replica].max(axis=1) for replica in range(replicas)]
+        return np.diff(np.array(last), axis=1, prepend=0.0).T
+
+    def exposed(self) -> Floats:
+        """Seconds in which a unit waits while its own messages are under way, [laps, U].
+
+        While none of its messages is under way a unit waits for another one, and that is idleness.
+        """
+        seconds = np.zeros((len(self.laps), len(self.program.units)))
+        times = self._under_way()
+        place = [0] * seconds.shape[1]
+        for wait in self.log.waits:
+            if wait.batch is None:
+                seconds[wait.lap, wait.unit] += wait.end - wait.start
+                continue
+            own, number = times[wait.unit], place[wait.unit]
+            while number < len(own) and own[number][1] < wait.end:
+                overlap = min(own[number][2], wait.end) - max(own[number][1], wait.start)
+                seconds[wait.lap, wait.unit] += max(0.0, overlap)
+                if own[number][2] > wait.end:
+                    break
+                number += 1
+            place[wait.unit] = number
+        return seconds
+
+    def wire(self) -> Floats:
+        """Seconds in which any of a unit's messages is under way, [laps, U]."""
+        seconds = np.zeros((len(self.laps), len(self.program.units)))
+        for unit, times in enumerate(self._under_way()):
+            for lap, start, stop in times:
+                seconds[lap, unit] += stop - start
+        return seconds
+
+    def _under_way(self) -> list[list[tuple[int, float, float]]]:
+        """When any message of a unit is under way: lap, start and end, in order, of each unit."""
+        program, log = self.program, self.log
+        units = np.concatenate([program.src, program.dst])
+        left, arrived = np.tile(log.left, 2), np.tile(log.arrived, 2)
+        laps = np.tile(np.array(program.set_laps, dtype=np.int64)[program.sets], 2)
+        order = np.argsort(left, kind="stable")
+        columns = (values[order].tolist() for values in (units, laps, left, arrived))
+        times: list[list[tuple[int, float, float]]] = [[] for _ in program.units]
+        for unit, lap, start, stop in zip(*columns, strict=True):
+            own = times[unit]
+            if own and own[-1][0] == lap and start <= own[-1][2]:
+                own[-1] = lap, own[-1][1], max(own[-1][2], stop)
+            else:
+                own.append((lap, start, stop))
+        return times
+
+    def sent(self, received: bool = False) -> tuple[Floats, Floats]:
+        """Bytes that each unit has sent (or received) in all-to-alls and in the exchange, [laps, U]."""
+        program = self.program
+        shape = len(self.laps), len(program.units)
+        inside = np.array([kind.startswith("all-to-all") for kind in program.set_kinds], dtype=bool)
+        lap = np.array(program.set_laps, dtype=np.int64)[program.sets]
+        there = np.isfinite(self.log.arrived)
+        counts = []
+        for chosen in (inside[program.sets], ~inside[program.sets]):
+            taken = chosen & there
+            found = np.zeros(shape)
+            np.add.at(
+                found, (lap[taken], (program.dst if received else program.src)[taken]), program.size[taken]
+            )
+            counts.append(found)
+        return counts[0], counts[1]
+
+
+def replay_stage(
+    plan: PlanArrays,
+    job: Job,
+    cluster: Cluster,
+    gpus: Ints,
+    work: LayerWork,
+    cost: StageCost,
+    window: int,
+    layers: int,
+    last: bool,
+    progress: Progress | None = None,
+) -> Replay:
+    """Replay one micro-batch through the first layers of a stage, and backward through as many.
+
+    Args:
+        plan: the plan.
+        job: the job.
+        cluster: the cluster.
+        gpus: first GPU of each unit, [U].
+        work: of one layer.
+        cost: of the stage, for what stands at its end.
+        window: exchange steps under way ahead of the one in use.
+        layers: how many.
+        last: whether the stage has the logits.
+        progress: told how much of how much is done.
+    """
+    program = build_program(work, stage_laps(job, layers, last), window, cost.logits, cost.logits_sum)
+    routes = Routes(cluster, job.tensor_parallel)
+    route = routes.numbers(gpus[program.src], gpus[program.dst])
+    table = routes.table()
+    return Replay(plan, program, table, route, Engine(program, table, route, progress).run())
+
+
+def stage_laps(job: Job, layers: int, last: bool) -> list[Lap]:
+    """Forward through some layers, the logits, and backward through as many with what is recomputed."""
+    laps = [Lap("forward", layer) for layer in range(layers)]
+    if last:
+        laps.append(Lap("logits", layers - 1))
+    for layer in reversed(range(job.stage_layers - layers, job.stage_layers)):
+        if job.recompute != "none":
+            laps.append(Lap("again", layer, whole=job.recompute == "full"))
+        laps.append(Lap("backward", layer))
+    return laps
+
+
+def last_laps(laps: Sequence[Lap], way: str) -> list[int]:
+    """The last two laps of a way: what goes on in layers that are not replayed."""
+    return [number for number, lap in enumerate(laps) if lap.way == way][-2:]

@@ -1,0 +1,84 @@
+"""Routes as numbers: the links that any two units' transfers cross, in the order in which they are met."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hexi.cluster import Cluster, LinkId
+from megatron_hexi.cost.arrays import Floats, Ints
+
+
+@dataclass(frozen=True, eq=False)
+class RouteTable:
+    """All routes in use.
+
+    Args:
+        names: of the links, for people.
+        capacity: of the links, bytes/s, and of one more that is endless, [N + 1].
+        links: of each route, [R, K]; shorter ones are filled with the endless link.
+        weights: how many times a transfer loads each of them, [R, K].
+        latency: of each route, s.
+        alone: bytes/s of a transfer that shares its route with nobody.
+        own: links of each route, without what is filled in.
+    """
+
+    names: tuple[str, ...]
+    capacity: Floats
+    links: Ints
+    weights: Floats
+    latency: Floats
+    alone: Floats
+    own: tuple[tuple[int, ...], ...]
+
+
+class Routes:
+    """Numbers the routes of a cluster as they are asked for.
+
+    A member of the plan is a unit of `width` GPUs, and each of them sends to its counterpart: what one
+    GPU has for itself is loaded once, what it shares with the others `width` times.
+
+    Args:
+        cluster: the cluster.
+        width: tensor-parallel size.
+    """
+
+    def __init__(self, cluster: Cluster, width: int) -> None:
+        self._cluster = cluster
+        self._width = width
+        self._links: dict[LinkId, int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._routes: list[tuple[tuple[int, ...], tuple[float, ...], float]] = []
+
+    def numbers(self, src: Ints, dst: Ints) -> Ints:
+        """The route's number from each GPU to another one, as the cluster's ranks."""
+        pairs = zip(src.tolist(), dst.tolist(), strict=True)
+        return np.array([self._number(pair) for pair in pairs], dtype=np.int64)
+
+    def table(self) -> RouteTable:
+        """All routes asked for so far."""
+        count, most = len(self._links), max((len(links) for links, _, _ in self._routes), default=1)
+        table = np.full((len(self._routes), most), count, dtype=np.int64)
+        weights = np.zeros(table.shape)
+        capacity = np.array([*(self._cluster.capacity(link) for link in self._links), np.inf])
+        for number, (links, loads, _) in enumerate(self._routes):
+            table[number, : len(links)], weights[number, : len(links)] = links, loads
+        return RouteTable(
+            names=tuple(self._cluster.link_name(link) for link in self._links),
+            capacity=capacity,
+            links=table,
+            weights=weights,
+            latency=np.array([latency for _, _, latency in self._routes]),
+            alone=(capacity[table] / np.maximum(weights, 1.0)).min(axis=1, initial=np.inf),
+            own=tuple(links for links, _, _ in self._routes),
+        )
+
+    def _number(self, pair: tuple[int, int]) -> int:
+        if pair not in self._numbers:
+            route = self._cluster.route(*pair)
+            links = tuple(self._links.setdefault(link, len(self._links)) for link in route.links)
+            loads = tuple(1.0 if link.per == "gpu" else float(self._width) for link in route.links)
+            self._numbers[pair] = len(self._routes)
+            self._routes.append((links, loads, route.latency_s))
+        return self._numbers[pair]

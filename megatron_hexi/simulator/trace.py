@@ -1,0 +1,51 @@
+"""A replay in Trace Event Format, which https://ui.perfetto.dev and chrome://tracing show.
+
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_hexi.simulator.simulation import Simulation
+
+_LANES = ("compute", "network")
+_MICRO = 1e6
+
+
+def chrome_trace(simulation: Simulation) -> dict[str, Any]:
+    """The replayed events: a process a rank, a thread a lane; times in µs."""
+    events: list[dict[str, Any]] = []
+    shown = sorted({span.rank for span in simulation.spans})
+    for rank in shown:
+        timeline = simulation.ranks[rank]
+        named = f"rank {rank}: {timeline.name} ({timeline.device})"
+        events.append(_metadata("process_name", rank, 0, {"name": named}))
+        events.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
+        events += [_metadata("thread_name", rank, n, {"name": lane}) for n, lane in enumerate(_LANES)]
+    for span in simulation.spans:
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.kind,
+                "pid": span.rank,
+                "tid": _LANES.index(span.lane),
+                "ts": span.start_s * _MICRO,
+                "dur": (span.end_s - span.start_s) * _MICRO,
+                "args": {"layer": span.layer, "way": span.way},
+            }
+        )
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "iteration_s": simulation.iteration_s,
+            "replayed_layers": simulation.layers,
+            "stage_layers": simulation.stage_layers,
+        },
+    }
+
+
+def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}

@@ -1,0 +1,321 @@
+"""Broken and impossible inputs: each refused at once, in one line that names it and says what to do instead.
+
+Nothing is written, nothing is printed but that line, and no case takes more than two seconds.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import megatron_hexi.planner  # noqa: F401  its import shall not count as time of the first case
+from megatron_hexi.plan import Workload, proportional_plan, write_plan
+from tests.support.shell import call_hexi, is_one_error_line
+
+#: Of this process: others that run besides do not count.
+MOST_S = 2.0
+
+NODES = "- {name: h100, gpu: H100-SXM-80GB, gpus: 4}\n- {name: a100, gpu: A100-SXM-80GB, gpus: 4}\n"
+NETWORK = "network: {bandwidth_gb_s: 25}\n"
+GOOD = f"name: small\nnodes:\n{NODES}{NETWORK}"
+
+CURVE = "{points: [[1, 100]], source: test}"
+BAD_CURVE = "{points: [[1, -100]], source: test}"
+
+
+def one_kind(gpu="H100-SXM-80GB", gpus=4, count=1, rest=NETWORK):
+    return f"name: small\nnodes:\n- {{name: n, gpu: {gpu}, gpus: {gpus}, count: {count}}}\n{rest}"
+
+
+def matrix(bandwidth):
+    return (
+        f"name: small\nnodes:\n{NODES}matrix:\n  nodes: [h100-0, a100-0]\n"
+        f"  bandwidth_gb_s: {bandwidth}\n  latency_us: [[0, 5], [5, 0]]\n"
+    )
+
+
+#: An alias a level: written out, these would be 9^9 values.
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+#: Cluster files, and a part of what is said of each.
+CLUSTERS = {
+    "unknown GPU": (one_kind("H100"), "nodes[0].gpu = 'H100'"),
+    "zero GPUs": (one_kind(gpus=0), "nodes[0].gpus = 0 is too small"),
+    "a negative number of GPUs": (one_kind(gpus=-8), "nodes[0].gpus = -8 is too small"),
+    "half a GPU": (one_kind(gpus=1.5), "nodes[0].gpus = 1.5"),
+    "a million GPUs in a node": (one_kind(gpus=10**6), "nodes[0].gpus = 1000000 is too large"),
+    "a million GPUs in all": (one_kind(gpus=1000, count=1000), "have 1000000 GPUs in all; at most"),
+    "no nodes": (f"name: small\nnodes: []\n{NETWORK}", "nodes = [] is empty"),
+    "nodes not a list": (f"name: small\nnodes: 3\n{NETWORK}", "nodes = 3 is not a list"),
+    "no name": (f"nodes:\n{NODES}{NETWORK}", "name is missing"),
+    "negative bandwidth": (
+        one_kind(count=2, rest="network: {bandwidth_gb_s: -25}\n"),
+        "network.bandwidth_gb_s = -25 is too small",
+    ),
+    "bandwidth NaN": (
+        one_kind(count=2, rest="network: {bandwidth_gb_s: .nan}\n"),
+        "network.bandwidth_gb_s = nan",
+    ),
+    "bandwidth infinite": (
+        one_kind(count=2, rest="network: {bandwidth_gb_s: .inf}\n"),
+        "bandwidth_gb_s = inf",
+    ),
+    "bandwidth in words": (
+        one_kind(count=2, rest="network: {bandwidth_gb_s: fast}\n"),
+        "bandwidth_gb_s = 'fast' is not a number",
+    ),
+    "nodes that cannot reach each other": (one_kind(count=2, rest=""), "network is missing: the 2 nodes"),
+    "a matrix with a zero": (matrix("[[0, 10], [0, 0]]"), "a100-0 cannot send to h100-0"),
+    "a matrix with a row too few": (matrix("[[0, 10]]"), "has 1 rows for 2 nodes"),
+    "two entries of one name": (
+        f"name: small\nnodes:\n{NODES.replace('a100, gpu', 'h100, gpu')}{NETWORK}",
+        "'h100' is that of nodes[0]",
+    ),
+    "a curve with a negative rate": (
+        one_kind(rest=f"{NETWORK}devices:\n  H100-SXM-80GB: {{matmul: {BAD_CURVE}}}\n"),
+        "matmul.points[0][1] = -100 is too small",
+    ),
+    "a GPU of which little is said": (
+        one_kind("MINE", rest=f"{NETWORK}devices:\n  MINE: {{matmul: {CURVE}}}\n"),
+        "devices.MINE.memory_gb is missing",
+    ),
+    "no speed at all": (GOOD.replace("gpus: 4}", "gpus: 4, speed: 0}", 1), "nodes[0].speed = 0 is too small"),
+    "an unknown field": (GOOD + "colour: red\n", "colour is not a known field"),
+    "a field given twice": (GOOD + NETWORK, "network is given twice"),
+    "a YAML bomb": (BOMB, "alias *a is not allowed"),
+    "deep nesting": ("[" * 10_000, "nested more than 50 levels deep"),
+    "a list": ("- a\n- b\n", "a cluster file is a mapping"),
+    "a number": ("3\n", "a cluster file is a mapping"),
+    "an empty file": ("", "is empty; a cluster file is a mapping"),
+    "no YAML": ("name: [\n", "not valid YAML"),
+    "two documents": ("name: a\n---\nname: b\n", "not valid YAML"),
+}
+
+#: Options of `hexi plan` and `hexi compare` on a good cluster, and a part of what is said of them.
+OPTIONS = {
+    "an unknown model": ("--model gpt-8b", "model 'gpt-8b' is neither a preset nor a file; did you mean"),
+    "a model file that is a plan": ("--model plan.yaml", "plan.yaml"),
+    "a config without keys": ("--model config.json", "config.json: num_hidden_layers is missing"),
+    "a config with 0 heads": (
+        "--model no-heads.json",
+        "num_attention_heads = 0; write a whole number above 0",
+    ),
+    "a config that is cut off": ("--model cut.json", "cut.json"),
+    "no tokens": ("--seq-length 0", "seq_length = 0; write a whole number above 0"),
+    "a negative length": ("--seq-length -5", "seq_length = -5; write a whole number above 0"),
+    "10^15 tokens": (f"--seq-length {10**15}", "--seq-length 1000000000000000: is too large"),
+    "a length in words": ("--seq-length 128k", "--seq-length': '128k' is not a whole number"),
+    "a batch of 0": ("--global-batch-size 0", "global_batch_size = 0; write a whole number above 0"),
+    "a batch of 10^12": (f"--global-batch-size {10**12}", "--global-batch-size 1000000000000: is too large"),
+    "a batch that is no multiple": ("--micro-batch-size 3", "global_batch_size = 8; give a multiple of"),
+    "heads that do not divide": ("--tensor-parallel 3", "tensor_parallel = 3; give a number that divides"),
+    "units larger than a node": ("--tensor-parallel 8", "tensor_parallel = 8"),
+    "layers that do not divide": (
+        "--pipeline-parallel 5",
+        "pipeline_parallel = 5; give a number that divides",
+    ),
+    "more stages than GPUs": ("--pipeline-parallel 16", "pipeline_parallel = 16"),
+    "no replica": ("--data-parallel 0", "--data-parallel 0: give a number above 0, or auto"),
+    "replicas in words": ("--data-parallel many", "--data-parallel many: give a number above 0, or auto"),
+    "minus one replica": ("--data-parallel -1", "--data-parallel -1: give a number above 0, or auto"),
+    "10^99 replicas": (f"--data-parallel {10**99}", "give a number above 0, or auto"),
+    "more replicas than GPUs": ("--data-parallel 16 --global-batch-size 16", "data_parallel = 16"),
+    "replicas that cannot share": ("--data-parallel 3", "data_parallel = 3 does not divide"),
+    "an unknown precision": ("--precision int4", "precision = 'int4'; use bf16, fp16, fp32"),
+    "a precision that a GPU lacks": (
+        "--cluster v100.yaml",
+        "V100-SXM2-32GB: no bf16 on this GPU; use precision",
+    ),
+    "an unknown kernel": ("--kernel flash-attn-9", "flash-attn-9"),
+    "a kernel that one GPU lacks": ("--kernel flash-attn-3", "flash-attn-3"),
+    "an unknown recomputation": ("--recompute some", "recompute = 'some'; use none, selective, full"),
+    "an unknown option": ("--sequence-length 5", "No such option: --sequence-length"),
+    "a cluster file that is a plan": ("--cluster plan.yaml", "plan.yaml"),
+    "a cluster file that is not there": (
+        "--cluster absent.yaml",
+        "absent.yaml: cannot be read (No such file",
+    ),
+    "a folder as cluster file": ("--cluster .", "cannot be read (Is a directory"),
+    "a cluster file that is no text": ("--cluster binary.yaml", "binary.yaml: not text"),
+    "a picture in no format": (
+        "--picture out.xyz",
+        "out.xyz: a picture in an unknown format; end its name in",
+    ),
+    "a picture in no folder": ("--picture absent/out.png", "the folder absent is not there; make it first"),
+    "a picture over the cluster file": ("--picture ./cluster.png.yaml", "unknown format"),
+}
+
+#: `hexi plan` alone.
+OUTPUTS = {
+    "no output": ("", "Missing option"),
+    "a folder that is not there": ("-o absent/plan.yaml", "the folder absent is not there; make it first"),
+    "a folder as output": ("-o .", "is a folder; give the name of a file"),
+    "the cluster file as output": ("-o ./cluster.yaml", "cluster.yaml: would be overwritten"),
+    "one file twice": ("-o out.png --picture out.png", "out.png: would be overwritten"),
+}
+
+#: What `hexi validate` and `hexi simulate` are given beside a plan for 8 GPUs.
+REPLAYS = {
+    "a plan for fewer GPUs": ("small.yaml --cluster cluster.yaml", "has 8 GPUs, the plan is for 5"),
+    "a cluster file as plan": ("cluster.yaml --cluster cluster.yaml", "cluster.yaml"),
+    "a plan as cluster file": ("plan.yaml --cluster plan.yaml", "plan.yaml"),
+    "a plan that is not there": ("absent.yaml --cluster cluster.yaml", "absent.yaml: cannot be read"),
+    "a plan that is no text": ("binary.yaml --cluster cluster.yaml", "binary.yaml: not text"),
+    "a plan that is a bomb": ("bomb.yaml --cluster cluster.yaml", "alias *a is not allowed"),
+    "a plan that is empty": ("empty.yaml --cluster cluster.yaml", "empty.yaml:1: not a plan"),
+    "a plan without heads": ("headless.yaml --cluster cluster.yaml", "workload.heads = 0 is too small"),
+    "a plan with a gap": ("torn.yaml --cluster cluster.yaml", "torn.yaml:"),
+    "another model": (
+        "plan.yaml --cluster cluster.yaml --model gpt-3b",
+        "workload.head_dim: the plan is for",
+    ),
+    "a unit on two nodes": ("wide.yaml --cluster odd.yaml", "on two nodes"),
+    "another batch": ("plan.yaml --cluster cluster.yaml --micro-batch-size 5", "global_batch_size = 8"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to work in, with good files and bad ones."""
+    monkeypatch.chdir(tmp_path)
+    workload = Workload(4096, 32, 32, 128)
+    write_plan(proportional_plan(workload, [[[2] * 4, [1] * 4]]), "plan.yaml")
+    write_plan(proportional_plan(workload, [[[2] * 4, [1]]]), "small.yaml")
+    write_plan(proportional_plan(Workload(4096, 32, 32, 128, tensor_parallel=2), [[[1] * 3]]), "wide.yaml")
+    plan = Path("plan.yaml").read_text()
+    Path("headless.yaml").write_text(plan.replace(" heads: 32", " heads: 0"))
+    Path("torn.yaml").write_text(plan.replace("seq_length: 4096", "seq_length: 4097"))
+    Path("cluster.yaml").write_text(GOOD)
+    Path("odd.yaml").write_text(one_kind(gpus=3, count=2))
+    Path("v100.yaml").write_text(GOOD.replace("A100-SXM-80GB", "V100-SXM2-32GB"))
+    Path("bomb.yaml").write_text(BOMB)
+    Path("empty.yaml").write_text("")
+    Path("binary.yaml").write_bytes(bytes(range(256)))
+    config = {"model_type": "llama", "hidden_size": 512, "num_attention_heads": 4}
+    Path("config.json").write_text(json.dumps(config))
+    Path("no-heads.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "num_attention_heads": 0}))
+    Path("cut.json").write_text(json.dumps(config)[:-5])
+    return tmp_path
+
+
+@pytest.fixture
+def refused(folder, monkeypatch, capsys):
+    """Calls hexi and checks that it refuses as it should; what it says."""
+
+    def call(words, said, code=2, printed=""):
+        before = snapshot(folder)
+        begun = time.process_time()
+        result = call_hexi(monkeypatch, capsys, words)
+        assert time.process_time() - begun < MOST_S
+        assert result.code == code, result.err
+        assert result.out in ("", printed)
+        assert is_one_error_line(result.err)
+        assert said in result.err
+        assert snapshot(folder) == before
+        return result.err
+
+    return call
+
+
+def snapshot(folder):
+    """All files and what is in them."""
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+JOB = "--model gpt-7b --seq-length 4096 --recompute full"
+
+
+def words_of(command, options):
+    """A good call with some options in place of the good ones: of those given twice the last counts."""
+    given = options.split()
+    cluster = "cluster.yaml"
+    if "--cluster" in given:
+        at = given.index("--cluster")
+        cluster = given[at + 1]
+        del given[at : at + 2]
+    return [command, cluster, *JOB.split(), *given]
+
+
+def test_the_good_call_is_good(folder, monkeypatch, capsys):
+    assert call_hexi(monkeypatch, capsys, [*words_of("plan", ""), "-o", "out.yaml"]).code == 0
+    assert Path("out.yaml").exists()
+
+
+@pytest.mark.parametrize("case", CLUSTERS)
+def test_cluster_files(refused, case):
+    text, said = CLUSTERS[case]
+    Path("broken.yaml").write_text(text)
+    for words in (
+        [*words_of("plan", "--cluster broken.yaml"), "-o", "out.yaml"],
+        ["simulate", "plan.yaml", "--cluster", "broken.yaml", "--model", "gpt-7b"],
+    ):
+        assert "broken.yaml:" in refused(words, said)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options(refused, case):
+    options, said = OPTIONS[case]
+    refused([*words_of("plan", options), "-o", "out.yaml"], said)
+    refused(words_of("compare", options), said)
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_outputs(refused, case):
+    options, said = OUTPUTS[case]
+    refused(words_of("plan", options), said)
+
+
+@pytest.mark.parametrize("case", REPLAYS)
+def test_replays(refused, case):
+    options, said = REPLAYS[case]
+    words = options.split()
+    if "--model" not in words:
+        words += ["--model", "gpt-7b"]
+    refused(["simulate", *words], said)
+    # A plan whose own rules hold is called valid before it is held against the cluster.
+    ranks = {"small.yaml": 5, "wide.yaml": 3}.get(words[0], 8)
+    refused(["validate", *words], said, printed=f"{words[0]}: a valid plan for {ranks} ranks\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--seq-length 8388608", "GiB"),
+        ("--model gpt-70b", "GiB"),
+        ("--model gpt-70b --data-parallel auto", "GiB"),
+        (f"--seq-length {2**40}", "GiB"),
+    ],
+    ids=["too long", "too large", "too large for any replicas", "as long as can be counted"],
+)
+def test_what_does_not_fit_in_memory_is_code_3(refused, options, said):
+    refused([*words_of("plan", options), "-o", "out.yaml"], said, code=3)
+    refused(words_of("compare", options), said, code=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("plan cluster.yaml --model gpt-7b --seq-length 8388608 -o out.yaml", 3),
+        ("plan cluster.yaml --model gpt-8b --seq-length 4096 -o out.yaml", 2),
+        ("compare bomb.yaml --model gpt-7b --seq-length 4096", 2),
+        ("simulate binary.yaml --cluster cluster.yaml", 2),
+    ],
+)
+def test_from_a_shell(folder, words, code):
+    before = snapshot(folder)
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_hexi.cli.main", *words.split()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (code, "")
+    assert is_one_error_line(run.stderr)
+    assert snapshot(folder) == before

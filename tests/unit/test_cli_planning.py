@@ -1,0 +1,345 @@
+"""`hexi plan`, `compare` and `simulate`: what they print, write and draw, and what else they leave alone."""
+
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_hexi import planner
+from megatron_hexi.cli import main as cli
+from megatron_hexi.cli import output
+from megatron_hexi.cli.output import PICTURE_FORMATS, check_outputs, progress_bar
+from megatron_hexi.cluster import read_cluster
+from megatron_hexi.errors import HexiError, NothingFitsError
+from megatron_hexi.plan import plan_digest, read_plan
+from tests.support.planned import baseline, make_planned
+from tests.support.shell import call_hexi, is_one_error_line
+
+CLUSTER = """\
+name: small
+nodes:
+- {name: h100, gpu: H100-SXM-80GB, gpus: 4}
+- {name: a100, gpu: A100-SXM-80GB, gpus: 4}
+network: {bandwidth_gb_s: 25}
+"""
+
+JOB = ("--model", "gpt-3b", "--seq-length", 16384, "--recompute", "full")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder to work in, with a cluster file."""
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.yaml").write_text(CLUSTER)
+    return tmp_path
+
+
+@pytest.fixture
+def hexi(folder, monkeypatch, capsys):
+    """Calls ``hexi WORDS…`` in that folder."""
+    return lambda *words: call_hexi(monkeypatch, capsys, words)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Puts a planner without a search in place; what it was asked."""
+    calls = []
+
+    def find_plan(job, cluster, *, data_parallel=1, with_baselines=False, progress=None):
+        calls.append((job, data_parallel, with_baselines, progress))
+        baselines = [baseline("ring", 1000.0), baseline("ulysses", why_not="no")] if with_baselines else []
+        return make_planned(job, cluster, [[[3] * 4, [1] * 4]], baselines=baselines, notes=["it was made up"])
+
+    monkeypatch.setattr(planner, "find_plan", find_plan)
+    return calls
+
+
+def test_plan_writes_the_plan_and_reports(hexi, asked):
+    code, out, err = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml")
+    assert (code, err) == (0, "wrote plan.yaml\n")
+    plan = read_plan("plan.yaml")
+    assert (plan.ranks, plan.workload.seq_length) == (8, 16384)
+    for words in (
+        "gpt-3b, 16,384 tokens",
+        "tokens/s",
+        "lower bound",
+        "4 x H100-SXM-80GB",
+        "note: it was made up",
+    ):
+        assert words in out
+
+
+def test_plan_as_json_is_one_document(hexi, asked):
+    code, out, err = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--json")
+    document = json.loads(out)
+    assert (code, err) == (0, "wrote plan.yaml\n")
+    assert (document["plan"], document["cluster"]) == ("plan.yaml", "cluster.yaml")
+    assert document["digest"] == plan_digest(read_plan("plan.yaml"))
+    assert document["job"]["model"] == "gpt-3b"
+    assert document["job"]["recompute"] == "full"
+    assert document["notes"] == ["it was made up"]
+    assert len(document["memory_gib"]) == 8
+    told = read_plan("plan.yaml").estimate
+    assert told
+    assert document["iteration_s"] == told.iteration_s
+
+
+def test_every_option_reaches_the_planner(hexi, asked):
+    words = {
+        "--micro-batch-size": ("micro_batch_size", 2),
+        "--global-batch-size": ("global_batch_size", 12),
+        "--tensor-parallel": ("tensor_parallel", 1),
+        "--pipeline-parallel": ("pipeline_parallel", 1),
+        "--recompute": ("recompute", "selective"),
+        "--precision": ("precision", "fp16"),
+        "--kernel": ("kernel", "flash-attn-2"),
+    }
+    given = [word for name, (_, value) in words.items() for word in (name, value)]
+    flags = ["--no-distributed-optimizer", "--no-overlap-gradients", "--no-sequence-parallel"]
+    assert hexi("compare", "cluster.yaml", *JOB, *given, *flags, "--data-parallel", "auto").code == 0
+    ((job, replicas, with_baselines, progress),) = asked
+    assert {field: getattr(job, field) for field, _ in words.values()} == dict(words.values())
+    assert (job.model.name, job.seq_length) == ("gpt-3b", 16384)
+    switches = job.distributed_optimizer, job.overlap_gradients, job.sequence_parallel
+    assert switches == (False, False, False)
+    assert (replicas, with_baselines, progress) == (None, True, None)
+
+
+def test_defaults(hexi, asked):
+    assert (
+        hexi("plan", "cluster.yaml", "--model", "gpt-3b", "--seq-length", 4096, "-o", "plan.yaml").code == 0
+    )
+    ((job, replicas, with_baselines, _),) = asked
+    assert (job.micro_batch_size, job.global_batch_size, job.recompute, job.precision) == (
+        1,
+        8,
+        "none",
+        "bf16",
+    )
+    assert job.distributed_optimizer
+    assert job.overlap_gradients
+    assert job.sequence_parallel
+    assert (replicas, with_baselines) == (1, False)
+
+
+def test_data_parallel_as_a_number(hexi, asked):
+    assert hexi("compare", "cluster.yaml", *JOB, "--data-parallel", "2").code == 0
+    assert asked[0][1] == 2
+
+
+def test_compare_reports_every_baseline(hexi, asked):
+    code, out, err = hexi("compare", "cluster.yaml", *JOB, "--picture", "out.png")
+    assert (code, err) == (0, "drew out.png\n")
+    for words in ("hexi", "ring", "1.00x", "ulysses", "ceiling"):
+        assert words in out
+    assert Path("out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_as_json(hexi, asked):
+    code, out, err = hexi("compare", "cluster.yaml", *JOB, "--json")
+    document = json.loads(out)
+    assert (code, err) == (0, "")
+    assert [(one["name"], one["why_not"]) for one in document["results"]] == [
+        ("hexi", None),
+        ("ring", None),
+        ("ulysses", "no"),
+    ]
+    assert document["results"][2]["tokens_per_s"] is None
+    assert document["plan"]["tokens_per_s"] == document["results"][0]["tokens_per_s"]
+
+
+def test_plan_draws_who_holds_what(hexi, asked):
+    result = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--picture", "plan.svg")
+    assert (result.code, result.err) == (0, "wrote plan.yaml\ndrew plan.svg\n")
+    assert "<svg" in Path("plan.svg").read_text()
+
+
+def test_no_plan_fits_is_code_3_and_writes_nothing(hexi, folder, monkeypatch):
+    def find_plan(*_, **__):
+        raise NothingFitsError("no plan fits: 3 GiB short")
+
+    monkeypatch.setattr(planner, "find_plan", find_plan)
+    words = ("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--picture", "plan.png", "--json")
+    assert hexi(*words) == (3, "", "hexi: error: no plan fits: 3 GiB short\n")
+    assert [path.name for path in folder.iterdir()] == ["cluster.yaml"]
+
+
+@pytest.mark.parametrize(
+    "words", [("-o", "absent/plan.yaml"), ("-o", "p.yaml", "--picture", "p.xyz"), ("-o", "cluster.yaml")]
+)
+def test_an_output_that_cannot_be_is_refused_before_planning(hexi, asked, words):
+    assert hexi("plan", "cluster.yaml", *JOB, *words).code == 2
+    assert asked == []
+
+
+def test_a_failed_planner_leaves_an_old_plan_alone(hexi, folder, monkeypatch):
+    Path("plan.yaml").write_text("old")
+
+    def find_plan(*_, **__):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(planner, "find_plan", find_plan)
+    monkeypatch.setattr(sys, "argv", ["hexi", "plan", "cluster.yaml", *map(str, JOB), "-o", "plan.yaml"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+    assert Path("plan.yaml").read_text() == "old"
+
+
+def test_interrupted_is_code_130_without_a_traceback(hexi, monkeypatch):
+    def find_plan(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planner, "find_plan", find_plan)
+    result = hexi("compare", "cluster.yaml", *JOB)
+    assert result.code == 130
+    assert "Traceback" not in result.err
+
+
+def test_matplotlib_draws_every_known_picture_format():
+    from matplotlib.figure import Figure
+
+    assert set(PICTURE_FORMATS) <= set(Figure().canvas.get_supported_filetypes())
+
+
+def test_a_picture_is_written_whole_or_not_at_all(folder, monkeypatch):
+    def fail(figure, path):
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    Path("out.png").write_text("old")
+    monkeypatch.setattr("megatron_hexi.report.pictures.save_picture", fail)
+    from matplotlib.figure import Figure
+
+    with pytest.raises(HexiError, match=r"out.png: cannot be written \(No space left on device\)"):
+        output.write_picture(Figure(), Path("out.png"))
+    assert Path("out.png").read_text() == "old"
+    assert sorted(path.name for path in folder.iterdir()) == ["cluster.yaml", "out.png"]
+
+
+def test_a_closed_folder_is_refused(folder, monkeypatch):
+    Path("closed").mkdir(mode=0o500)
+    monkeypatch.setattr(os, "access", lambda path, _: path != Path("closed"))  # root may write anywhere
+    with pytest.raises(HexiError, match="the folder closed cannot be written to"):
+        check_outputs([], [Path("closed/plan.yaml")], None)
+
+
+def test_progress_is_for_terminals_only(monkeypatch):
+    with progress_bar() as tell:
+        assert tell is None
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress_bar() as tell:
+        assert tell
+        tell("trying layouts", 3, 1000)
+        tell("done", 1000, 1000)
+    assert "done" in terminal.getvalue()
+    assert "1,000 of 1,000" in terminal.getvalue()
+
+
+def test_what_is_not_asked_for_is_not_imported():
+    heavy = "matplotlib", "ortools", "torch", "megatron_hexi.planner", "megatron_hexi.simulator"
+    code = f"import sys, megatron_hexi.cli.main; print([name for name in {heavy} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"
+
+
+# From here on with the planner and the simulator as they are.
+
+
+def test_what_is_planned_is_what_is_validated_shown_and_simulated(hexi):
+    code, out, _ = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--json")
+    planned = json.loads(out)
+    assert code == 0
+    assert planned["iteration_s"] >= planned["lower_bound_s"] * (1 - 1e-9)
+    assert planned["tokens_per_s"] <= planned["ceiling_tokens_per_s"]
+
+    # The plan names its model.
+    job = "--cluster", "cluster.yaml", "--recompute", "full", "--json"
+    code, out, _ = hexi("validate", "plan.yaml", *job)
+    checked = json.loads(out)["estimate"]
+    assert code == 0
+    for name in ("tokens_per_s", "iteration_s", "memory_gib"):
+        assert checked[name] == pytest.approx(planned[name])
+
+    shown = hexi("show", "plan.yaml")
+    assert shown.code == 0
+    assert f"no plan takes less than {planned['lower_bound_s']:.3f} s" in shown.out
+
+    code, out, err = hexi("simulate", "plan.yaml", *job, "--trace", "trace.json", "--picture", "sim.png")
+    simulated = json.loads(out)
+    assert (code, err) == (0, "wrote trace.json\ndrew sim.png\n")
+    assert simulated["fits"] is True
+    # Two ways to the same: far apart, one of them is wrong.
+    assert simulated["iteration_s"] == pytest.approx(planned["iteration_s"], rel=0.3)
+    events = json.loads(Path("trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(planned["ranks"]))
+    assert Path("sim.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_simulate_reports_and_says_what_does_not_fit(hexi):
+    assert hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml").code == 0
+    report = hexi("simulate", "plan.yaml", "--cluster", "cluster.yaml", "--recompute", "full")
+    assert (report.code, report.err) == (0, "")
+    assert "simulated: " in report.out
+    words = ("plan", "cluster.yaml", *JOB, "--seq-length", 131072, "-o", "long.yaml")
+    assert hexi(*words).code == 0
+    crowded = hexi("simulate", "long.yaml", "--cluster", "cluster.yaml", "--json")
+    assert crowded.code == 0
+    assert crowded.err.startswith("note: long.yaml does not fit in memory: rank ")
+    assert json.loads(crowded.out)["fits"] is False
+
+
+def test_compare_has_every_baseline_and_hexi_first(hexi):
+    code, out, err = hexi("compare", "cluster.yaml", *JOB, "--json")
+    document = json.loads(out)
+    names = [one["name"] for one in document["results"]]
+    assert (code, err, names[0]) == (0, "", "hexi")
+    assert {"ring", "ulysses", "usp", "te-a2a+p2p", "proportion", "homogeneous"} <= set(names)
+    for one in document["results"]:
+        assert (one["tokens_per_s"] is None) == bool(one["why_not"])
+        assert one["layout"] or one["why_not"]
+
+
+def test_the_same_input_gives_the_same_plan(hexi):
+    for name in ("one.yaml", "two.yaml"):
+        assert hexi("plan", "cluster.yaml", *JOB, "-o", name).code == 0
+    assert Path("one.yaml").read_bytes() == Path("two.yaml").read_bytes()
+
+
+def test_a_plan_on_a_part_of_the_cluster_names_its_gpus(hexi):
+    # Three of one node cannot take part in units of two.
+    Path("cluster.yaml").write_text(CLUSTER.replace("gpus: 4}", "gpus: 3}", 1))
+    words = (*JOB, "--tensor-parallel", 2, "-o", "plan.yaml", "--json")
+    code, out, _ = hexi("plan", "cluster.yaml", *words)
+    document = json.loads(out)
+    assert code == 0
+    assert 2 not in document["gpus"]
+    assert any("left out" in note for note in document["notes"])
+    assert "ranks must be started on these GPUs" in hexi("show", "plan.yaml").out
+    assert hexi("validate", "plan.yaml", "--cluster", "cluster.yaml", "--recompute", "full").code == 0
+
+
+def test_compare_answers_16_gpus_in_three_seconds(folder):
+    Path("cluster.yaml").write_text(CLUSTER.replace("gpus: 4", "gpus: 8"))
+    assert len(read_cluster("cluster.yaml").ranks) == 16
+    words = ["compare", "cluster.yaml", "--model", "gpt-7b", "--seq-length", "262144", "--recompute", "full"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_hexi.cli.main", *words], capture_output=True, text=True, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (run.returncode, run.stderr) == (0, "")
+    # Of processor time: others may be busy on this machine.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
+
+
+def test_a_refusal_is_one_line_in_json_mode_too(hexi):
+    result = hexi("plan", "cluster.yaml", *JOB, "--data-parallel", "x", "-o", "plan.yaml", "--json")
+    assert (result.code, result.out) == (2, "")
+    assert is_one_error_line(result.err)
