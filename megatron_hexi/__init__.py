@@ -5,6 +5,8 @@ The rooms, from what is known to what is done (arrows of import run one way, `li
 * `cluster`   what the machines are: cluster file, links, device catalogue. No torch.
 * `plan`      what every rank does: tokens, attention heads, groups. No torch.
 * `cost`      how long and how much memory a plan takes on a cluster. No torch.
+* `planner`   finds the plan: groupings, exact balance, CP-SAT, baselines, a lower bound. No torch.
+* `simulator` replays a plan event by event. No torch.
 * `runtime`   carries a plan out with torch.distributed.
 * `platform`  where it runs: CUDA as it is; the CPU, so that the same training runs without a GPU.
 * `megatron`  the only room that knows Megatron: arguments, patches, batch, rotary, attention layer.
