@@ -138,12 +138,12 @@ def merge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
     """Adding one exchange step's parts up in fp32: bytes of one query head.
 
     As runtime/blocks.py and runtime/attention.py do it, e bytes an element:
-    forward:  output scaled 8, its new part scaled e + 4, added 12: (24 + e) B D q
+    forward:  output scaled 8, its new part scaled and added 8 + e: (16 + e) B D q
     backward: query gradient added (8 + e) B D q
     `keys_merge_times` has what goes by KV heads.
     """
     element, per_token = job.element_bytes, job.micro_batch_size * job.model.head_dim / speeds.memory
-    return Times((24 + element) * queries * per_token, (8 + element) * queries * per_token)
+    return Times((16 + element) * queries * per_token, (8 + element) * queries * per_token)
 
 
 def keys_merge_times(speeds: Speeds, job: Job, keys: Floats) -> Floats:

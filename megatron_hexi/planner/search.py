@@ -26,9 +26,12 @@ from megatron_hexi.planner.units import Fleet
 _WINDOW = 2
 #: Groupings that are balanced to the end.
 _FINALISTS = 3
-#: Memory overdrawn by so little is mended when finalists are balanced; more of it at once, in so many rounds.
+#: Memory that is full enough to keep tokens from where they would be done fastest.
+_TIGHT = 0.97
+#: Memory overdrawn by so little is mended when finalists are balanced; more of it at once, in a few rounds,
+#: the later ones with fewer keys in flight, for these take memory too.
 _SLIGHT = 0.01
-_MENDS = 3
+_MENDS = (_WINDOW, 1, 1)
 _ROUNDS = 3
 
 
@@ -57,6 +60,10 @@ class DomainSearch:
             self._descend()
         finalists = sorted(self._tried.values(), key=lambda trial: trial.promise)[:_FINALISTS]
         balanced = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in finalists]
+        # Where memory is full, fewer keys in flight leave room for another balance.
+        for trial in [trial for trial in balanced if trial.fullness > _TIGHT and trial.window > 1]:
+            narrow = self._judge.try_out(self._fleet, trial.layouts, 1)
+            balanced.append(balance(self._judge, self._rates, narrow, _ROUNDS))
         best = min(balanced, key=lambda trial: trial.order)
         return polish(self._judge, best, _polish_budget(len(self._fleet.units))) if polished else best
 
@@ -98,10 +105,10 @@ class DomainSearch:
         name = tuple(part.units for part in layout.parts)
         if name not in self._tried:
             best = trial = self._judge.try_out(self._fleet, [layout], _WINDOW)
-            for _ in range(_MENDS):
+            for window in _MENDS:
                 if trial.excess <= _SLIGHT:
                     break
-                trial = self._judge.try_out(self._fleet, [rebalanced(self._rates, trial)], _WINDOW)
+                trial = self._judge.try_out(self._fleet, [rebalanced(self._rates, trial)], window)
                 best = min(best, trial, key=lambda trial: trial.promise)
             trial = best
             self._tried[name] = trial

@@ -55,9 +55,14 @@ class Trial:
         return self.timing.fits
 
     @property
+    def fullness(self) -> float:
+        """The largest part of a GPU's memory that is needed."""
+        return float((self.timing.needed / self.timing.usable).max())
+
+    @property
     def excess(self) -> float:
         """The largest part by which a GPU's memory is overdrawn; 0 where all fits."""
-        return max(0.0, float((self.timing.needed / self.timing.usable).max()) - 1)
+        return max(0.0, self.fullness - 1)
 
     @property
     def order(self) -> tuple[float, float]:

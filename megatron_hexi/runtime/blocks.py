@@ -128,8 +128,8 @@ class Merger:
         rows = slice(*queries)
         before = self.log_sum_exp[:, :, rows]
         merged = torch.logaddexp(before, log_sum_exp)
-        self.output[:, :, rows].mul_(torch.exp(before - merged)[..., None]).add_(
-            output * torch.exp(log_sum_exp - merged)[..., None]
+        self.output[:, :, rows].mul_(torch.exp(before - merged)[..., None]).addcmul_(
+            output, torch.exp(log_sum_exp - merged)[..., None]
         )
         self.log_sum_exp[:, :, rows] = merged
 

@@ -91,7 +91,7 @@ def test_rectangles_run_as_the_square_of_their_area():
 def test_merging_by_hand():
     speeds = device_speeds(PLAIN, tiny_job())
     merge = merge_times(speeds, tiny_job(), at(1000))
-    assert merge.forward == pytest.approx(26 * 128 * 1000 / MEMORY)
+    assert merge.forward == pytest.approx(18 * 128 * 1000 / MEMORY)
     assert merge.backward == pytest.approx(10 * 128 * 1000 / MEMORY)
     assert keys_merge_times(speeds, tiny_job(), at(500)) == pytest.approx(30 * 2 * 128 * 500 / MEMORY)
 
