@@ -22,7 +22,7 @@ _TILTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 #: Depths are looked at where they change what can be done by this part.
 _MATTERS = 0.003
 #: Sections of the interval in which the price of a group is sought.
-_SECTIONS = 24
+_SECTIONS = 18
 
 
 #: The fewest and the most groups; the least and the greatest depth; what units of a kind can do.

@@ -73,9 +73,8 @@ def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
 
 def units_by_rank(fleet: Fleet, layouts: Sequence[Layout]) -> list[int]:
     """The unit of each of the plan's ranks."""
-    return sorted(
-        (unit for layout in layouts for unit in layout.units), key=lambda unit: fleet.units[unit].gpus
-    )
+    units = [unit for layout in layouts for part in layout.parts for unit in part.units]
+    return sorted(units, key=fleet.file_order.__getitem__)
 
 
 def _domain(fleet: Fleet, workload: Workload, layout: Layout, rank: dict[int, int]) -> Domain:

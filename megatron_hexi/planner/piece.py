@@ -21,9 +21,9 @@ from megatron_hexi.cost.compute import (
 from megatron_hexi.cost.memory import Flights, Holdings, stage_memory
 from megatron_hexi.planner.links import Links
 
-#: How a piece's tokens are sought: rounds of scaling, what is added, halvings where that does not do.
+#: How a piece's tokens are sought: rounds of scaling, what is added then, halvings where that does not do.
 _ROUNDS = 4
-_SLACK = 3e-4
+_SLACKS = (3e-4, 3e-3, 3e-2)
 _HALVINGS = 20
 
 
@@ -83,7 +83,10 @@ class Pieces:
         # tokens that are possible without any exchange is missing at any smaller number.
         free = self._last(whole, seconds, lambda most: self._seconds(most, most, groups, 0.0))
         wire = self._wire(free, self._size * float(free.max()), depth)
-        tokens = self._last(free, seconds, lambda most: self._seconds(most, most, groups, wire))
+        tokens = free
+        forward, backward = self._attention(free / self.share, groups)
+        if (wire > forward).any() or (2 * wire > backward).any():
+            tokens = self._last(free, seconds, lambda most: self._seconds(most, most, groups, wire))
         held = np.minimum(tokens, self._memory_cap)
         if not self._links.outside or (held == tokens).all():
             return held, held
@@ -98,10 +101,12 @@ class Pieces:
         for _ in range(_ROUNDS):
             found = np.minimum(most, found * seconds / needed(found))
         # Scaling comes close to where the time is up; a little above, it must be.
-        found = np.minimum(most, found * (1 + _SLACK))
-        above = (needed(found) > seconds) | (found == most)
-        if above.all():
-            return found
+        above = np.full(len(found), False)
+        for slack in _SLACKS:
+            found = np.where(above, found, np.minimum(most, found * (1 + slack)))
+            above |= (needed(found) > seconds) | (found == most)
+            if above.all():
+                return found
         low, high = np.where(above, 0.0, found), np.where(above, found, most)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2

@@ -62,6 +62,8 @@ def refine(judge: Judge, trial: Trial) -> Refined:
     solver.parameters.random_seed = SEED
     solver.parameters.max_deterministic_time = _DETERMINISTIC_TIME
     solver.parameters.relative_gap_limit = _GAP
+    # Products are linear given their Boolean: the relaxation proves in 10 ms what takes search 100.
+    solver.parameters.linearization_level = 2
     build.model.minimize(build.limit)
     status = solver.solve(build.model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

@@ -76,6 +76,14 @@ class Fleet:
             sites.setdefault(unit.site, []).append(number)
         return tuple(map(tuple, sites.values()))
 
+    @cached_property
+    def file_order(self) -> tuple[int, ...]:
+        """Place of each unit among all by the cluster file: the order in which ranks are numbered."""
+        places = {
+            unit.gpus: place for place, unit in enumerate(sorted(self.units, key=lambda unit: unit.gpus))
+        }
+        return tuple(places[unit.gpus] for unit in self.units)
+
     def subset(self, units: Iterable[int]) -> Fleet:
         """Some of the units only."""
         return replace(self, units=tuple(self.units[number] for number in sorted(units)))
