@@ -96,6 +96,24 @@ def mixed_groupings(fleet: Fleet) -> Iterator[Grouping]:
                 )
 
 
+def rearranged(fleet: Fleet, grouping: Grouping) -> Iterator[Grouping]:
+    """Two groups joined, for each pair of kinds of groups one pair; one group cut in half, for each kind."""
+    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for group in grouping:
+        alike.setdefault(tuple(sorted(fleet.units[unit].kind for unit in group)), []).append(group)
+    kinds = list(alike.values())
+    for number, groups in enumerate(kinds):
+        for others in kinds[number:]:
+            first, second = groups[0], others[-1]
+            if first != second:
+                rest = [group for group in grouping if group not in (first, second)]
+                yield (*rest, tuple(sorted(first + second)))
+        whole = groups[0]
+        if len(whole) > 1:
+            middle = len(whole) // 2
+            yield (*(group for group in grouping if group != whole), whole[:middle], whole[middle:])
+
+
 def all_partitions(fleet: Fleet) -> Iterator[Grouping]:
     """Every partition of the units once, up to exchanging units of one kind on one site."""
     seen = set()

@@ -17,7 +17,7 @@ from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.trial import Judge, Trial
 from megatron_hexi.planner.units import Fleet
 
-_WINDOWS = (1, 2, 3, 4)
+_WINDOWS = (1, 2, 3, 4, 6, 8)
 #: Steps by which shares are changed, the largest first.
 _STEPS = (0.3, 0.1, 0.03, 0.01)
 
@@ -43,7 +43,7 @@ def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
 
     if len(trial.layouts[0].parts) > 1:
         for window in _WINDOWS:
-            if window != trial.window:
+            if window != trial.window and window < len(trial.layouts[0].parts):
                 keep(trial.layouts[0], window)
         layout = trial.layouts[0]
         keep(replace(layout, parts=layout.parts[::-1]), trial.window)

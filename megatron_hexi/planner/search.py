@@ -13,6 +13,7 @@ from megatron_hexi.planner.groupings import (
     choices,
     group_by_choice,
     mixed_groupings,
+    rearranged,
     site_classes,
     unequal_choices,
 )
@@ -26,6 +27,9 @@ from megatron_hexi.planner.units import Fleet
 _WINDOW = 2
 #: Groupings that are balanced to the end.
 _FINALISTS = 3
+#: Groupings of up to so many groups are rearranged, so often at most.
+_FEW_GROUPS = 12
+_REARRANGEMENTS = 3
 #: Memory that is full enough to keep tokens from where they would be done fastest.
 _TIGHT = 0.97
 #: Memory overdrawn by so little is mended when finalists are balanced; more of it at once, in a few rounds,
@@ -60,11 +64,13 @@ class DomainSearch:
             self._descend()
         finalists = sorted(self._tried.values(), key=lambda trial: trial.promise)[:_FINALISTS]
         balanced = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in finalists]
+        balanced.sort(key=_order)
         # Where memory is full, fewer keys in flight leave room for another balance.
-        for trial in [trial for trial in balanced if trial.fullness > _TIGHT and trial.window > 1]:
-            narrow = self._judge.try_out(self._fleet, trial.layouts, 1)
-            balanced.append(balance(self._judge, self._rates, narrow, _ROUNDS))
-        best = min(balanced, key=lambda trial: trial.order)
+        for trial in balanced[: _narrowed(len(self._fleet.units))]:
+            if trial.fullness > _TIGHT and trial.window > 1:
+                narrow = self._judge.try_out(self._fleet, trial.layouts, 1)
+                balanced.append(balance(self._judge, self._rates, narrow, _ROUNDS))
+        best = min(balanced, key=_order)
         return polish(self._judge, best, _polish_budget(len(self._fleet.units))) if polished else best
 
     def _descend(self) -> None:
@@ -91,6 +97,18 @@ class DomainSearch:
                     found = self._try(group_by_choice(self._fleet, other)).promise
                     if found < promise:
                         promise, chosen, improved = found, other, True
+        self._rearrange()
+
+    def _rearrange(self) -> None:
+        """From the best grouping so far, two groups joined or one cut: one pair of each kind is tried."""
+        for _ in range(_REARRANGEMENTS):
+            best = min(self._tried.values(), key=lambda trial: trial.promise)
+            grouping = tuple(part.units for part in best.layouts[0].parts)
+            if len(grouping) > _FEW_GROUPS:
+                return
+            found = min((self._try(other) for other in rearranged(self._fleet, grouping)), key=_promise)
+            if found.promise >= best.promise:
+                return
 
     def _neighbours(self, ladder: list[Choice], choice: Choice, size: int) -> list[Choice]:
         unequal = unequal_choices(size, self._rates.local_heads)
@@ -134,6 +152,19 @@ def _alternating(fleet: Fleet, parts: Iterable[Part]) -> tuple[Part, ...]:
         position[part] = ((placed[name] + 0.5) / counts[name], -part.total, part.units)
         placed[name] += 1
     return tuple(sorted(position, key=lambda part: position[part]))
+
+
+def _order(trial: Trial) -> tuple[float, float]:
+    return trial.order
+
+
+def _promise(trial: Trial) -> tuple[bool, float]:
+    return trial.promise
+
+
+def _narrowed(units: int) -> int:
+    """Finalists that are balanced again with fewer keys in flight: fewer where each takes longer."""
+    return _FINALISTS if units <= 64 else 1
 
 
 def _polish_budget(units: int) -> int:
