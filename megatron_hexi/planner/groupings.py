@@ -20,9 +20,13 @@ EXHAUSTIVE = 5
 #: costs more than any all-to-all inside a site.
 _FINEST = {256: 1, 64: 4, 0: 16}
 
+#: Where no more numbers than this divide what is cut, these are tried too.
+_FEW_DIVISORS = 2
+_NEARLY = (2, 3, 4, 5, 6, 8, 10, 13, 16)
+
 #: Kind, and units of a site.
 SiteClass = tuple[int, int]
-#: What becomes of a class's sites: sizes of the parts of each one, or (-m,): m of them make a group.
+#: What becomes of a class's sites: sizes of the parts of each one, or (-n,): together they make n groups.
 Choice = tuple[int, ...]
 
 
@@ -35,20 +39,33 @@ def site_classes(fleet: Fleet) -> dict[SiteClass, list[tuple[int, ...]]]:
 
 
 def choices(size: int, sites: int, units: int) -> list[Choice]:
-    """Equal groups that the sites of a class may form, from the largest to single units.
+    """Equal groups, or nearly, that the sites of a class may form, from the largest to single units.
 
     Args:
         size: units of each site.
         sites: how many there are.
         units: of the whole fleet.
     """
-    merges: list[Choice] = [(-count,) for count in range(sites, 1, -1) if sites % count == 0]
+    merges: list[Choice] = [(-groups,) for groups in _counts(sites) if groups < sites]
     finest = min(size, _finest(units))
     return [*merges, *((size // parts,) * parts for parts in range(1, finest + 1) if size % parts == 0)]
 
 
+def _counts(most: int, *others: int) -> list[int]:
+    """Numbers of groups that divide things evenly, and where few do, some that nearly do."""
+    even = [count for count in range(1, most + 1) if all(number % count == 0 for number in (most, *others))]
+    return (
+        even if len(even) > _FEW_DIVISORS else sorted({*even, *(count for count in _NEARLY if count <= most)})
+    )
+
+
 def _finest(units: int) -> int:
     return next(parts for limit, parts in _FINEST.items() if units > limit)
+
+
+def groups_a_site(choice: Choice, sites: int) -> float:
+    """Groups over sites."""
+    return -choice[0] / sites if choice[0] < 0 else len(choice)
 
 
 def unequal_choices(size: int, heads: int) -> list[Choice]:
@@ -64,8 +81,7 @@ def group_by_choice(fleet: Fleet, chosen: Mapping[SiteClass, Choice]) -> Groupin
     for name, sites in site_classes(fleet).items():
         choice = chosen[name]
         if choice[0] < 0:
-            count = -choice[0]
-            runs = [sites[first : first + count] for first in range(0, len(sites), count)]
+            runs = [_run(sites, place, -choice[0]) for place in range(-choice[0])]
             groups += [tuple(sorted(unit for site in run for unit in site)) for run in runs]
         else:
             for site in sites:
@@ -86,10 +102,11 @@ def mixed_groupings(fleet: Fleet) -> Iterator[Grouping]:
     members: dict[int, list[int]] = {}
     for unit, one in enumerate(fleet.units):
         members.setdefault(one.kind, []).append(unit)
-    fewest = min(len(units) for units in members.values())
     if len(members) > 1:
-        for count in range(min(fewest, _finest(len(fleet.units)) * len(fleet.sites)), 1, -1):
-            if all(len(units) % count == 0 for units in members.values()):
+        fewest = min(len(units) for units in members.values())
+        finest = _finest(len(fleet.units)) * len(fleet.sites)
+        for count in _counts(fewest, *(len(units) for units in members.values())):
+            if 1 < count <= finest:
                 yield tuple(
                     tuple(sorted(unit for units in members.values() for unit in _run(units, place, count)))
                     for place in range(count)
@@ -128,9 +145,9 @@ def all_partitions(fleet: Fleet) -> Iterator[Grouping]:
             yield tuple(tuple(sorted(part)) for part in partition)
 
 
-def _run(units: Sequence[int], place: int, count: int) -> Sequence[int]:
-    size = len(units) // count
-    return units[place * size : (place + 1) * size]
+def _run[T](things: Sequence[T], place: int, count: int) -> Sequence[T]:
+    """One of `count` runs of nearly equal length."""
+    return things[place * len(things) // count : (place + 1) * len(things) // count]
 
 
 def _partitions(units: list[int]) -> Iterator[list[list[int]]]:

@@ -12,6 +12,7 @@ from megatron_hexi.planner.groupings import (
     all_partitions,
     choices,
     group_by_choice,
+    groups_a_site,
     mixed_groupings,
     rearranged,
     site_classes,
@@ -27,8 +28,11 @@ from megatron_hexi.planner.units import Fleet
 _WINDOW = 2
 #: Groupings that are balanced to the end.
 _FINALISTS = 3
-#: Groupings of up to so many groups are rearranged, so often at most.
+#: Groups a site with which all classes begin.
+_DENSITIES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+#: Groupings of up to so many groups and units are rearranged, so often at most.
 _FEW_GROUPS = 12
+_FEW_UNITS = 64
 _REARRANGEMENTS = 3
 #: Memory that is full enough to keep tokens from where they would be done fastest.
 _TIGHT = 0.97
@@ -81,9 +85,9 @@ class DomainSearch:
         for grouping in mixed_groupings(self._fleet):
             self._try(grouping)
         starts = []
-        for parts in sorted({len(choice) for ladder in ladders.values() for choice in ladder}):
+        for density in _DENSITIES:
             chosen = {
-                name: min(ladder, key=lambda choice: abs(len(choice) - parts))
+                name: min(ladder, key=lambda choice: abs(groups_a_site(choice, len(classes[name])) - density))
                 for name, ladder in ladders.items()
             }
             starts.append((self._try(group_by_choice(self._fleet, chosen)).promise, chosen))
@@ -104,7 +108,7 @@ class DomainSearch:
         for _ in range(_REARRANGEMENTS):
             best = min(self._tried.values(), key=lambda trial: trial.promise)
             grouping = tuple(part.units for part in best.layouts[0].parts)
-            if len(grouping) > _FEW_GROUPS:
+            if len(grouping) > _FEW_GROUPS or len(self._fleet.units) > _FEW_UNITS:
                 return
             found = min((self._try(other) for other in rearranged(self._fleet, grouping)), key=_promise)
             if found.promise >= best.promise:

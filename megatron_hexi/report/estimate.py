@@ -15,6 +15,8 @@ from megatron_hexi.cost.memory import GIB
 
 _TIMES = ("token", "attention", "logits", "optimizer", "communication", "idle")
 _TIMES_CAPTION = "seconds of an iteration; communication: its own, exposed; idle: waiting for slower ranks"
+#: Parts of an iteration that are worth a word.
+_LEAST_SHARE = 5e-4
 _MEMORY_CAPTION = "GiB at the peak of an iteration"
 #: What a rank is, in the first columns of both tables.
 _HEADS = ("ranks", "GPU", "names")
@@ -85,10 +87,9 @@ def spell_seconds(seconds: float) -> str:
 
 def phases_line(cost: IterationCost) -> str:
     """Where the iteration's time goes, the largest part first."""
-    parts = sorted(cost.phases.by_name.items(), key=lambda item: -item[1])
-    spelt = [
-        f"{name.replace('_', ' ')} {seconds / cost.iteration_s:.1%}" for name, seconds in parts if seconds
-    ]
+    shares = {name: seconds / cost.iteration_s for name, seconds in cost.phases.by_name.items()}
+    parts = sorted(shares.items(), key=lambda item: -item[1])
+    spelt = [f"{name.replace('_', ' ')} {share:.1%}" for name, share in parts if share >= _LEAST_SHARE]
     return "time goes to: " + ", ".join(spelt)
 
 
