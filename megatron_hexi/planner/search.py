@@ -26,8 +26,6 @@ from megatron_hexi.planner.units import Fleet
 
 #: KV blocks in flight while groupings are compared: one for the wire, one for groups that are out of step.
 _WINDOW = 2
-#: Groupings that are balanced to the end.
-_FINALISTS = 3
 #: Groups a site with which all classes begin.
 _DENSITIES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 #: Groupings of up to so many groups and units are rearranged, so often at most.
@@ -66,7 +64,7 @@ class DomainSearch:
                 self._try(grouping)
         else:
             self._descend()
-        finalists = sorted(self._tried.values(), key=lambda trial: trial.promise)[:_FINALISTS]
+        finalists = sorted(self._tried.values(), key=_promise)[: _finalists(len(self._fleet.units))]
         balanced = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in finalists]
         balanced.sort(key=_order)
         # Where memory is full, fewer keys in flight leave room for another balance.
@@ -166,9 +164,14 @@ def _promise(trial: Trial) -> tuple[bool, float]:
     return trial.promise
 
 
+def _finalists(units: int) -> int:
+    """Groupings that are balanced to the end: fewer where each takes longer."""
+    return 3 if units <= 64 else 2
+
+
 def _narrowed(units: int) -> int:
-    """Finalists that are balanced again with fewer keys in flight: fewer where each takes longer."""
-    return _FINALISTS if units <= 64 else 1
+    """Finalists that are balanced again with fewer keys in flight, likewise."""
+    return 3 if units <= 64 else 1
 
 
 def _polish_budget(units: int) -> int:
