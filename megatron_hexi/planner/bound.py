@@ -31,10 +31,14 @@ from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner.choose import single_sites
 from megatron_hexi.planner.demand import ANY_DEPTH, DEPTHS, Demand, Site, Span
-from megatron_hexi.planner.gradients import least_wait_s
+from megatron_hexi.planner.gradients import Ring, least_ring
 from megatron_hexi.planner.links import Links, best_links
 from megatron_hexi.planner.piece import Pieces
 from megatron_hexi.planner.units import Fleet
+
+_ALL = "compute and communication"
+#: Up to so many micro-batches of a replica are looked at one by one; beyond, communication is left out.
+_TURNS = 32
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,10 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
     job = fleet.job
     together = job.global_batch_size // job.micro_batch_size
     turns = together // data_parallel if data_parallel else 1
+    ring = least_ring(fleet, found_s, crosses)
 
     def whole(layers_s: float) -> float:
-        return min(found_s, layers_s + least_wait_s(fleet, layers_s / turns, found_s, crosses))
+        return min(found_s, layers_s + ring.wait_s(layers_s / turns))
 
     plain_s = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
     plain = Bound(whole(plain_s), "compute at the best rates")
@@ -83,19 +88,24 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
     # With several stages, the ceiling also counts GPUs that wait for another stage.
     least_s = plain_s if job.pipeline_parallel == 1 else 0.0
     stages = [
-        _stage_s(fleet, stage, data_parallel, least_s, found_s, crosses)
+        _stage_s(fleet, stage, data_parallel, (least_s, found_s), crosses, ring)
         for stage in range(job.pipeline_parallel)
     ]
+    if data_parallel is None:  # the ring is counted in each replica's micro-batches
+        return max(plain, Bound(min(found_s, max(stages)), _ALL), key=lambda bound: bound.iteration_s)
     # 1F1B: all micro-batches pass the slowest stage, one of them the others besides.
     longest = max(stages)
-    layers_s = longest if data_parallel is None else longest + (sum(stages) - longest) / turns
-    return max(
-        plain, Bound(whole(layers_s), "compute and communication"), key=lambda bound: bound.iteration_s
-    )
+    layers_s = longest + (sum(stages) - longest) / turns
+    return max(plain, Bound(whole(layers_s), _ALL), key=lambda bound: bound.iteration_s)
 
 
 def _stage_s(
-    fleet: Fleet, stage: int, data_parallel: int | None, least_s: float, found_s: float, crosses: bool
+    fleet: Fleet,
+    stage: int,
+    data_parallel: int | None,
+    between: tuple[float, float],
+    crosses: bool,
+    ring: Ring,
 ) -> float:
     """Seconds, between two, that all micro-batches of an iteration need at least on one pipeline stage."""
     job = fleet.job
@@ -103,8 +113,12 @@ def _stage_s(
     demand = Demand(
         job=job,
         sites=list(_sites(fleet, stage, crosses)),
-        turns=[together // data_parallel] if data_parallel else list(range(1, together + 1)),
+        turns=[together // data_parallel] if data_parallel else list(range(1, min(together, _TURNS) + 1)),
+        ring=ring if data_parallel is None else Ring(0.0, 0.0, 0.0),
+        several=data_parallel != 1,
+        more_turns=data_parallel is None and together > _TURNS,
     )
+    least_s, found_s = between
     spans = _intervals(len(fleet.units)) if data_parallel == 1 else [(1, len(fleet.units))]
     low, spans = demand.least_s(spans, ANY_DEPTH, least_s, found_s)
     if demand.depth_matters(spans[0], low):
@@ -122,7 +136,8 @@ def _sites(fleet: Fleet, stage: int, crosses: bool) -> Iterator[Site]:
         device = fleet.kinds[kind].devices[stage]
         speeds = device_speeds(device, fleet.job)
         usable = device.usable_gib * GIB
-        yield Site(len(units), Pieces(fleet.job, speeds, links, size, stage, usable, len(fleet.units)))
+        pieces = Pieces(fleet.job, speeds, links, size, stage, usable, len(fleet.units))
+        yield Site(len(units), pieces, fleet.kinds[kind].tokens_per_s)
 
 
 def _intervals(units: int) -> list[Span]:

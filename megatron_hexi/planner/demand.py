@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.planner.gradients import Ring
 from megatron_hexi.planner.piece import Pieces
 
 #: The bound is found to this part.
@@ -33,10 +34,11 @@ _Offer = tuple[int, Floats, Floats, Floats]
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Units that are alike: how many there are, and what pieces they can be."""
+    """Units that are alike: how many there are, what pieces they can be, and tokens/s at their best."""
 
     units: int
     pieces: Pieces
+    tokens_per_s: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +49,17 @@ class Demand:
         job: the job.
         sites: the units.
         turns: micro-batches that a replica may take.
+        ring: what each replica waits for besides.
+        several: whether there are several replicas.
+        more_turns: whether a replica may also take more than any of `turns`.
     """
 
     job: Job
     sites: Sequence[Site]
     turns: Sequence[int]
+    ring: Ring
+    several: bool
+    more_turns: bool = False
 
     @property
     def tokens(self) -> int:
@@ -103,9 +111,12 @@ class Demand:
         held: list[Floats] = []
         attended: list[Floats] = []
         for _, deepest in depths:
-            most = [site.pieces.most(seconds / (count * layers), groups, deepest) for count in self.turns]
+            limits = [self.ring.micro_batch_s(seconds, count) / layers for count in self.turns]
+            most = [site.pieces.most(limit, groups, deepest, self.several) for limit in limits]
             for which, values in enumerate((held, attended)):
                 each = [count * pair[which] for count, pair in zip(self.turns, most, strict=True)]
+                if self.more_turns:
+                    each.append(np.full(len(each[0]), seconds * site.tokens_per_s))
                 values.append(np.max(each, axis=0))
         return site.units, np.array(held), np.array(attended), site.pieces.share
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from megatron_hexi.cost.compute import device_speeds, token_times
@@ -15,42 +17,59 @@ _ROWS = 2.0**14
 _ATTENTION_FORWARD = 1 / 3.5
 
 
-def least_wait_s(fleet: Fleet, layers_s: float, found_s: float, crosses: bool) -> float:
-    """Seconds that gradients and weights add at least.
+@dataclass(frozen=True)
+class Ring:
+    """Gradients and weights going round in rings over all units, at their best.
 
-    They go round in rings over all units in use: at least so many as could do the iteration in `found_s`.
+    Args:
+        seconds: both together.
+        shown: what cannot hide at all.
+        share: of a micro-batch's time, the most that they can hide behind.
+    """
+
+    seconds: float
+    shown: float
+    share: float
+
+    def wait_s(self, micro_batch_s: float) -> float:
+        """Seconds that they add to an iteration with micro-batches that long, at least."""
+        return max(self.shown, self.seconds - self.share * micro_batch_s)
+
+    def micro_batch_s(self, iteration_s: float, count: int) -> float:
+        """The longest that each of `count` micro-batches may take in an iteration."""
+        longest = (iteration_s - self.shown) / count
+        if count > self.share:
+            longest = min(longest, (iteration_s - self.seconds) / (count - self.share))
+        return max(longest, 0.0)
+
+
+def least_ring(fleet: Fleet, found_s: float, crosses: bool) -> Ring:
+    """The least that gradients and weights take, over at least so many units as could do with `found_s`.
+
     They hide behind one backward and one forward pass at most.
 
     Args:
         fleet: the units.
-        layers_s: what these two take at most, with what recomputation repeats between them.
         found_s: an iteration that is known to be possible.
         crosses: whether units of several sites are used.
     """
     job = fleet.job
     units = _fewest_units(fleet, found_s)
+    if units < 2:
+        return Ring(0.0, 0.0, 0.0)
     links = [best_links(fleet, unit, crosses) for unit in range(len(fleet.units))]
     if crosses:
         bandwidth = max(one.outside / (job.tensor_parallel if one.shared else 1) for one in links)
     else:
         bandwidth = max(one.inside for one in links)
-    if units < 2:
-        return 0.0
     again = {"none": 0, "selective": 0, "full": 1}[job.recompute]
-    hidden = layers_s * (1 - (again + (0 if job.distributed_optimizer else 1)) * _forward_share(fleet))
-    waits = []
-    for stage in range(job.pipeline_parallel):
-        params = stage_params(job, stage)
-        weights = (
-            params * job.element_bytes
-            if job.distributed_optimizer
-            else params * GRADIENT_BYTES[job.precision]
-        )
-        size = params * GRADIENT_BYTES[job.precision] + weights
-        ring = (units - 1) / units * size / bandwidth
-        shown = ring / job.stage_layers if job.overlap_gradients else ring
-        waits.append(max(shown, ring - hidden))
-    return max(waits)
+    share = 1 - (again + (0 if job.distributed_optimizer else 1)) * _forward_share(fleet)
+    gradient = GRADIENT_BYTES[job.precision]
+    weight = job.element_bytes if job.distributed_optimizer else gradient
+    params = max(stage_params(job, stage) for stage in range(job.pipeline_parallel))
+    seconds = (units - 1) / units * params * (gradient + weight) / bandwidth
+    shown = seconds / job.stage_layers if job.overlap_gradients else seconds
+    return Ring(seconds, shown, share if job.overlap_gradients else 0.0)
 
 
 def _fewest_units(fleet: Fleet, found_s: float) -> int:

@@ -56,6 +56,7 @@ class Pieces:
         self._again = 1 if job.recompute == "none" else 2
         self._element = float(job.micro_batch_size * job.model.head_dim * job.element_bytes)
         self._size = size
+        self._whole = job.seq_length * self.share
         self._memory_cap = self._find_memory_cap()
         columns = 2 * (self._all_heads + self._all_kv)
         #: Of a token's queries, keys, values and outputs, over all passes and all heads.
@@ -67,7 +68,7 @@ class Pieces:
         """Of each piece: its part of its group's heads, a unit."""
         return self._heads / (self._all_heads * self._units)
 
-    def most(self, seconds: float, groups: int, depth: float) -> tuple[Floats, Floats]:
+    def most(self, seconds: float, groups: int, depth: float, several: bool = False) -> tuple[Floats, Floats]:
         """Tokens that a unit of each piece holds at most, and tokens whose attention it does at most.
 
         The two are the same, but where memory has no room for so many tokens, and attention of other
@@ -77,23 +78,35 @@ class Pieces:
             seconds: of all passes of a layer.
             groups: of a domain, at least.
             depth: where the group's middle is among the nested ones, from 0, outermost, to 1, at most.
+            several: whether there are several replicas, so that a site may have any number of units of one.
         """
-        whole = self._job.seq_length * self.share
-        # The more tokens a piece and its site hold, the fewer keys are missing: what is missing at the most
-        # tokens that are possible without any exchange is missing at any smaller number.
-        free = self._last(whole, seconds, lambda most: self._seconds(most, most, groups, 0.0))
-        wire = self._wire(free, self._size * float(free.max()), depth)
-        tokens = free
-        forward, backward = self._attention(free / self.share, groups)
-        if (wire > forward).any() or (2 * wire > backward).any():
-            tokens = self._last(free, seconds, lambda most: self._seconds(most, most, groups, wire))
+        free = self._last(self._whole, seconds, lambda most: self._seconds(most, most, groups, 0.0))
+        tokens = np.zeros(len(free))
+        for least, most in _beside(self._size) if several else [(self._size, self._size)]:
+            # A replica has a sequence: with so many units of it on a site, each holds its part at most.
+            part = self._job.seq_length / least if several else np.inf
+            done = np.minimum(self._exchanging(free, seconds, groups, depth, most), part)
+            tokens = np.maximum(tokens, done)
+            if (tokens == free).all():
+                break
         held = np.minimum(tokens, self._memory_cap)
         if not self._links.outside or (held == tokens).all():
             return held, held
         # What other sites' tokens bring has to come over the site's links.
-        wire = np.zeros(len(held))
-        attended = self._last(whole, seconds, lambda most: self._seconds(held, most, groups, wire))
+        attended = self._last(self._whole, seconds, lambda most: self._seconds(held, most, groups, 0.0))
         return held, np.where(held == tokens, tokens, np.maximum(attended, held))
+
+    def _exchanging(self, free: Floats, seconds: float, groups: int, depth: float, units: int) -> Floats:
+        """Tokens at most with the exchange, where a site has so many units of a replica.
+
+        The more tokens a piece and its site hold, the fewer keys are missing: what is missing at the most
+        tokens that are possible without any exchange is missing at any smaller number.
+        """
+        wire = self._wire(free, units * float(free.max()), depth)
+        forward, backward = self._attention(free / self.share, groups)
+        if (wire <= forward).all() and (2 * wire <= backward).all():
+            return free
+        return self._last(free, seconds, lambda most: self._seconds(most, most, groups, wire))
 
     def _last(self, most: Floats, seconds: float, needed: Callable[[Floats], Floats]) -> Floats:
         """The largest number up to `most` that can be done in time, or a little more."""
@@ -217,3 +230,13 @@ class Pieces:
         nothing = needed(0.0)
         each = (needed(1e6) - nothing) / 1e6
         return np.maximum(0.0, self._usable - nothing) / each
+
+
+def _beside(size: int) -> list[tuple[int, int]]:
+    """Units of a replica on a site, as intervals: one by one up to four, then doubling."""
+    spans, first = [], 1
+    while first <= size:
+        last = min(size, first + max(0, first // 2 - 1))
+        spans.append((first, last))
+        first = last + 1
+    return spans

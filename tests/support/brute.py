@@ -60,14 +60,20 @@ class BruteForce:
     def run(self):
         """(seconds, plan) of the best that is found, ``None`` if there is nothing better than what is known."""
         candidates = sorted(self._candidates(), key=lambda candidate: candidate[0])
+        scanned = []
         for least, groups in candidates:
-            if least >= self._limit:
-                break
-            if self.timed >= self._budget:
-                self.complete = False
-                break
-            self._search(groups)
+            if least < self._limit and self._may_time(self._budget / 2):
+                shares = self._first_shares(groups)
+                scanned.append((self._time(groups, shares, falling(shares), 2), least, groups, shares))
+        for seconds, least, groups, shares in sorted(scanned, key=lambda found: found[:2]):
+            if least < self._limit and self._may_time(self._budget):
+                self._search(groups, shares, seconds)
         return self.best
+
+    def _may_time(self, budget):
+        """Whether there is any budget left; else something may be missed."""
+        self.complete &= self.timed < budget
+        return self.timed < budget
 
     # What there is to try, and what it takes at least.
 
@@ -165,10 +171,12 @@ class BruteForce:
 
     # How one candidate is laid out best.
 
-    def _search(self, groups):
-        shares, sizes = self._first_shares(groups)
-        falling = tuple(sorted(range(len(groups)), key=lambda group: -sizes[group]))
-        seconds, order = min((self._time(groups, shares, order, 2), order) for order in {falling, falling[::-1]})
+    def _search(self, groups, shares, seconds):
+        """From the first shares on, the outermost group the largest or the smallest."""
+        order = falling(shares)
+        if len(groups) > 1:
+            back = self._time(groups, shares, order[::-1], 2)
+            seconds, order = min((seconds, order), (back, order[::-1]))
         changes = list(_changes(groups))
         for step, near in _STEPS:
             improved = True
@@ -187,15 +195,14 @@ class BruteForce:
             self._time(groups, shares, order[::-1], 2)
 
     def _first_shares(self, groups):
-        """Tokens of each member and of each group by the same reckoning as `_rates`."""
-        shares, sizes = [], []
+        """Tokens of each member by the same reckoning as `_rates`."""
+        shares = []
         for group in groups:
             gpus = [gpu for gpu, _ in group]
             outside, attention, _ = self._rates(gpus, [heads for _, heads in group])
             rates = [1 / self._token[gpu] for gpu in gpus]
-            sizes.append(1 / (outside + attention))
-            shares.append([sizes[-1] * rate / sum(rates) for rate in rates])
-        return shares, sizes
+            shares.append([rate / sum(rates) / (outside + attention) for rate in rates])
+        return shares
 
     def _time(self, groups, shares, order, window):
         """Seconds of an iteration; more where memory is overdrawn."""
@@ -235,6 +242,11 @@ def plan_of(job, groups, shares, order, window, gpus):
         built.append(Group(segments, tuple(held)))
     replica = Replica((Stage(Domain(tuple(built))),))
     return Plan(job.workload(), (replica,), Exchange(window), None if len(used) == gpus else tuple(used))
+
+
+def falling(shares):
+    """The largest group first."""
+    return tuple(sorted(range(len(shares)), key=lambda group: -sum(shares[group])))
 
 
 def partitions(items):

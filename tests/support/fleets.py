@@ -6,11 +6,13 @@ cluster file and job.
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from pathlib import Path
+from random import Random
 
-from megatron_hexi.cluster import Cluster, cluster_from_yaml
+from megatron_hexi.cluster import cluster_from_yaml
 from megatron_hexi.cost import Job, Model
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.layout import Layout, Part
@@ -91,13 +93,17 @@ def _between(random, nodes):
 
 
 def _device(random, name):
-    """Token work and attention need not go together; curves are flat, or rise with the size of the work."""
+    """Token work and attention need not go together; curves are flat, or rise with the size, or fall at last."""
     matmul = log_uniform(random, 50, 800)
     forward = matmul * log_uniform(random, 0.25, 1.1)
-    rising = random.random() < 0.5
+    shape = random.random()
 
     def curve(rate):
-        points = [[1024, rate * 0.6], [32768, rate]] if rising else [[1, rate]]
+        points = [[1, rate]]
+        if shape < 0.5:
+            points = [[1024, rate * 0.6], [32768, rate]]
+        elif shape > 0.9:
+            points = [[1024, rate * 0.8], [4096, rate], [32768, rate * 0.85]]
         return "{points: [" + ", ".join(f"[{n}, {r:.5g}]" for n, r in points) + "], source: test}"
 
     rates = [forward, forward * random.uniform(0.6, 1.0)]
@@ -121,18 +127,40 @@ def _device(random, name):
     ]
 
 
+def device_text(name, matmul, attention, memory=64):
+    """A GPU's entry: rates of matrices and of attention (TFLOP/s), the same at every size, and usable GiB.
+
+    Its own memory is so fast that only these rates count.
+    """
+    curve = "{{points: [[1, {}]], source: test}}".format
+    passes = f"{{forward: {curve(attention)}, backward: {curve(attention)}}}"
+    return f"""\
+  {name}:
+    memory_gb: {memory * 1.25}
+    usable_gib: {memory}
+    memory_gb_s: 100000
+    capability: [8, 0]
+    nominal: {{bf16: 1000, fp16: 1000, fp32: 100}}
+    link: {{kind: test, bandwidth_gb_s: 100, latency_us: 0, source: test}}
+    matmul: {curve(matmul)}
+    attention: {{flash-attn-2: {{causal: {passes}, full: {passes}}}}}
+    source: test
+"""
+
+
 def random_job(
     random, lengths=(1024, 4096, 16384, 65536), layers=(1, 2, 3), heads=(1, 2, 3, 4, 5, 6), **changes
 ):
     """A small model, dense attention or grouped queries, on a sequence of any length."""
-    count = random.choice(heads)
+    count, tensor_parallel = random.choice(heads), changes.get("tensor_parallel", 1)
+    shared = [kv for kv in range(1, count + 1) if count % kv == 0]
     hidden = random.choice([256, 512, 1024])
     model = Model(
         name="random",
         layers=random.choice(layers),
         hidden_size=hidden,
         heads=count,
-        kv_heads=random.choice([kv for kv in range(1, count + 1) if count % kv == 0]),
+        kv_heads=random.choice([kv for kv in shared if kv % tensor_parallel == 0 or tensor_parallel % kv == 0]),
         head_dim=random.choice([64, 128]),
         ffn_hidden_size=hidden * random.choice([2, 4]),
         gated=random.random() < 0.5,
@@ -151,8 +179,145 @@ def random_job(
 
 def random_case(seed, gpus=(2, 2, 3, 3, 3, 4, 4, 5), **changes):
     """The text of a cluster, the cluster, and a job for it, by a number."""
-    from random import Random
-
     random = Random(seed)
     text = random_cluster_text(random, random.choice(gpus))
     return text, read_text(text), random_job(random, **changes)
+
+
+def random_parallel_case(seed, gpus=(2, 3, 4, 6, 8), batches=(2, 4, 8)):
+    """The same, with tensor and pipeline parallelism now and then, larger batches and longer sequences."""
+    random = Random(seed)
+    tensor, stages = random.choice([1, 1, 2]), random.choice([1, 1, 2])
+    text = random_cluster_text(random, random.choice(gpus), even=random.random() < 0.5)
+    job = random_job(
+        random,
+        lengths=(1024, 8192, 32768, 131072),
+        layers=(2, 4),
+        heads=(2, 4, 6, 8) if tensor > 1 else (1, 2, 3, 4, 6, 8),
+        tensor_parallel=tensor,
+        pipeline_parallel=stages,
+        micro_batch_size=random.choice([1, 1, 2]),
+        global_batch_size=random.choice(batches),
+    )
+    return text, read_text(text), job
+
+
+def layouts_of(fleet, plan):
+    """A plan as layouts of the fleet's units."""
+    width, job = fleet.job.tensor_parallel, fleet.job
+    gpus = plan.gpus or range(len(fleet.cluster.ranks))
+    number = {unit.gpus[0]: place for place, unit in enumerate(fleet.units)}
+    unit = [number[tuple(gpus[rank * width : (rank + 1) * width])] for rank in range(plan.ranks)]
+    share = job.global_batch_size // job.micro_batch_size // len(plan.replicas)
+    layouts = []
+    for replica in plan.replicas:
+        parts = []
+        for group in replica.domain.groups:
+            # A layout's heads go by the order of its units.
+            members = sorted(group.members, key=lambda member: member.heads)
+            units = tuple(unit[member.rank] for member in members)
+            heads = tuple(member.heads[1] - member.heads[0] for member in members)
+            parts.append(Part(units, tuple(member.tokens for member in members), heads))
+        layouts.append(Layout(tuple(parts), replica.micro_batches or share))
+    return layouts
+
+
+def random_layouts(random, fleet, data_parallel):
+    """Layouts of any kind on some of a fleet's units, one a replica.
+
+    Groups are whole sites, single units or anything, over any sites; tokens and heads in proportion to speed,
+    or dealt out anyhow, so that some members have none.
+
+    Args:
+        random: where all of it comes from.
+        fleet: the units.
+        data_parallel: replicas, equal in units and micro-batches; ``None``: any.
+    """
+    job = fleet.job
+    together = job.global_batch_size // job.micro_batch_size
+    units = random.sample(range(len(fleet.units)), len(fleet.units))
+    if data_parallel is None:
+        count = random.randint(1, min(len(units), together))
+        cuts = sorted(random.sample(range(1, len(units)), count - 1))
+        dealt = [units[start:stop] for start, stop in itertools.pairwise([0, *cuts, len(units)])]
+        cuts = sorted(random.sample(range(1, together), count - 1))
+        turns = [stop - start for start, stop in itertools.pairwise([0, *cuts, together])]
+    else:
+        size = random.choice([random.randint(1, len(units) // data_parallel), len(units) // data_parallel])
+        dealt = [units[number * size : (number + 1) * size] for number in range(data_parallel)]
+        turns = [together // data_parallel] * data_parallel
+    return [_random_layout(random, fleet, *replica) for replica in zip(dealt, turns, strict=True)]
+
+
+def _random_layout(random, fleet, units, micro_batches):
+    way = random.choice(["site", "single", "any", "any", "one"])
+    places = {
+        "site": lambda unit: fleet.units[unit].site,
+        "single": lambda unit: unit,
+        "any": lambda unit: random.randrange(1 + len(units) // 2),
+        "one": lambda unit: 0,
+    }
+    groups: dict[int, list[int]] = {}
+    for unit in units:
+        groups.setdefault(places[way](unit), []).append(unit)
+    speed = [fleet.kinds[unit.kind].tokens_per_s for unit in fleet.units]
+    heads = fleet.job.workload().local_heads
+    parts = []
+    fair = random.random() < 0.6
+    for members in groups.values():
+        weights = [speed[unit] if fair else random.choice([0, 1, random.random()]) for unit in members]
+        weights = weights if any(weights) else [1] * len(members)
+        dealt = apportion(heads, [speed[unit] if random.random() < 0.7 else random.random() for unit in members])
+        parts.append([tuple(members), weights, tuple(dealt)])
+    totals = apportion(fleet.job.seq_length, [sum(weights) for _, weights, _ in parts])
+    return Layout(
+        tuple(
+            Part(members, tuple(apportion(total, weights)), dealt)
+            for total, (members, weights, dealt) in zip(totals, parts, strict=True)
+        ),
+        micro_batches,
+    )
+
+
+def random_change(random, layouts):
+    """One step from layouts to others: tokens or a head from one unit to another, or a unit to another group."""
+    replica = random.randrange(len(layouts))
+    parts = [[list(part.units), list(part.tokens), list(part.heads)] for part in layouts[replica].parts]
+    places = [(group, member) for group, part in enumerate(parts) for member in range(len(part[0]))]
+    (a, i), (b, k) = random.choice(places), random.choice(places)
+    kind = random.choice(["tokens", "tokens", "groups", "head", "unit", "order"])
+    if kind == "tokens":
+        moved = int(parts[a][1][i] * random.choice([0.02, 0.1, 0.3, 1]))
+        parts[a][1][i] -= moved
+        parts[b][1][k] += moved
+    elif kind == "groups":
+        part = random.choice([0.02, 0.1, 0.3])
+        for member, held in enumerate(parts[a][1]):
+            moved = int(held * part)
+            parts[a][1][member] -= moved
+            parts[b][1][member % len(parts[b][1])] += moved
+    elif kind == "head" and len(parts[a][0]) > 1:
+        k = random.randrange(len(parts[a][0]))
+        if parts[a][2][i]:
+            parts[a][2][i] -= 1
+            parts[a][2][k] += 1
+    elif kind == "unit" and len(parts[a][0]) > 1:
+        unit, tokens, heads = (held.pop(i) for held in parts[a])
+        parts[a][2][random.randrange(len(parts[a][2]))] += heads
+        if a == b:
+            parts.append([[unit], [tokens], [sum(parts[a][2])]])
+        else:
+            for held, value in zip(parts[b], (unit, tokens, 0), strict=True):
+                held.append(value)
+    elif kind == "unit" and a != b:
+        unit, tokens, _ = (held.pop() for held in parts[a])
+        for held, value in zip(parts[b], (unit, tokens, 0), strict=True):
+            held.append(value)
+        del parts[a]
+    elif kind == "order":
+        parts[a], parts[b] = parts[b], parts[a]
+    changed = Layout(
+        tuple(Part(tuple(units), tuple(tokens), tuple(heads)) for units, tokens, heads in parts),
+        layouts[replica].micro_batches,
+    )
+    return [changed if number == replica else layout for number, layout in enumerate(layouts)]
