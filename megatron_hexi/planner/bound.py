@@ -15,10 +15,9 @@ groups needs units that each pick a piece (n, h), with h / (H n) adding up to N,
 Everything else is relaxed; the sum is bounded by Lagrangian duality with one multiplier for N, and tau
 found by bisection.
 
-Assumed: shards are laid out as the nested zigzag, so a group's attention area is its tokens x S / 2; and a
-piece holds the same part of its group's tokens as of its heads. A piece that does not must send the
-difference over its site's links. Where that could pay (`_may_specialise`) the bound without communication
-stands alone (cost/ceiling.py), which holds for all plans.
+Shards are laid out as the nested zigzag, so a group's attention area is its tokens x S / 2. A piece holds the
+same part of its group's tokens as of its heads: one that does not must send the difference over its
+site's links, which does not pay at the prices of holding a token and of its attention that prices.py finds.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_hexi.cost import attention_seconds, token_seconds
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner.choose import single_sites
@@ -34,6 +32,7 @@ from megatron_hexi.planner.demand import ANY_DEPTH, DEPTHS, Demand, Site, Span
 from megatron_hexi.planner.gradients import Ring, least_ring
 from megatron_hexi.planner.links import Links, best_links
 from megatron_hexi.planner.piece import Pieces
+from megatron_hexi.planner.prices import Prices, token_prices
 from megatron_hexi.planner.units import Fleet
 
 _ALL = "compute and communication"
@@ -83,12 +82,13 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
 
     plain_s = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
     plain = Bound(whole(plain_s), "compute at the best rates")
-    if plain.iteration_s >= found_s or (crosses and _may_specialise(fleet)):
+    if plain.iteration_s >= found_s:
         return plain
+    prices = token_prices(fleet) if crosses else Prices((1.0,), {})
     # With several stages, the ceiling also counts GPUs that wait for another stage.
     least_s = plain_s if job.pipeline_parallel == 1 else 0.0
     stages = [
-        _stage_s(fleet, stage, data_parallel, (least_s, found_s), crosses, ring)
+        _stage_s(fleet, stage, data_parallel, (least_s, found_s), crosses, ring, prices)
         for stage in range(job.pipeline_parallel)
     ]
     if data_parallel is None:  # the ring is counted in each replica's micro-batches
@@ -106,16 +106,18 @@ def _stage_s(
     between: tuple[float, float],
     crosses: bool,
     ring: Ring,
+    prices: Prices,
 ) -> float:
     """Seconds, between two, that all micro-batches of an iteration need at least on one pipeline stage."""
     job = fleet.job
     together = job.global_batch_size // job.micro_batch_size
     demand = Demand(
         job=job,
-        sites=list(_sites(fleet, stage, crosses)),
+        sites=list(_sites(fleet, stage, crosses, prices)),
         turns=[together // data_parallel] if data_parallel else list(range(1, min(together, _TURNS) + 1)),
         ring=ring if data_parallel is None else Ring(0.0, 0.0, 0.0),
         several=data_parallel != 1,
+        prices=prices.parts,
         more_turns=data_parallel is None and together > _TURNS,
     )
     least_s, found_s = between
@@ -126,7 +128,7 @@ def _stage_s(
     return low
 
 
-def _sites(fleet: Fleet, stage: int, crosses: bool) -> Iterator[Site]:
+def _sites(fleet: Fleet, stage: int, crosses: bool, prices: Prices) -> Iterator[Site]:
     classes: dict[tuple[int, Links, int], list[int]] = {}
     for site in fleet.sites:
         for unit in site:
@@ -137,7 +139,7 @@ def _sites(fleet: Fleet, stage: int, crosses: bool) -> Iterator[Site]:
         speeds = device_speeds(device, fleet.job)
         usable = device.usable_gib * GIB
         pieces = Pieces(fleet.job, speeds, links, size, stage, usable, len(fleet.units))
-        yield Site(len(units), pieces, fleet.kinds[kind].tokens_per_s)
+        yield Site(len(units), pieces, fleet.kinds[kind].tokens_per_s, prices.extra.get(kind, 0.0))
 
 
 def _intervals(units: int) -> list[Span]:
@@ -148,29 +150,3 @@ def _intervals(units: int) -> list[Span]:
         spans.append((first, last))
         first = last + 1
     return spans
-
-
-def _may_specialise(fleet: Fleet) -> bool:
-    """Whether some units could do more of the attention, others more of the tokens, for other sites.
-
-    With prices p for a token's own work and 1 - p for its attention, a unit that needs a and c seconds for
-    them, and q to move the difference, gains by doing less of one kind for more of the other
-    unless (a - q) / (c + q) <= p / (1 - p) <= (a + q) / (c - q). One p for all units must do.
-    """
-    job, lowest, highest = fleet.job, 0.0, float("inf")
-    workload = job.workload()
-    passes = 3 if job.recompute != "none" else 2
-    columns = 2 * (workload.local_heads + workload.local_kv_heads)
-    volume = passes * columns * job.model.head_dim * job.element_bytes * job.model.layers
-    for number, unit in enumerate(fleet.units):
-        if number and unit.kind == fleet.units[number - 1].kind:
-            continue
-        for stage, device in enumerate(fleet.kinds[unit.kind].devices):
-            speeds, links = device_speeds(device, job), best_links(fleet, number, True, stage)
-            token = token_seconds(speeds, job) / job.tensor_parallel
-            attention = attention_seconds(speeds, job, causal=True) / job.tensor_parallel
-            move = volume / links.outside
-            lowest = max(lowest, (token - move) / (attention + move))
-            if attention > move:
-                highest = min(highest, (token + move) / (attention - move))
-    return lowest > highest

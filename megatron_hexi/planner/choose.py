@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_hexi.planner.groupings import site_classes
 from megatron_hexi.planner.units import Fleet
 
 
@@ -29,5 +28,11 @@ def fleets(fleet: Fleet) -> Iterator[Fleet]:
 
 
 def single_sites(fleet: Fleet) -> Iterator[Fleet]:
-    """One site of each class."""
-    yield from (fleet.subset(sites[0]) for sites in site_classes(fleet).values())
+    """One site of each class; sites with other links inside are another class."""
+    classes: dict[tuple[object, ...], tuple[int, ...]] = {}
+    for site in fleet.sites:
+        first = fleet.units[site[0]]
+        nodes = [fleet.cluster.nodes[fleet.cluster.ranks[part[0]].node] for part in first.gpus]
+        links = tuple((node.bandwidth, node.latency_s) for node in nodes)
+        classes.setdefault((first.kind, len(site), links), site)
+    yield from (fleet.subset(units) for units in classes.values())

@@ -14,8 +14,6 @@ from megatron_hexi.planner.piece import Pieces
 
 #: The bound is found to this part.
 _PRECISION = 1e-3
-#: Parts of a token's price that are for holding it, where memory lets some hold fewer than they could attend.
-_TOKEN_PRICES = (0.0, 0.1, 0.3, 0.6, 1.0)
 #: What a group's depth among the nested ones may be: anything, or one of these intervals.
 ANY_DEPTH = [(0.0, 1.0)]
 DEPTHS = [(number / 8, (number + 1) / 8) for number in range(8)]
@@ -34,11 +32,19 @@ _Offer = tuple[int, Floats, Floats, Floats]
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Units that are alike: how many there are, what pieces they can be, and tokens/s at their best."""
+    """Units that are alike.
+
+    Args:
+        units: how many there are.
+        pieces: what they can be.
+        tokens_per_s: of each at its best.
+        extra: what more than by `pieces` they may be worth, as a part (prices.py).
+    """
 
     units: int
     pieces: Pieces
     tokens_per_s: float
+    extra: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +57,8 @@ class Demand:
         turns: micro-batches that a replica may take.
         ring: what each replica waits for besides.
         several: whether there are several replicas.
+        prices: parts of a token's price that are for holding it; at each of them a unit that memory lets hold
+            fewer tokens than it could attend to has nothing to gain by anything else.
         more_turns: whether a replica may also take more than any of `turns`.
     """
 
@@ -59,6 +67,7 @@ class Demand:
     turns: Sequence[int]
     ring: Ring
     several: bool
+    prices: Sequence[float]
     more_turns: bool = False
 
     @property
@@ -102,7 +111,7 @@ class Demand:
         """
         offers = [self._offers(site, seconds, groups[0], depths) for site in self.sites]
         same = all((held == done).all() for _, held, done, _ in offers)
-        prices = (1.0,) if same else _TOKEN_PRICES
+        prices = self.prices[:1] if same else self.prices
         tilts = (0.0,) if len(depths) == 1 else _TILTS
         return min(price(offers, groups, depths, part, tilt) for part in prices for tilt in tilts)
 
@@ -118,7 +127,8 @@ class Demand:
                 if self.more_turns:
                     each.append(np.full(len(each[0]), seconds * site.tokens_per_s))
                 values.append(np.max(each, axis=0))
-        return site.units, np.array(held), np.array(attended), site.pieces.share
+        more = 1 + site.extra
+        return site.units, more * np.array(held), more * np.array(attended), site.pieces.share
 
 
 def price(

@@ -9,6 +9,7 @@ import numpy as np
 from megatron_hexi.cost.compute import device_speeds, token_times
 from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
 from megatron_hexi.planner.links import best_links
+from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.units import Fleet
 
 #: Rows at which a forward pass's part of token work is taken.
@@ -73,11 +74,12 @@ def least_ring(fleet: Fleet, found_s: float, crosses: bool) -> Ring:
 
 
 def _fewest_units(fleet: Fleet, found_s: float) -> int:
-    """Units without which `found_s` would be out of reach."""
-    job = fleet.job
+    """Units without which `found_s` would be out of reach, each of the fastest for either kind of work."""
+    job, rates = fleet.job, Rates(fleet)
+    token, attention = (np.cumsum(np.sort(kind)[::-1]) for kind in (rates.token, rates.attention))
+    tokens_per_s = job.pipeline_parallel / (1 / token + rates.local_heads / attention)
     needed = job.global_batch_size * job.seq_length / found_s
-    speeds = sorted((fleet.kinds[unit.kind].tokens_per_s for unit in fleet.units), reverse=True)
-    return min(len(speeds), int(np.searchsorted(np.cumsum(speeds), needed * 0.999)) + 1)
+    return min(len(token), int(np.searchsorted(tokens_per_s, needed * 0.999)) + 1)
 
 
 def _forward_share(fleet: Fleet) -> float:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
+from megatron_hexi.cluster import Curve, Passes
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
@@ -45,6 +48,9 @@ class Pieces:
     ) -> None:
         workload = job.workload()
         self._job, self._speeds, self._links, self._stage = job, speeds, links, stage
+        # A rectangle may be smaller than taken here, and run faster where a curve falls.
+        passes = Passes(_rising(speeds.full.forward), _rising(speeds.full.backward))
+        self._best = replace(speeds, full=passes)
         self._usable, self._shards = usable, shards
         self._all_heads, self._all_kv = workload.local_heads, workload.local_kv_heads
         self._ratio, self._causal = workload.queries_per_kv, workload.causal
@@ -71,8 +77,9 @@ class Pieces:
     def most(self, seconds: float, groups: int, depth: float, several: bool = False) -> tuple[Floats, Floats]:
         """Tokens that a unit of each piece holds at most, and tokens whose attention it does at most.
 
-        The two are the same, but where memory has no room for so many tokens, and attention of other
-        sites' tokens could be done instead. Attention of a token means of all heads.
+        The two are the same, but where memory has no room for so many tokens, and attention of other sites'
+        tokens could be done instead; or where a piece with few heads has attended to all tokens, and could
+        hold other sites'. Attention of a token means of all heads.
 
         Args:
             seconds: of all passes of a layer.
@@ -89,12 +96,23 @@ class Pieces:
             tokens = np.maximum(tokens, done)
             if (tokens == free).all():
                 break
-        held = np.minimum(tokens, self._memory_cap)
-        if not self._links.outside or (held == tokens).all():
+        if not self._links.outside:
+            held = np.minimum(tokens, self._memory_cap)
             return held, held
+        # All tokens are attended to already by so few heads: what time is left is for holding other sites'.
+        spare = (tokens >= self._whole) & (self._heads < self._all_heads)
+        if spare.any():
+            most_held = self._job.seq_length / self._units
+            more = self._last(most_held, seconds, lambda most: self._seconds(most, self._whole, groups, 0.0))
+            held = np.minimum(np.where(spare, np.maximum(more, tokens), tokens), self._memory_cap)
+        else:
+            held = np.minimum(tokens, self._memory_cap)
+        short = held < tokens
+        if not short.any():
+            return held, tokens
         # What other sites' tokens bring has to come over the site's links.
         attended = self._last(self._whole, seconds, lambda most: self._seconds(held, most, groups, 0.0))
-        return held, np.where(held == tokens, tokens, np.maximum(attended, held))
+        return held, np.where(short, np.maximum(attended, tokens), tokens)
 
     def _exchanging(self, free: Floats, seconds: float, groups: int, depth: float, units: int) -> Floats:
         """Tokens at most with the exchange, where a site has so many units of a replica.
@@ -159,7 +177,7 @@ class Pieces:
         # Two groups' rectangles are q x k / 2 each way (without a mask q x k): no larger than all others' at
         # once.
         keys = others / 2 if self._causal else others
-        far = rectangle_times(speeds, job, group, np.maximum(keys, 1e-9))
+        far = rectangle_times(self._best, job, group, np.maximum(keys, 1e-9))
         # A step merges all of an inner group's queries, half of an outer one's; there is one step if any
         # other.
         steps = np.where(others > 0, max(groups - 1, 1), 0)
@@ -230,6 +248,11 @@ class Pieces:
         nothing = needed(0.0)
         each = (needed(1e6) - nothing) / 1e6
         return np.maximum(0.0, self._usable - nothing) / each
+
+
+def _rising(curve: Curve) -> Curve:
+    """The best rate at any size up to each."""
+    return replace(curve, rates=tuple(itertools.accumulate(curve.rates, max)))
 
 
 def _beside(size: int) -> list[tuple[int, int]]:
