@@ -14,7 +14,7 @@ from megatron_hexi.planner.links import best_links
 from megatron_hexi.planner.units import Fleet
 
 #: Where between the least and the greatest price the bound is worked out.
-_BETWEEN = (0.0, 0.25, 0.5, 0.75, 1.0)
+_BETWEEN = (0.0, 0.5, 1.0)
 #: Attention on small groups is slower than at its best by about this factor.
 _SLOWER = 1.1
 
