@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
+from megatron_hexi.planner.groupings import EXHAUSTIVE
 from megatron_hexi.planner.units import Fleet
 
 
 def fleets(fleet: Fleet) -> Iterator[Fleet]:
-    """All units; the fastest kinds only; one kind; a part of each fast domain; a single site.
+    """All units; the fastest kinds only; one kind; a part of each fast domain; a site, or a part of one.
 
-    Each set of units once, in this order. Of parts that are alike, only the first.
+    Each set of units once, in this order; of parts that are alike, only the first. Of a handful of units,
+    every set.
     """
     kinds = range(len(fleet.kinds))
     numbers = range(len(fleet.units))
     sets: list[tuple[int, ...]] = [tuple(numbers)]
+    if len(numbers) <= EXHAUSTIVE:
+        yield from (fleet.subset(units) for units in _all_sets(fleet))
+        return
     for last in reversed(kinds):
         sets.append(tuple(number for number in numbers if fleet.units[number].kind <= last))
     for kind in kinds:
@@ -24,7 +30,23 @@ def fleets(fleet: Fleet) -> Iterator[Fleet]:
         for part in partition.parts:
             sets.append(tuple(sorted({unit_of[gpu] for gpu in part if gpu in unit_of})))
     yield from (fleet.subset(units) for units in dict.fromkeys(sets) if units)
-    yield from single_sites(fleet)
+    for site in single_sites(fleet):
+        size = len(site.units)
+        while size:
+            if size < len(fleet.units):
+                yield site.subset(range(size))
+            size //= 2
+
+
+def _all_sets(fleet: Fleet) -> Iterator[tuple[int, ...]]:
+    """Every set of units, the largest first, up to exchanging units that are alike in kind and site."""
+    seen = set()
+    for size in range(len(fleet.units), 0, -1):
+        for units in itertools.combinations(range(len(fleet.units)), size):
+            name = tuple((fleet.units[unit].kind, fleet.units[unit].site) for unit in units)
+            if name not in seen:
+                seen.add(name)
+                yield units
 
 
 def single_sites(fleet: Fleet) -> Iterator[Fleet]:

@@ -7,6 +7,7 @@ reverse nesting are tried.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -18,8 +19,12 @@ from megatron_hexi.planner.trial import Judge, Trial
 from megatron_hexi.planner.units import Fleet
 
 _WINDOWS = (1, 2, 3, 4, 6, 8)
+#: Up to so many groups each is changed by itself.
+_FEW = 5
+#: Of so many all orders are tried, of more the reverse only.
+_VERY_FEW = 3
 #: Steps by which shares are changed, the largest first.
-_STEPS = (0.3, 0.1, 0.03, 0.01)
+_STEPS = (1.0, 0.3, 0.1, 0.03, 0.01)
 
 
 def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
@@ -46,7 +51,12 @@ def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
             if window != trial.window and window < len(trial.layouts[0].parts):
                 keep(trial.layouts[0], window)
         layout = trial.layouts[0]
-        keep(replace(layout, parts=layout.parts[::-1]), trial.window)
+        orders = (
+            itertools.permutations(layout.parts) if len(layout.parts) <= _VERY_FEW else [layout.parts[::-1]]
+        )
+        for parts in orders:
+            if parts != layout.parts:
+                keep(replace(layout, parts=tuple(parts)), trial.window)
     for step in _STEPS:
         for change in _changes(trial.fleet, trial.layouts[0]):
             for factor in (1 + step, 1 / (1 + step)):
@@ -59,15 +69,20 @@ _Change = Callable[[Layout, float], Layout]
 
 
 def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
-    """More or fewer tokens for a class of groups, then for a kind of unit inside its groups."""
+    """More or fewer tokens for a class of groups, then for a kind of unit inside its groups.
+
+    Of a few groups each is a class: what travels to an outer one and to an inner one differs.
+    """
     classes = [_kinds(fleet, part) for part in layout.parts]
-    for name in dict.fromkeys(classes):
-        places = [number for number, found in enumerate(classes) if found == name]
+    alone = len(classes) <= _FEW
+    names = [(number if alone else 0, kinds) for number, kinds in enumerate(classes)]
+    for name in dict.fromkeys(names):
+        places = [number for number, found in enumerate(names) if found == name]
         if len(places) < len(classes):
             yield lambda old, factor, places=places: _scale_groups(old, places, factor)  # type: ignore[misc]
-    for name in dict.fromkeys(classes):
-        if len(set(name)) > 1:
-            for kind in sorted(set(name))[:-1]:
+    for kinds in dict.fromkeys(classes):
+        if len(set(kinds)) > 1:
+            for kind in sorted(set(kinds))[:-1]:
                 yield lambda old, factor, kind=kind: _scale_kind(fleet, old, kind, factor)  # type: ignore[misc]
 
 

@@ -32,6 +32,10 @@ _DENSITIES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 _FEW_GROUPS = 12
 _FEW_UNITS = 64
 _REARRANGEMENTS = 3
+#: Of so few units every partition is balanced and polished.
+_FEWEST = 3
+#: Finalists that are polished although they are not the best take less than this factor of its time.
+_NEAR = 1.3
 #: Memory that is full enough to keep tokens from where they would be done fastest.
 _TIGHT = 0.97
 #: Memory overdrawn by so little is mended when finalists are balanced; more of it at once, in a few rounds,
@@ -72,8 +76,15 @@ class DomainSearch:
             if trial.fullness > _TIGHT and trial.window > 1:
                 narrow = self._judge.try_out(self._fleet, trial.layouts, 1)
                 balanced.append(balance(self._judge, self._rates, narrow, _ROUNDS))
-        best = min(balanced, key=_order)
-        return polish(self._judge, best, _polish_budget(len(self._fleet.units))) if polished else best
+        best, *others = sorted(balanced, key=_order)
+        if not polished:
+            return best
+        units = len(self._fleet.units)
+        rivals = [
+            best,
+            *(other for other in others[: _rivals(units)] if other.iteration_s < _NEAR * best.iteration_s),
+        ]
+        return min((polish(self._judge, trial, _polish_budget(units)) for trial in rivals), key=_order)
 
     def _descend(self) -> None:
         """All classes alike first; from the best of these one class after another a step coarser or finer."""
@@ -166,7 +177,7 @@ def _promise(trial: Trial) -> tuple[bool, float]:
 
 def _finalists(units: int) -> int:
     """Groupings that are balanced to the end: fewer where each takes longer."""
-    return 3 if units <= 64 else 2
+    return 5 if units <= _FEWEST else 3 if units <= 64 else 2
 
 
 def _narrowed(units: int) -> int:
@@ -174,6 +185,11 @@ def _narrowed(units: int) -> int:
     return 3 if units <= 64 else 1
 
 
+def _rivals(units: int) -> int:
+    """Finalists besides the best that are polished too."""
+    return 4 if units <= _FEWEST else 2 if units <= EXHAUSTIVE else 0
+
+
 def _polish_budget(units: int) -> int:
     """Layouts that polishing may time: fewer where each takes longer."""
-    return 60 if units <= 16 else 30 if units <= 64 else 15
+    return 120 if units <= EXHAUSTIVE else 60 if units <= 16 else 30 if units <= 64 else 15
