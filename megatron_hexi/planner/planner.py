@@ -22,6 +22,9 @@ from megatron_hexi.planner.solver import SEED, refine
 from megatron_hexi.planner.trial import Judge, Trial
 from megatron_hexi.planner.units import Fleet, find_units
 
+#: Of up to so many units, `auto` also tries equal replicas on every set of them.
+_FEW_UNITS = 8
+
 
 def find_plan(
     job: Job,
@@ -93,11 +96,12 @@ def _search(judge: Judge, fleet: Fleet, data_parallel: int | None, tell: Progres
         tell("units", number, len(parts))
         if _is_beaten(best, tokens / part.ceiling_tokens_per_s):
             continue
-        if data_parallel is None or data_parallel == 1:
-            best = _better(best, DomainSearch(judge, _as_one(part), together).run())
-        elif len(part.units) >= data_parallel:
-            replicas = ReplicaSearch(judge, part, together)
-            for equal in dict.fromkeys(equal_deals(part, data_parallel)):
+        replicas = ReplicaSearch(judge, part, together)
+        for count in _equal_counts(fleet, part, data_parallel, together):
+            if count == 1:
+                best = _better(best, DomainSearch(judge, _as_one(part), together).run())
+                continue
+            for equal in dict.fromkeys(equal_deals(part, count)):
                 best = _better(best, replicas.equal(equal))
     assert best is not None  # the first part is everything
     if data_parallel is None:
@@ -108,6 +112,14 @@ def _search(judge: Judge, fleet: Fleet, data_parallel: int | None, tell: Progres
             found = replicas.free(deal, best.iteration_s if best.fits else float("inf"))
             best = best if found is None else _better(best, found)
     return best
+
+
+def _equal_counts(fleet: Fleet, part: Fleet, data_parallel: int | None, together: int) -> list[int]:
+    """Numbers of equal replicas to try on some of the units: the one given; on few units all; else one."""
+    if data_parallel is not None:
+        return [data_parallel] if data_parallel <= len(part.units) else []
+    most = min(together, len(part.units)) if len(fleet.units) <= _FEW_UNITS else 1
+    return [count for count in range(1, most + 1) if together % count == 0]
 
 
 def _as_one(fleet: Fleet) -> Fleet:

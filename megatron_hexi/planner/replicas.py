@@ -17,7 +17,7 @@ from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.search import DomainSearch
 from megatron_hexi.planner.trial import Judge, Trial
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.units import Fleet, Unit
 
 #: Units of each replica.
 Deal = tuple[tuple[int, ...], ...]
@@ -102,10 +102,22 @@ class ReplicaSearch:
         fitting = [number for number, trial in enumerate(trials) if trial.fits]
         if not fitting:
             return None
-        seconds = [trials[number].micro_batch_s for number in fitting]
-        dealt = dict(zip(fitting, deal_heads(self._micro_batches, seconds), strict=True))
-        used = [number for number in fitting if dealt[number]]
-        return self._together([deal[number] for number in used], [dealt[number] for number in used])
+        best = self._shared(deal, trials, fitting)
+        # A slow replica may cost more, in the ring of gradients, than its share of the batch brings.
+        while len(fitting) > 1:
+            slowest = max(fitting, key=lambda number: trials[number].micro_batch_s)
+            fitting = [number for number in fitting if number != slowest]
+            fewer = self._shared(deal, trials, fitting)
+            if fewer.order >= best.order:
+                break
+            best = fewer
+        return best
+
+    def _shared(self, deal: Deal, trials: Sequence[Trial], numbers: Sequence[int]) -> Trial:
+        """Some replicas of a deal, with as many micro-batches each as keeps the slowest from being late."""
+        dealt = deal_heads(self._micro_batches, [trials[number].micro_batch_s for number in numbers])
+        used = [(deal[number], count) for number, count in zip(numbers, dealt, strict=True) if count]
+        return self._together([units for units, _ in used], [count for _, count in used])
 
     def _best_case(self, units: Sequence[int]) -> float:
         """Micro-batches a second that units cannot pass."""
@@ -129,12 +141,18 @@ class ReplicaSearch:
     def _domain(self, units: tuple[int, ...], shards: int) -> Trial:
         fleet = self._fleet.subset(units)
         order = {site: number for number, site in enumerate(dict.fromkeys(u.site for u in fleet.units))}
-        name = (shards, tuple((unit.kind, order[unit.site]) for unit in fleet.units))
+        name = (shards, tuple((unit.kind, order[unit.site], *_links(fleet, unit)) for unit in fleet.units))
         if name not in self._domains:
             judge = Judge(replace(fleet, job=replace(fleet.job, data_parallel=1)), shards)
             self._domains[name] = DomainSearch(judge, fleet, self._micro_batches).run()
             self._judge.trials += judge.trials
         return self._domains[name]
+
+
+def _links(fleet: Fleet, unit: Unit) -> tuple[float, ...]:
+    """Of the nodes that a unit is on."""
+    nodes = [fleet.cluster.nodes[fleet.cluster.ranks[part[0]].node] for part in unit.gpus]
+    return tuple(value for node in nodes for value in (node.bandwidth, node.latency_s))
 
 
 def _moved(part: Part, units: Sequence[int]) -> Part:

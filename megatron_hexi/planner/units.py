@@ -176,6 +176,16 @@ def _device_key(cluster: Cluster, stack: _Stack) -> tuple[int, ...]:
     return tuple(id(cluster.ranks[part[0]].device) for part in stack)
 
 
+def _measured(cluster: Cluster, node: int) -> list[float]:
+    """With a measured matrix, what a node has to and from the others, the most first."""
+    if cluster.file.matrix is None:
+        return []
+    here = cluster.nodes[node].ranks[0]
+    others = [other.ranks[0] for number, other in enumerate(cluster.nodes) if number != node]
+    ways = [(-cluster.bandwidth(*ends)) for other in others for ends in ((here, other), (other, here))]
+    return sorted(ways)
+
+
 def _in_canonical_order(
     cluster: Cluster, stacks: Sequence[_Stack], kinds: Sequence[tuple[int, ...]]
 ) -> tuple[Unit, ...]:
@@ -185,8 +195,11 @@ def _in_canonical_order(
     for stack in stacks:
         sites[tuple(cluster.ranks[part[0]].node for part in stack)].append(stack)
 
-    def own(nodes: tuple[int, ...]) -> tuple[int, int]:
-        return number_of_kind[_device_key(cluster, sites[nodes][0])], -len(sites[nodes])
+    def own(nodes: tuple[int, ...]) -> tuple[float, ...]:
+        """Kind, size, and links: inside, and as measured to and from other nodes."""
+        kind = number_of_kind[_device_key(cluster, sites[nodes][0])]
+        inside = [-cluster.nodes[node].bandwidth for node in nodes]
+        return kind, -len(sites[nodes]), *inside, *_measured(cluster, nodes[0])
 
     def surroundings(nodes: tuple[int, ...]) -> tuple[object, ...]:
         """For each level, from outside in: who else is in the same part of it, then which part that is."""

@@ -1,9 +1,9 @@
 """The best plan for a handful of GPUs by trying everything, with code that the planner does not share.
 
-Tried are all partitions of all subsets of the GPUs into groups, and in each group all ways to deal the heads. What
-is left, tokens, order and window, is found by a pattern search. Every plan is timed by `CostModel`. GPUs of a node
-are exchanged freely. Nothing is passed over but what no tokens whatever can make better than what is known
-already (`_least_s`): worked out by hand from the same assumptions as the cost model, loose but certain.
+Tried are all partitions of all subsets of the GPUs into groups, and in each group all ways to deal the heads.
+What is left, tokens, order and window, is found by a pattern search. Every plan is timed by `CostModel`. GPUs
+of a node are exchanged freely. Nothing is passed over but what no tokens whatever can make better than what
+is known already (`_layers`): worked out by hand from what the cost model assumes, loose but certain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
 from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
 
-#: Factors by which the pattern search changes shares, and how far from the best a candidate may be after each.
+#: Factors by which the pattern search changes shares, and how far from the best one may be after each.
 _STEPS = ((1.5, 1.25), (1.15, 1.06), (1.04, 1.015), (1.01, 1.0))
 #: A memory overdrawn by a hundredth counts as so many hundredths of time.
 _OVERDRAWN = 10
@@ -42,7 +42,7 @@ class BruteForce:
         self._budget = budget
         self._nodes = [rank.node for rank in cluster.ranks]
         speeds = [device_speeds(rank.device, job) for rank in cluster.ranks]
-        # Seconds of an iteration's tokens one by one, at best rates: outside attention, and in one head of it.
+        # Seconds of all tokens one by one, at best rates: outside attention, and in one head of it.
         tokens = job.seq_length * job.global_batch_size
         self._token = [tokens * token_seconds(one, job) for one in speeds]
         self._head = [tokens * attention_seconds(one, job, causal=True) / job.model.heads for one in speeds]
@@ -58,7 +58,7 @@ class BruteForce:
         self.complete = True
 
     def run(self):
-        """(seconds, plan) of the best that is found, ``None`` if there is nothing better than what is known."""
+        """(seconds, plan) of the best found, ``None`` if there is nothing better than what is known."""
         candidates = sorted(self._candidates(), key=lambda candidate: candidate[0])
         scanned = []
         for least, groups in candidates:
@@ -90,16 +90,26 @@ class BruteForce:
 
     def _with_heads(self, partition):
         after = self._after_layers(tuple(sorted(gpu for group in partition for gpu in group)))
-        options = [[(dealt, self._rates(group, dealt)) for dealt in self._deals(group)] for group in partition]
+        options = [
+            [(dealt, self._rates(group, dealt)) for dealt in self._deals(group)] for group in partition
+        ]
         for choice in itertools.product(*options):
             least = after + self._layers(tuple(rates for _, rates in choice))
             if least < self._limit:
-                yield least, [tuple(zip(group, dealt, strict=True)) for group, (dealt, _) in zip(partition, choice, strict=True)]
+                yield (
+                    least,
+                    [
+                        tuple(zip(group, dealt, strict=True))
+                        for group, (dealt, _) in zip(partition, choice, strict=True)
+                    ],
+                )
 
     def _deals(self, group):
         """All ways to deal the heads, up to exchanging GPUs of a node."""
         for dealt in compositions(self._job.model.heads, len(group)):
-            pairs = itertools.pairwise((self._nodes[gpu], heads) for gpu, heads in zip(group, dealt, strict=True))
+            pairs = itertools.pairwise(
+                (self._nodes[gpu], heads) for gpu, heads in zip(group, dealt, strict=True)
+            )
             if all(a[0] != b[0] or a[1] >= b[1] for a, b in pairs):
                 yield dealt
 
@@ -116,7 +126,7 @@ class BruteForce:
             speed += 1 / (self._token[gpu] + move)
             width += self._width(gpu, range(len(self._nodes)))
         attention = max(heads * self._head[gpu] for gpu, heads in zip(group, dealt, strict=True))
-        # Half of all other keys and values come in with each pass, and in the backward pass their gradients leave.
+        # Half of all other keys and values come in with each pass; in the backward one their gradients leave.
         passes = {"none": 3 / 2, "selective": 4 / 3, "full": 4 / 3}[self._job.recompute]
         keys = passes * model.kv_heads * self._column / width if width else 0.0
         return 1 / speed, attention, keys
@@ -269,8 +279,15 @@ def compositions(total, parts):
 
 def _changes(groups):
     """More or fewer tokens for one group, or for one member."""
-    places = [(number, None) for number in range(len(groups))] if len(groups) > 1 else []
-    places += [(number, member) for number, group in enumerate(groups) if len(group) > 1 for member in range(len(group))]
+    places: list[tuple[int, int | None]] = (
+        [(number, None) for number in range(len(groups))] if len(groups) > 1 else []
+    )
+    places += [
+        (number, member)
+        for number, group in enumerate(groups)
+        if len(group) > 1
+        for member in range(len(group))
+    ]
     for group, member in places:
         yield lambda shares, factor, group=group, member=member: [
             [

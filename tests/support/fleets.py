@@ -93,7 +93,7 @@ def _between(random, nodes):
 
 
 def _device(random, name):
-    """Token work and attention need not go together; curves are flat, or rise with the size, or fall at last."""
+    """Token work and attention need not go together; curves are flat, rise with the size, or fall at last."""
     matmul = log_uniform(random, 50, 800)
     forward = matmul * log_uniform(random, 0.25, 1.1)
     shape = random.random()
@@ -160,7 +160,9 @@ def random_job(
         layers=random.choice(layers),
         hidden_size=hidden,
         heads=count,
-        kv_heads=random.choice([kv for kv in shared if kv % tensor_parallel == 0 or tensor_parallel % kv == 0]),
+        kv_heads=random.choice(
+            [kv for kv in shared if kv % tensor_parallel == 0 or tensor_parallel % kv == 0]
+        ),
         head_dim=random.choice([64, 128]),
         ffn_hidden_size=hidden * random.choice([2, 4]),
         gated=random.random() < 0.5,
@@ -267,8 +269,10 @@ def _random_layout(random, fleet, units, micro_batches):
     for members in groups.values():
         weights = [speed[unit] if fair else random.choice([0, 1, random.random()]) for unit in members]
         weights = weights if any(weights) else [1] * len(members)
-        dealt = apportion(heads, [speed[unit] if random.random() < 0.7 else random.random() for unit in members])
-        parts.append([tuple(members), weights, tuple(dealt)])
+        dealt = apportion(
+            heads, [speed[unit] if random.random() < 0.7 else random.random() for unit in members]
+        )
+        parts.append((tuple(members), weights, tuple(dealt)))
     totals = apportion(fleet.job.seq_length, [sum(weights) for _, weights, _ in parts])
     return Layout(
         tuple(
@@ -280,7 +284,7 @@ def _random_layout(random, fleet, units, micro_batches):
 
 
 def random_change(random, layouts):
-    """One step from layouts to others: tokens or a head from one unit to another, or a unit to another group."""
+    """One step: tokens or a head from one unit to another, or a unit to another group."""
     replica = random.randrange(len(layouts))
     parts = [[list(part.units), list(part.tokens), list(part.heads)] for part in layouts[replica].parts]
     places = [(group, member) for group, part in enumerate(parts) for member in range(len(part[0]))]

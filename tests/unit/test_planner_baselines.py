@@ -109,7 +109,7 @@ def test_the_lower_bound_of_that_ring_by_hand():
     flops = 2 * 2048 * 3145728 + 4 * (4 * 128 * (2048**2 / 2 + 1024 * 2048))
     flops_back = 4 * 2048 * 3145728 + 2.5 * 4 * (4 * 128 * (2048**2 / 2 + 1024 * 2048))
     rotary, merged = 2 * 128 * (4 + 4), 4 * 128 * 1024
-    moved = 2 * 2048 * (10 * 512 + 2 * 2048 + rotary) + 26 * merged
+    moved = 2 * 2048 * (10 * 512 + 2 * 2048 + rotary) + 18 * merged
     moved_back = 2 * 2048 * (12 * 512 + 3 * 2048 + rotary) + 10 * merged
     logits = (
         6 * 2048 * 512 * TINY.vocab_params(1) / 512 / 1e14 + 52 * 2048 * TINY.vocab_params(1) / 512 / 9e11

@@ -1,0 +1,1 @@
+"""Measurements of what the project promises; no part of the package."""

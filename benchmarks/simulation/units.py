@@ -1,0 +1,86 @@
+"""Tensor- and pipeline-parallel size of a cell: given, the same for every method, chosen for the baselines.
+
+The fewest GPUs a unit with which a uniform layout fits in memory; of equal ones, those with which the
+strongest uniform layout is fastest. Where none fits at all: those with which a plan of ours is fastest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.simulation.cells import load_cluster
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import Job
+from megatron_hexi.errors import HexiError
+from megatron_hexi.planner import find_plan
+from megatron_hexi.planner.baselines import find_baselines
+from megatron_hexi.planner.trial import Judge
+from megatron_hexi.planner.units import find_units
+
+#: Tensor parallelism stays inside a node of 8.
+TENSOR_PARALLEL = (1, 2, 4, 8)
+PIPELINE_PARALLEL = (1, 2, 4)
+#: GPUs that hold one copy of the weights, at most.
+_MOST = 16
+
+
+@functools.cache
+def find_unit(job: Job, names: tuple[str, ...]) -> tuple[int, int] | None:
+    """Tensor- and pipeline-parallel size for a job that must fit on all of the clusters.
+
+    Args:
+        job: with one replica; its own two sizes are not looked at.
+        names: of the clusters.
+
+    Returns:
+        The two sizes; ``None``: nothing fits, whatever they are.
+    """
+    clusters = [load_cluster(name) for name in names]
+    for choices in _by_size(job):
+        speeds = {one: min(_uniform_tokens_per_s(one, cluster) for cluster in clusters) for one in choices}
+        best = max(speeds, key=lambda one: speeds[one])
+        if speeds[best] > 0:
+            return best.tensor_parallel, best.pipeline_parallel
+    every = [one for choices in _by_size(job) for one in choices]
+    speeds = {one: min(_plan_tokens_per_s(one, cluster) for cluster in clusters) for one in every}
+    best = max(speeds, key=lambda one: speeds[one])
+    return (best.tensor_parallel, best.pipeline_parallel) if speeds[best] > 0 else None
+
+
+def _by_size(job: Job) -> Sequence[Sequence[Job]]:
+    """Jobs that the model allows, by the GPUs of a unit."""
+    found: dict[int, list[Job]] = {}
+    for tensor in TENSOR_PARALLEL:
+        for pipeline in PIPELINE_PARALLEL:
+            if tensor * pipeline > _MOST:
+                continue
+            try:
+                one = replace(job, tensor_parallel=tensor, pipeline_parallel=pipeline)
+            except HexiError:
+                continue  # heads or layers that do not divide
+            found.setdefault(tensor * pipeline, []).append(one)
+    return [found[size] for size in sorted(found)]
+
+
+def _uniform_tokens_per_s(job: Job, cluster: Cluster) -> float:
+    """Of the strongest uniform layout; 0 where none fits."""
+    try:
+        fleet = find_units(job, cluster)
+    except HexiError:
+        return 0.0
+    if fleet.left_out:
+        return 0.0  # a unit that leaves GPUs out is no setting for this cluster
+    baselines = find_baselines(Judge(fleet), fleet, 1)
+    return max(
+        (one.trial.tokens_per_s for one in baselines if one.uniform and one.trial is not None), default=0.0
+    )
+
+
+def _plan_tokens_per_s(job: Job, cluster: Cluster) -> float:
+    """Of the best plan; 0 where nothing fits."""
+    try:
+        return find_plan(job, cluster).cost.tokens_per_s
+    except HexiError:
+        return 0.0

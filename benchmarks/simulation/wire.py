@@ -1,0 +1,224 @@
+"""What the runtime would send under a plan, on torch's meta tensors, against what the cost model counts.
+
+The whole attention layer runs for each rank, forward and backward: the runtime's own split tables, buffers
+and autograd function, on tensors that have shapes and no contents, with a kernel that computes nothing. The
+two functions that would send (runtime/wire.py) note the sizes of the tensors that they are given instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.simulation.results import Wire
+from megatron_hexi.cost import Job
+from megatron_hexi.cost.collectives import all_to_all_bytes
+from megatron_hexi.cost.exchange import exchange_chunks
+from megatron_hexi.cost.layer import message_bytes
+from megatron_hexi.cost.plan_arrays import PlanArrays, plan_arrays
+from megatron_hexi.plan import Domain, Plan, Workload, build_schedule
+from megatron_hexi.runtime import all_to_all, attention, exchange
+from megatron_hexi.runtime.attention import DomainAttention
+from megatron_hexi.runtime.kernels import MathKernel
+from megatron_hexi.runtime.wire import Message
+
+#: What is sent: the kind, the sender and the receiver, by the plan's ranks. Kinds of all-to-alls are
+#: ("all-to-all", 0 to 3) in the order of a layer; of the exchange ("forward" or "backward", its tag).
+Key = tuple[tuple[str, int], int, int]
+Bytes = Counter[Key]
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class WireError(AssertionError):
+    """The runtime would send other bytes than the cost model counts."""
+
+
+class _NoKernel(MathKernel):
+    """Gives tensors of the right shapes."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+@dataclass
+class _Recorder:
+    """Stands where tensors would be sent, for one rank.
+
+    Args:
+        ranks: the plan's rank of each rank of the domain.
+        members: those of its group.
+        rank: its own.
+        sent: by it.
+        received: by it.
+    """
+
+    ranks: Sequence[int]
+    members: Sequence[int]
+    rank: int
+    sent: Bytes = field(default_factory=Counter)
+    received: Bytes = field(default_factory=Counter)
+    way: str = "forward"
+    calls: int = 0
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],
+        group: Any,
+    ) -> None:
+        assert sum(received_sizes) == received.numel()
+        assert sum(sent_sizes) == sent.numel()
+        kind = ("all-to-all", self.calls)
+        self.calls += 1
+        for peer, arrives, leaves in zip(self.members, received_sizes, sent_sizes, strict=True):
+            if peer != self.rank:
+                self.sent[kind, self.rank, peer] += leaves * sent.element_size()
+                self.received[kind, peer, self.rank] += arrives * received.element_size()
+
+    def post(self, receives: Sequence[Message], sends: Sequence[Message], group: Any, tag: int) -> mock.Mock:
+        kind = (self.way, tag)
+        for message in receives:
+            self.received[kind, self.ranks[message.peer], self.rank] += _size(message.tensor)
+        for message in sends:
+            self.sent[kind, self.rank, self.ranks[message.peer]] += _size(message.tensor)
+        return mock.Mock(spec=["wait"])
+
+
+def check_wire(plan: Plan, job: Job, ranks: Iterable[int] | None = None) -> Wire:
+    """Carry out the schedules of a plan and hold every message against the cost model, both ends of it.
+
+    Args:
+        plan: a plan that passed its checks.
+        job: the job that it is for.
+        ranks: of the plan; ``None``: all.
+
+    Raises:
+        WireError: a message differs; with its place and both sizes.
+    """
+    arrays = plan_arrays(plan)
+    counted = counted_bytes(arrays, job)
+    chosen = range(plan.ranks) if ranks is None else sorted(set(ranks))
+    total: Bytes = Counter()
+    for replica in plan.replicas:
+        places = {member.rank: place for place, member in enumerate(replica.domain.members)}
+        for rank in chosen:
+            if rank in places:
+                recorder = carry_out(plan, replica.domain, places[rank], job)
+                _compare(rank, "sends", recorder.sent, counted.get(("sent", rank), Counter()))
+                _compare(rank, "receives", recorder.received, counted.get(("received", rank), Counter()))
+                total += recorder.sent
+    inside = sum(size for (kind, _, _), size in total.items() if kind[0] == "all-to-all")
+    return Wire(
+        ranks=len(chosen),
+        of=plan.ranks,
+        all_to_all_bytes=inside,
+        message_bytes=sum(total.values()) - inside,
+        messages=sum(1 for (kind, _, _), size in total.items() if kind[0] != "all-to-all" and size),
+    )
+
+
+def carry_out(plan: Plan, domain: Domain, index: int, job: Job) -> _Recorder:
+    """One rank's attention layer, forward and backward, on tensors without contents."""
+    workload = plan.workload
+    schedule = build_schedule(workload, domain, index)
+    ranks = [member.rank for member in domain.members]
+    recorder = _Recorder(ranks, [ranks[member] for member in schedule.members], ranks[index])
+    layer = DomainAttention(
+        workload, schedule, mock.sentinel.domain, mock.sentinel.group, plan.exchange.window
+    )
+    with _nothing_sent(recorder):
+        query, key, value = _tensors(workload, schedule.tokens, job)
+        output = layer(query, key, value)
+        recorder.way = "backward"
+        output.backward(torch.empty_like(output))
+    assert query.grad is not None
+    assert query.grad.shape == query.shape
+    return recorder
+
+
+def counted_bytes(arrays: PlanArrays, job: Job) -> dict[tuple[str, int], Bytes]:
+    """What the cost model counts: of each rank, sent and received, by what it is."""
+    counted: dict[tuple[str, int], Bytes] = {}
+
+    def count(kind: tuple[str, int], senders: Any, receivers: Any, sizes: Any) -> None:
+        columns = (senders.tolist(), receivers.tolist(), sizes.tolist())
+        for sender, receiver, size in zip(*columns, strict=True):
+            for side, rank in (("sent", sender), ("received", receiver)):
+                counted.setdefault((side, rank), Counter())[kind, sender, receiver] += int(size)
+
+    holder, taker = arrays.all_to_all_pairs
+    for number, sizes in enumerate(all_to_all_bytes(arrays, job)):
+        senders, receivers = (holder, taker) if number % 2 == 0 else (taker, holder)
+        count(("all-to-all", number), senders, receivers, sizes)
+    first = 0
+    for chunk in exchange_chunks(arrays):
+        sizes = message_bytes(job, chunk)
+        for step in range(len(chunk.keys)):
+            own = chunk.step == step
+            ends = chunk.owner[own], chunk.user[own]
+            # The runtime's tags: keys and values 2 x step, gradients on their way home one more.
+            count(("forward", 2 * (first + step)), *ends, sizes[own])
+            count(("backward", 2 * (first + step)), *ends, sizes[own])
+            count(("backward", 2 * (first + step) + 1), *ends[::-1], sizes[own])
+        first += len(chunk.keys)
+    return counted
+
+
+@contextlib.contextmanager
+def _nothing_sent(recorder: _Recorder) -> Iterator[None]:
+    with (
+        mock.patch.object(all_to_all, "all_to_all", recorder.all_to_all),
+        mock.patch.object(exchange, "post", recorder.post),
+        mock.patch.object(attention, "agree_on_shapes"),
+        mock.patch.object(attention, "select_kernel", return_value=_NoKernel()),
+    ):
+        yield
+
+
+def _tensors(workload: Workload, tokens: int, job: Job) -> Iterator[Tensor]:
+    """Query, key and value in the tokens' layout."""
+    kv_heads = workload.local_kv_heads
+    for heads in (workload.local_heads, kv_heads, kv_heads):
+        shape = (tokens, job.micro_batch_size, heads, workload.head_dim)
+        yield torch.empty(shape, dtype=_TYPES[job.precision], device="meta", requires_grad=True)
+
+
+def _compare(rank: int, verb: str, found: Bytes, wanted: Bytes) -> None:
+    for key in sorted({*found, *wanted}):
+        if found[key] != wanted[key]:
+            kind, sender, receiver = key
+            raise WireError(
+                f"rank {rank} {verb} {found[key]} bytes from {sender} to {receiver} ({kind[0]} {kind[1]}), "
+                f"the cost model counts {wanted[key]}"
+            )
+
+
+def _size(tensor: Tensor) -> int:
+    assert tensor.is_contiguous()
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,47 @@
+"""The measurement of planning itself runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planning import DEVICES, main, measure, mixed_cluster
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_runs_and_says_what_it_measured():
+    words = [sys.executable, "-m", "benchmarks.planning", "--gpus", "16", "--seq-length", "65536", "--json"]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True)
+    rows = json.loads(done.stdout)
+    assert [(row["gpus"], row["model"], row["tensor_parallel"]) for row in rows] == [
+        (16, "gpt-7b", 1),
+        (16, "gpt-13b", 2),
+    ]
+    for row in rows:
+        assert row["planning_s"] > 0
+        assert row["peak_mib"] >= 0
+        assert row["trials"] > 0
+        assert 0 <= row["gap"] < 1
+
+
+def test_a_job_that_does_not_fit_is_a_row_too():
+    assert measure(16, "gpt-7b", 1, 2**22).gap is None
+
+
+def test_clusters_are_a_quarter_of_each_model():
+    known = mixed_cluster(128)
+    counts = [sum(rank.device.name == name for rank in known.ranks) for name in DEVICES]
+    assert counts == [32] * 4
+    assert len(known.nodes) == 16
+    assert len(mixed_cluster(16).ranks) == 16
+
+
+@pytest.mark.parametrize("size", ["12", "0", "many"])
+def test_sizes_that_are_no_nodes_are_refused(size, capsys):
+    with pytest.raises(SystemExit):
+        main(["--gpus", size])
+    assert "--gpus" in capsys.readouterr().err
