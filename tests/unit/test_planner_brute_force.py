@@ -63,7 +63,7 @@ def search_all(seeds, budget, gpus):
 
 @pytest.fixture(scope="module")
 def found():
-    return search_all(range(202), 60, FEW)
+    return search_all(range(70), 60, FEW)
 
 
 def check_near(found):
@@ -80,9 +80,9 @@ def check_bounds(found):
     ]
 
 
-def test_two_hundred_clusters_are_searched(found):
-    assert len({one.digest for one in found}) == 202
-    assert sum(one.planned_s < math.inf for one in found) >= 180
+def test_seventy_clusters_are_searched(found):
+    assert len({one.digest for one in found}) == 70
+    assert sum(one.planned_s < math.inf for one in found) >= 60
 
 
 def test_the_plan_is_near_the_best(found):
@@ -97,10 +97,13 @@ def test_the_planner_refuses_only_where_nothing_fits(found):
     assert not [one.seed for one in found if one.planned_s == math.inf and one.best_s < math.inf]
 
 
-@pytest.mark.slow  # ten minutes
-def test_the_same_for_300_more_clusters_searched_to_the_end():
-    found = search_all(range(1000, 1300), 3000, (2, 3, 3, 4, 4, 5))
-    assert len({one.digest for one in found}) == 300
+@pytest.mark.slow  # two minutes, and a quarter of an hour
+@pytest.mark.parametrize(
+    ("seeds", "budget", "gpus"), [(range(202), 200, FEW), (range(1000, 1300), 1500, (2, 3, 3, 4, 4, 5))]
+)
+def test_the_same_for_hundreds_of_clusters(seeds, budget, gpus):
+    found = search_all(seeds, budget, gpus)
+    assert len({one.digest for one in found}) == len(seeds)
     check_bounds(found)
     check_near(found)
 

@@ -21,7 +21,7 @@ SEEDS = (0, 5, 8, 12)
 
 def digest(seed):
     """Of the plan's bytes; the refusal's words where nothing fits."""
-    _, known, job = random_parallel_case(seed, gpus=(4, 6), batches=(2, 4))
+    _, known, job = random_parallel_case(seed, gpus=(3, 6), batches=(2, 4))
     try:
         text = dump_plan(find_plan(job, known, data_parallel=None if seed == 5 else 1).plan)
     except HexiError as error:
@@ -90,9 +90,9 @@ def described(plan, known):
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(16))
 def test_the_order_of_entries_decides_nothing(seed):
-    text, known, job = random_case(seed, gpus=(3, 3, 4, 5))
+    text, known, job = random_case(seed, gpus=(2, 3, 3, 4))
     if len(known.nodes) == 1:
         return
     clusters = known, read_text(reordered(text, Random(seed)))
