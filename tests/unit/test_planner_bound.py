@@ -84,7 +84,7 @@ def check_random(seed, layouts, steps, **changes):
 
 def test_no_layout_whatever_beats_it():
     # Groups of any units, uneven, some without tokens or heads, replicas of any size, recomputation, TP, PP.
-    assert sum(check_random(seed, 4, 25) for seed in range(40)) > 800
+    assert sum(check_random(seed, 4, 25) for seed in range(30)) > 600
 
 
 def test_no_layout_of_up_to_16_gpus_beats_it():

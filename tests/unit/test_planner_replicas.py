@@ -155,7 +155,7 @@ def test_equal_replicas_take_equal_shares(count):
     assert len({len(replica.domain.members) for replica in planned.plan.replicas}) == 1
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3, 8, 13])
+@pytest.mark.parametrize("seed", [0, 2, 3, 8])
 def test_auto_is_at_least_as_good_as_any_number_of_equal_replicas(seed):
     text, known, job = random_parallel_case(seed, gpus=(2, 3, 4, 5, 6, 8), batches=(2, 4))
     try:
