@@ -118,7 +118,7 @@ def find_units(job: Job, cluster: Cluster) -> Fleet:
         found = sum(map(len, runs))
         raise ClusterError(
             f"cluster {cluster.name} has {found} units of tensor_parallel = {job.tensor_parallel} GPUs on "
-            f"one node, the job needs {job.pipeline_parallel} for its pipeline stages; give smaller sizes"
+            f"one node, too few for pipeline_parallel = {job.pipeline_parallel}; give smaller sizes"
         )
     speed: dict[tuple[int, ...], float] = {}
     devices: dict[tuple[int, ...], tuple[Device, ...]] = {}
