@@ -146,7 +146,7 @@ def check_wire(plan: Plan, job: Job, ranks: Iterable[int] | None = None) -> Wire
 def carry_out(plan: Plan, domain: Domain, index: int, job: Job) -> _Recorder:
     """One rank's attention layer, forward and backward, on tensors without contents."""
     workload = plan.workload
-    schedule = build_schedule(workload, domain, index)
+    schedule = build_schedule(workload, domain, index, plan.exchange.parts)
     ranks = [member.rank for member in domain.members]
     recorder = _Recorder(ranks, [ranks[member] for member in schedule.members], ranks[index])
     layer = DomainAttention(
@@ -179,13 +179,13 @@ def counted_bytes(arrays: PlanArrays, job: Job) -> dict[tuple[str, int], Bytes]:
     first = 0
     for chunk in exchange_chunks(arrays):
         sizes = message_bytes(job, chunk)
-        for step in range(len(chunk.keys)):
-            own = chunk.step == step
+        for part in range(len(chunk.keys)):
+            own = chunk.part == part
             ends = chunk.owner[own], chunk.user[own]
-            # The runtime's tags: keys and values 2 x step, gradients on their way home one more.
-            count(("forward", 2 * (first + step)), *ends, sizes[own])
-            count(("backward", 2 * (first + step)), *ends, sizes[own])
-            count(("backward", 2 * (first + step) + 1), *ends[::-1], sizes[own])
+            # The runtime's tags: keys and values 2 x part, gradients on their way home one more.
+            count(("forward", 2 * (first + part)), *ends, sizes[own])
+            count(("backward", 2 * (first + part)), *ends, sizes[own])
+            count(("backward", 2 * (first + part) + 1), *ends[::-1], sizes[own])
         first += len(chunk.keys)
     return counted
 

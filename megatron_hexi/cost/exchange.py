@@ -1,14 +1,16 @@
 """What each step of the exchange moves and computes, for all groups of all replicas at once.
 
 The same rules as plan/schedule.py, in arrays: in step s a group uses the keys of the group s places before
-it in its replica, and each user gets each KV head from one owner. Steps come in chunks, small enough that
-a chunk's arrays stay in the cache and large enough that Python's own time does not count.
+it in its replica, and each user gets each KV head from one owner. The first step may travel in several
+parts. Steps come in chunks, small enough that a chunk's arrays stay in the cache and large enough that
+Python's own time does not count.
 
-Shape letters: C steps of a chunk, N groups, J segments, M messages.
+Shape letters: C parts of all steps of a chunk, N groups, J segments, M messages, U units.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Ints
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.serving import serving_in_parts
 
 #: Entries of a chunk's arrays, about.
 CHUNK = 2**17
@@ -26,18 +29,24 @@ class Chunk:
     """Consecutive steps.
 
     Args:
+        parts: of each step, how many parts it has; their sum is C.
         queries: of each rectangle, [C, N, J]; 0 where there is none.
         keys: prefix of the source's tokens that it sees, [C, N, J].
-        step: the step of each message within the chunk, ascending, [M].
+        heads: query heads that each unit computes, [C, U].
+        kv_heads: KV heads that these read, [C, U].
+        part: the part of each message within the chunk, ascending, [M].
         owner: unit that sends keys and values, [M].
         user: unit that uses them, [M].
         kv: KV heads that travel, [M].
         sent: tokens of each that travel, [M].
     """
 
+    parts: tuple[int, ...]
     queries: Ints
     keys: Ints
-    step: Ints
+    heads: Ints
+    kv_heads: Ints
+    part: Ints
     owner: Ints
     user: Ints
     kv: Ints
@@ -47,6 +56,12 @@ class Chunk:
     def received(self) -> Ints:
         """Tokens that each group is sent of each KV head, [C, N]."""
         return self.keys.max(axis=2)
+
+    @property
+    def steps(self) -> Iterator[range]:
+        """The parts of each step."""
+        ends = list(itertools.accumulate(self.parts, initial=0))
+        return (range(*pair) for pair in itertools.pairwise(ends))
 
 
 def exchange_chunks(plan: PlanArrays) -> Iterator[Chunk]:
@@ -74,14 +89,48 @@ def _chunk(plan: PlanArrays, distances: Ints) -> Chunk:
     pair = np.repeat(np.arange(len(step)), repeats)
     ends = np.cumsum(repeats)
     entry = serving.first[classes][pair] + np.arange(len(pair)) - (ends - repeats)[pair]
-    return Chunk(
+    whole = Chunk(
+        parts=(1,) * len(distances),
         queries=queries,
         keys=keys,
-        step=step[pair],
+        heads=np.broadcast_to(plan.heads, (len(distances), len(plan.heads))),
+        kv_heads=np.broadcast_to(plan.kv, (len(distances), len(plan.kv))),
+        part=step[pair],
         owner=plan.slots[plan.first_slot[owner_group[pair]] + serving.owner[entry]],
         user=plan.slots[plan.first_slot[user_group[pair]] + serving.user[entry]],
         kv=serving.kv[entry],
         sent=received[step[pair], user_group[pair]],
+    )
+    return whole if distances[0] > 1 or len(plan.part_heads) == 1 else _first_in_parts(plan, whole, source[0])
+
+
+def _first_in_parts(plan: PlanArrays, chunk: Chunk, source: Ints) -> Chunk:
+    """A chunk that begins with the first step, with that step cut in parts."""
+    parts = len(plan.part_heads)
+    rows = [0] * parts + list(range(1, len(chunk.keys)))
+    users, owners, kv, part, sent = [], [], [], [], []
+    for group in np.flatnonzero(chunk.received[0]):
+        pair = plan.head_ranges[plan.head_class[group]], plan.head_ranges[plan.head_class[source[group]]]
+        user, owner, heads, number = serving_in_parts(*pair, plan.queries_per_kv, parts)
+        users.append(plan.slots[plan.first_slot[group] + user])
+        owners.append(plan.slots[plan.first_slot[source[group]] + owner])
+        kv.append(heads)
+        part.append(number)
+        sent.append(np.full(len(heads), chunk.received[0, group]))
+    later = chunk.part > 0
+    number = np.concatenate([*part, chunk.part[later] + parts - 1])
+    order = np.argsort(number, kind="stable")
+    return Chunk(
+        parts=(parts, *chunk.parts[1:]),
+        queries=chunk.queries[rows],
+        keys=chunk.keys[rows],
+        heads=np.concatenate([plan.part_heads, chunk.heads[1:]]),
+        kv_heads=np.concatenate([plan.part_kv, chunk.kv_heads[1:]]),
+        part=number[order],
+        owner=np.concatenate([*owners, chunk.owner[later]])[order],
+        user=np.concatenate([*users, chunk.user[later]])[order],
+        kv=np.concatenate([*kv, chunk.kv[later]])[order],
+        sent=np.concatenate([*sent, chunk.sent[later]])[order],
     )
 
 

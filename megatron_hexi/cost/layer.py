@@ -30,7 +30,7 @@ from megatron_hexi.cost.exchange import Chunk, exchange_chunks
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import Flights
 from megatron_hexi.cost.network import LinkTable
-from megatron_hexi.cost.overlap import BackwardClock, ForwardClock
+from megatron_hexi.cost.overlap import BackwardClock, ForwardClock, Part
 from megatron_hexi.cost.plan_arrays import PlanArrays
 
 
@@ -134,15 +134,24 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
     for chunk in exchange_chunks(plan):
         work = _chunk_times(plan, job, stage, chunk)
         there, home = _message_seconds(job, stage, links, chunk)
-        bounds = np.searchsorted(chunk.step, np.arange(len(chunk.keys) + 1))
-        for step, (low, high) in enumerate(itertools.pairwise(bounds)):
-            owner, user = chunk.owner[low:high], chunk.user[low:high]
-            forward.step(work.forward[step], owner, user, there[low:high])
-            backward.step(work.backward[step], owner, user, there[low:high], home[low:high])
+        bounds = np.searchsorted(chunk.part, np.arange(len(chunk.keys) + 1))
+        spans = [slice(low, high) for low, high in itertools.pairwise(bounds)]
+        for numbers in chunk.steps:
+            parts = [
+                (chunk.owner[spans[n]], chunk.user[spans[n]], there[spans[n]], home[spans[n]])
+                for n in numbers
+            ]
+            out, back = (
+                [Part(seconds[n], *messages) for n, messages in zip(numbers, parts, strict=True)]
+                for seconds in work
+            )
+            forward.step(out)
+            backward.step(back)
             if again is not None:
-                again.step(work.forward[step], owner, user, there[low:high])
-            out, back = there[low:high].max(initial=0.0), home[low:high].max(initial=0.0)
-            wire += (out, out + back)
+                again.step(out)
+            for part in out:
+                longest = part.there.max(initial=0.0)
+                wire += (longest, longest + part.home.max(initial=0.0))
         attention[0] += work.forward.sum(axis=0)
         attention[1] += work.backward.sum(axis=0)
         received = np.maximum(received, chunk.received.max(axis=0)[plan.group] * plan.kv)
@@ -190,9 +199,8 @@ def _unit_times(plan: PlanArrays, job: Job, stage: Stage, rows: Floats) -> tuple
 
 
 def _chunk_times(plan: PlanArrays, job: Job, stage: Stage, chunk: Chunk) -> Times:
-    """Seconds that each unit computes in each step, [C, U]."""
-    steps = len(chunk.keys)
-    work = Times(np.zeros((steps, len(plan.tokens))), np.zeros((steps, len(plan.tokens))))
+    """Seconds that each unit computes in each part, [C, U]."""
+    work = Times(np.zeros(chunk.heads.shape), np.zeros(chunk.heads.shape))
     for speeds, units in stage.by_kind():
         groups, column = np.unique(plan.group[units], return_inverse=True)
         queries, keys = chunk.queries[:, groups].astype(float), chunk.keys[:, groups].astype(float)
@@ -201,8 +209,8 @@ def _chunk_times(plan: PlanArrays, job: Job, stage: Stage, chunk: Chunk) -> Time
         gradients = keys_merge_times(speeds, job, chunk.received[:, groups].astype(float))
         for way in range(2):
             per_head = (blocks[way] + merges[way]).sum(axis=2)
-            work[way][:, units] = per_head[:, column] * plan.heads[units]
-        work.backward[:, units] += gradients[:, column] * plan.kv[units]
+            work[way][:, units] = per_head[:, column] * chunk.heads[:, units]
+        work.backward[:, units] += gradients[:, column] * chunk.kv_heads[:, units]
     return work
 
 
@@ -215,12 +223,13 @@ def message_bytes(job: Job, chunk: Chunk) -> Floats:
 def _message_seconds(job: Job, stage: Stage, links: LinkTable, chunk: Chunk) -> tuple[Floats, Floats]:
     size, tp = message_bytes(job, chunk), job.tensor_parallel
     owner, user = stage.gpus[chunk.owner], stage.gpus[chunk.user]
-    there = links.message_seconds(owner, user, size, chunk.step, tp)
-    return there, links.message_seconds(user, owner, size, chunk.step, tp)
+    there = links.message_seconds(owner, user, size, chunk.part, tp)
+    return there, links.message_seconds(user, owner, size, chunk.part, tp)
 
 
 def _most_sent(chunk: Chunk, units: int) -> Floats:
-    steps = len(chunk.keys)
-    key = chunk.step * units + chunk.owner
+    steps = len(chunk.parts)
+    step = np.repeat(np.arange(steps), chunk.parts)[chunk.part]
+    key = step * units + chunk.owner
     sent = np.bincount(key, weights=chunk.kv * chunk.sent, minlength=steps * units)
     return sent.reshape(steps, units).max(axis=0)

@@ -6,16 +6,38 @@ transfer begins when both ends have posted it and have their wire free; a block 
 it is done and its own keys have arrived. Block 0 is the own group's. In the backward pass the gradients
 of a step start home when its block is done, behind the keys posted before, and are waited for before the
 block `window` + 1 steps later; block 0 is computed in two parts, one before the steps and one after them,
-behind which the last gradients travel.
+behind which the last gradients travel. The parts of a step are posted together, and each is computed when its
+own keys have arrived.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
+
+
+class Part(NamedTuple):
+    """Some heads of a step.
+
+    Args:
+        compute: seconds of its blocks, [U].
+        src: owner of each message, [M].
+        dst: user of each message, [M].
+        there: seconds of each message, [M].
+        home: seconds of its way back, [M].
+    """
+
+    compute: Floats
+    src: Ints
+    dst: Ints
+    there: Floats
+    home: Floats
 
 
 class _Wire:
@@ -50,12 +72,13 @@ class ForwardClock:
         self._starts = deque([begin] * window, maxlen=window)
         self.end = begin + own_block
 
-    def step(self, compute: Floats, src: Ints, dst: Ints, seconds: Floats) -> None:
-        """One step: its blocks (s, [U]) and its messages (s, [M])."""
-        arrived = self._wire.carry(self._starts[0], src, dst, seconds)
-        start = np.maximum(self.end, arrived)
-        self._starts.append(start)
-        self.end = start + compute
+    def step(self, parts: Sequence[Part]) -> None:
+        """One step."""
+        posted = self._starts[0]
+        arrived = [self._wire.carry(posted, part.src, part.dst, part.there) for part in parts]
+        self._starts.append(np.maximum(self.end, arrived[0]))
+        for part, here in zip(parts, arrived, strict=True):
+            self.end = np.maximum(self.end, here) + part.compute
 
 
 class BackwardClock:
@@ -73,22 +96,29 @@ class BackwardClock:
         self._last = last
         self._starts = deque([begin] * window, maxlen=window)
         self._window = window
-        self._returns: deque[tuple[Floats, Ints, Ints, Floats]] = deque()
+        self._returns: deque[list[tuple[Floats, Ints, Ints, Floats]]] = deque()
         self._home = np.zeros(len(begin))
         self.end = begin + first
 
-    def step(self, compute: Floats, src: Ints, dst: Ints, seconds: Floats, home_seconds: Floats) -> None:
-        """One step: blocks, messages, and the seconds of each message's way back."""
-        arrived = self._wire.carry(self._starts[0], src, dst, seconds)
-        start = np.maximum(np.maximum(self.end, arrived), self._home)
+    def step(self, parts: Sequence[Part]) -> None:
+        """One step."""
+        posted = self._starts[0]
+        arrived = [self._wire.carry(posted, part.src, part.dst, part.there) for part in parts]
+        self.end = np.maximum(self.end, self._home)
         if len(self._returns) == self._window:
-            self._home = self._wire.carry(*self._returns.popleft())
-        self._starts.append(start)
-        self.end = start + compute
-        self._returns.append((self.end, dst, src, home_seconds))
+            self._home = self._carry_home()
+        self._starts.append(np.maximum(self.end, arrived[0]))
+        self._returns.append([])
+        for part, here in zip(parts, arrived, strict=True):
+            self.end = np.maximum(self.end, here) + part.compute
+            self._returns[-1].append((self.end, part.dst, part.src, part.home))
 
     def finish(self) -> None:
         """The rest of the own block while the last gradients travel; `end` is complete after this."""
         while self._returns:
-            self._wire.carry(*self._returns.popleft())
+            self._carry_home()
         self.end = np.maximum(self.end + self._last, self._wire.free)
+
+    def _carry_home(self) -> Floats:
+        """When each unit has the gradients of the oldest step under way."""
+        return reduce(np.maximum, [self._wire.carry(*batch) for batch in self._returns.popleft()])

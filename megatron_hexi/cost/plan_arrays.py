@@ -14,7 +14,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.serving import Serving, serving
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.heads import heads_first, kv_range
+from megatron_hexi.plan.heads import head_parts, heads_first, kv_range
 from megatron_hexi.plan.layout import merge_segments
 from megatron_hexi.plan.model import Group, Range
 
@@ -30,6 +30,8 @@ class PlanArrays:
         heads_first: those of them whose own block the backward pass computes before the exchange; all of
             them where there is no exchange.
         kv: KV heads that these read.
+        part_heads: query heads of each unit in each part of the first exchange step, [F, U].
+        part_kv: KV heads that these read, [F, U].
         group: group of each unit.
         slots: units by group and position in it.
         first_slot: where each group's units begin in `slots`, [N + 1].
@@ -49,6 +51,8 @@ class PlanArrays:
     heads: Ints
     heads_first: Ints
     kv: Ints
+    part_heads: Ints
+    part_kv: Ints
     group: Ints
     slots: Ints
     first_slot: Ints
@@ -96,7 +100,9 @@ def plan_arrays(plan: Plan) -> PlanArrays:
     counts = [len(replica.domain.groups) for replica in plan.replicas]
     ratio = plan.workload.queries_per_kv
     beside = np.repeat(counts, counts)
+    parts = plan.exchange.parts
     tokens, heads, first, kv, group_of = (np.zeros(plan.ranks, dtype=np.int64) for _ in range(5))
+    part_heads, part_kv = (np.zeros((parts, plan.ranks), dtype=np.int64) for _ in range(2))
     for number, group in enumerate(groups):
         for member in group.members:
             tokens[member.rank] = member.tokens
@@ -104,6 +110,10 @@ def plan_arrays(plan: Plan) -> PlanArrays:
             first[member.rank] = heads_first(member.heads, ratio)
             held = kv_range(member.heads, ratio)
             kv[member.rank] = held[1] - held[0]
+            for part, some in enumerate(head_parts(member.heads, ratio, parts)):
+                read = kv_range(some, ratio)
+                part_heads[part, member.rank] = some[1] - some[0]
+                part_kv[part, member.rank] = read[1] - read[0]
             group_of[member.rank] = number
     classes: dict[tuple[Range, ...], int] = {}
     head_class = [classes.setdefault(tuple(m.heads for m in group.members), len(classes)) for group in groups]
@@ -114,6 +124,8 @@ def plan_arrays(plan: Plan) -> PlanArrays:
         heads=heads,
         heads_first=np.where(beside[group_of] > 1, first, heads),
         kv=kv,
+        part_heads=part_heads,
+        part_kv=part_kv,
         group=group_of,
         slots=np.array([member.rank for group in groups for member in group.members]),
         first_slot=np.cumsum([0, *(len(group.members) for group in groups)]),

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Ints
-from megatron_hexi.plan.heads import kv_range
+from megatron_hexi.plan.heads import head_parts, kv_range
 from megatron_hexi.plan.model import Range
+from megatron_hexi.plan.schedule import kv_owners
 
 #: Query heads that read one KV head, and may be a part of those that do: (first, last + 1).
 Piece = tuple[int, int]
@@ -68,6 +70,25 @@ def serving(classes: Sequence[Sequence[Range]], queries_per_kv: int) -> Serving:
     count = np.stack(counts)
     first = (np.cumsum(count) - count.ravel()).reshape(count.shape)
     return Serving(first, count, np.concatenate(positions), np.concatenate(found), np.concatenate(sizes))
+
+
+@lru_cache(maxsize=4096)
+def serving_in_parts(
+    users: tuple[Range, ...], owners: tuple[Range, ...], queries_per_kv: int, parts: int
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """The same of one pair of classes, where each user's heads travel in parts.
+
+    Returns:
+        Positions of users and owners, KV heads that travel, and the part, of each message.
+    """
+    found = [
+        (user, owner, kv[1] - kv[0], part)
+        for user, heads in enumerate(users)
+        for part, some in enumerate(head_parts(heads, queries_per_kv, parts))
+        for owner, kv in kv_owners(some, owners, queries_per_kv)
+    ]
+    table = np.array(found, dtype=np.int64).reshape(-1, 4)
+    return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
 
 
 def _pieces(members: Sequence[Range], ratio: int) -> list[tuple[int, Piece]]:

@@ -70,7 +70,7 @@ def start_session(given: GivenPlan, device: torch.device) -> Session:
             f"{given.path}: replica {replica} has {len(domain.members)} ranks, Megatron's context-parallel "
             f"group {dist.get_world_size(domain_group)}; make the two equal"
         )
-    schedule = build_schedule(given.plan.workload, domain, index)
+    schedule = build_schedule(given.plan.workload, domain, index, given.plan.exchange.parts)
     job_ranks = dist.get_process_group_ranks(domain_group)
     # Groups of different size cannot be made by all ranks in one order, so each is made by its members
     # alone. A rank that is alone makes one too: torch names groups by how many a process has made, and

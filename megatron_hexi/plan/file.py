@@ -80,6 +80,8 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain values, in the order of the file, without fields that are not set."""
     data = _without_none(dataclasses.asdict(plan))
     assert isinstance(data, dict)
+    if data["exchange"]["parts"] == 1:
+        del data["exchange"]["parts"]  # plans from before there were parts keep their text and their digest
     return {"version": data.pop("version"), **data}
 
 

@@ -6,6 +6,7 @@ starts or ends inside a KV head's group of queries holds that KV head too, besid
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,6 +69,18 @@ def spans_in_two(heads: Range, ratio: int) -> tuple[tuple[HeadSpan, ...], tuple[
     start, stop = heads
     middle = start + heads_first(heads, ratio)
     return head_spans((start, middle), ratio), head_spans((middle, stop), ratio, origin=start)
+
+
+@lru_cache(maxsize=4096)
+def head_parts(heads: Range, ratio: int, most: int) -> tuple[Range, ...]:
+    """Query heads in so many parts at most, cut between KV heads, the KV heads of each as equal as can be.
+
+    The first parts are the smaller ones. No heads are one part without any.
+    """
+    first, last = kv_range(heads, ratio)
+    count = max(1, min(most, last - first))
+    cuts = [(first + (last - first) * part // count) * ratio for part in range(1, count)]
+    return tuple(itertools.pairwise([heads[0], *cuts, heads[1]]))
 
 
 def overlap(a: Range, b: Range) -> int:

@@ -161,9 +161,12 @@ class Exchange:
 
     Args:
         window: KV blocks in flight ahead of the one in use.
+        parts: in how many parts, by KV heads, the blocks of the first step travel at most. Before the first
+            part there is only the own group's block to hide it; the others hide behind it.
     """
 
     window: Positive = 1
+    parts: Positive = 1
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive, full_segments
 from megatron_hexi.plan.model import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload
+from megatron_hexi.plan.parts import worthwhile_parts
 
 
 def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], first_rank: int = 0) -> Domain:
@@ -56,4 +57,4 @@ def proportional_plan(
         domain = proportional_domain(workload, speeds, first_rank)
         first_rank += len(domain.members)
         built.append(Replica((Stage(domain),)))
-    return Plan(workload, tuple(built), Exchange(window))
+    return Plan(workload, tuple(built), Exchange(window, worthwhile_parts(built)))

@@ -5,7 +5,9 @@ derives its own from the same plan, both ends of each transfer agree on its size
 
 The exchange goes round the groups: in step s a rank of group g uses the keys of group g - s and serves
 the ranks of group g + s. Inside a step a key travels straight from one owner to each user; the heads
-that the same two ranks share are one message (the part of a sub-ring between them).
+that the same two ranks share are one message (the part of a sub-ring between them). Only the own group's
+block can hide the keys of the first step, so these may travel in several parts, by heads: each part is
+computed while the next ones are still under way.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_hexi.plan.heads import HeadSpan, head_spans, kv_range, overlap, spans_in_two
+from megatron_hexi.plan.heads import HeadSpan, head_parts, head_spans, kv_range, overlap, spans_in_two
 from megatron_hexi.plan.layout import merge_segments, shard_segments, tokens_before
 from megatron_hexi.plan.model import Domain, Group, Range, Workload
 
@@ -47,23 +49,55 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step of the exchange, as one rank sees it.
+class Part:
+    """Some heads of one step of the exchange: what travels, and is computed, together.
 
     Args:
-        receives: what it is sent; together the KV heads that it uses, in order.
+        number: its place among the parts of all steps; the same on every rank.
+        heads: the rank's own query heads that it is about, counted from its first.
+        spans: these heads beside the KV heads they read, both counted from the part's first.
+        receives: what the rank is sent; together the KV heads that these heads use, in order.
         sends: what it sends to others.
-        blocks: what it computes with the keys received.
     """
 
+    number: int
+    heads: Range
+    spans: tuple[HeadSpan, ...]
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
-    blocks: tuple[Block, ...]
+
+    @property
+    def kv(self) -> Range:
+        """KV heads received, counted over the layer."""
+        return (self.receives[0].kv[0], self.receives[-1].kv[1]) if self.receives else (0, 0)
 
     @property
     def keys(self) -> int:
         """Tokens received of each KV head."""
         return self.receives[0].keys if self.receives else 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the exchange, as one rank sees it.
+
+    Args:
+        parts: what travels; in all steps but the first it is one part.
+        blocks: what the heads of each part compute with the keys received.
+    """
+
+    parts: tuple[Part, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def receives(self) -> tuple[Transfer, ...]:
+        """What the rank is sent in all parts."""
+        return tuple(transfer for part in self.parts for transfer in part.receives)
+
+    @property
+    def sends(self) -> tuple[Transfer, ...]:
+        """What it sends to others in all parts."""
+        return tuple(transfer for part in self.parts for transfer in part.sends)
 
 
 @dataclass(frozen=True)
@@ -118,8 +152,15 @@ class Schedule:
         return self.kv[self.position]
 
 
-def build_schedule(workload: Workload, domain: Domain, index: int) -> Schedule:
-    """The split tables of the domain's rank number `index`, for a plan that passed its checks."""
+def build_schedule(workload: Workload, domain: Domain, index: int, parts: int) -> Schedule:
+    """The split tables of one rank, for a plan that passed its checks.
+
+    Args:
+        workload: of the plan.
+        domain: of the plan.
+        index: the rank, as an index into the domain's ranks.
+        parts: in how many parts the first step of the exchange travels at most.
+    """
     ratio = workload.queries_per_kv
     members = domain.members
     rank = members[index].rank
@@ -134,13 +175,29 @@ def build_schedule(workload: Workload, domain: Domain, index: int) -> Schedule:
         source = domain.groups[(number - distance) % others]
         target = domain.groups[(number + distance) % others]
         blocks = exchange_blocks(group, source, workload.causal) if heads[0] < heads[1] else ()
-        sends = [
-            Transfer(indices[user.rank], transfer.kv, transfer.keys)
-            for user in target.members
-            for transfer in _incoming(user.heads, target, group, indices, workload)
-            if transfer.peer == index
-        ]
-        steps.append(Step(_incoming(heads, group, source, indices, workload), tuple(sends), blocks))
+        most = parts if distance == 1 else 1
+        own = head_parts(heads, ratio, most)
+        asked = [(user, head_parts(user.heads, ratio, most)) for user in target.members]
+        step = []
+        for place in range(max(len(own), *(len(ranges) for _, ranges in asked))):
+            sends = [
+                Transfer(indices[user.rank], transfer.kv, transfer.keys)
+                for user, ranges in asked
+                if place < len(ranges)
+                for transfer in _incoming(ranges[place], target, group, indices, workload)
+                if transfer.peer == index
+            ]
+            mine = own[place] if place < len(own) else (heads[1], heads[1])
+            step.append(
+                Part(
+                    number=place if distance == 1 else parts + distance - 2,
+                    heads=(mine[0] - heads[0], mine[1] - heads[0]),
+                    spans=head_spans(mine, ratio),
+                    receives=_incoming(mine, group, source, indices, workload),
+                    sends=tuple(sends),
+                )
+            )
+        steps.append(Step(tuple(step), blocks))
     return Schedule(
         index=index,
         members=tuple(indices[member.rank] for member in group.members),

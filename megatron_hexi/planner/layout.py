@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload
 from megatron_hexi.plan.layout import causal_segments, consecutive, full_segments
+from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.planner.units import Fleet
 
 
@@ -60,13 +61,13 @@ def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
     used = units_by_rank(fleet, layouts)
     rank = {unit: number for number, unit in enumerate(used)}
     gpus = fleet.gpus(used)
+    replicas = tuple(
+        Replica((Stage(_domain(fleet, workload, layout, rank)),), layout.micro_batches) for layout in layouts
+    )
     return Plan(
         workload=workload,
-        replicas=tuple(
-            Replica((Stage(_domain(fleet, workload, layout, rank)),), layout.micro_batches)
-            for layout in layouts
-        ),
-        exchange=Exchange(window),
+        replicas=replicas,
+        exchange=Exchange(window, worthwhile_parts(replicas)),
         gpus=None if gpus == tuple(range(len(fleet.cluster.ranks))) else gpus,
     )
 

@@ -56,7 +56,7 @@ def _replica_holdings(plan: Plan, replica: int) -> list[Holding]:
     group_of = {member.rank: g for g, group in enumerate(domain.groups) for member in group.members}
     rows = []
     for index, member in enumerate(domain.members):
-        schedule = build_schedule(workload, domain, index)
+        schedule = build_schedule(workload, domain, index, plan.exchange.parts)
         group = group_of[member.rank]
         rows.append(
             Holding(

@@ -140,16 +140,20 @@ def _attend(
     if not query.numel():  # no heads or no tokens: nobody sends to this rank or asks it for anything
         return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     exchange = KeyExchange(_side_by_side(key, value), schedule, domain.domain_group, domain.window)
-    blocks = BlockAttention(domain.kernel(query), schedule.spans, scale)
-    output, log_sum_exp = blocks.forward(query, key, value, schedule.causal)
+    kernel = domain.kernel(query)
+    own = BlockAttention(kernel, schedule.spans, scale)
+    output, log_sum_exp = own.forward(query, key, value, schedule.causal)
     if not schedule.steps:
         return output, log_sum_exp
     merger = Merger(output, log_sum_exp)
-    for step, received in exchange:
+    for step, part, received in exchange:
+        if received is None:
+            continue
+        blocks = BlockAttention(kernel, part.spans, scale)
         for block in step.blocks:
             far_key, far_value = _apart(received, block.keys, key.shape[3])
-            rows = query[:, :, slice(*block.queries)]
-            merger.add(block.queries, *blocks.forward(rows, far_key, far_value, causal=False))
+            rows = query[:, slice(*part.heads), slice(*block.queries)]
+            merger.add(part.heads, block.queries, *blocks.forward(rows, far_key, far_value, causal=False))
     return merger.output.to(query.dtype), merger.log_sum_exp
 
 
@@ -167,13 +171,11 @@ def _attend_backward(
     schedule = domain.schedule
     if not query.numel():
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    whole, first, last = (
-        BlockAttention(domain.kernel(query), spans, scale)
-        for spans in (schedule.spans, *schedule.spans_in_two)
-    )
+    kernel = domain.kernel(query)
     own = grad_output, query, key, value, output, log_sum_exp
     if not schedule.steps:
-        return whole.backward(*own, schedule.causal)
+        return BlockAttention(kernel, schedule.spans, scale).backward(*own, schedule.causal)
+    first, last = (BlockAttention(kernel, spans, scale) for spans in schedule.spans_in_two)
     own_keys, head_dim = _side_by_side(key, value), key.shape[3]
     exchange = KeyExchange(own_keys, schedule, domain.domain_group, domain.window)
     # Parts are added up in fp32 (fp64 for fp64), so that the number of groups costs no precision.
@@ -185,22 +187,26 @@ def _attend_backward(
     # Every step hides the transfers of its neighbours. Before the first there is only the own block to hide
     # its keys and values behind, and after the last only the own block to hide its gradients.
     first.add_backward(own_sums, *own, schedule.causal)
-    for step, received in exchange:
-        gradient = None if received is None else torch.zeros_like(received, dtype=wide)
-        for block in step.blocks:
-            far_key, far_value = _apart(received, block.keys, head_dim)
-            rows = slice(*block.queries)
-            whole.add_backward(
-                (grad_query[:, :, rows], *_apart(gradient, block.keys, head_dim)),
-                grad_output[:, :, rows],
-                query[:, :, rows],
-                far_key,
-                far_value,
-                output[:, :, rows],
-                log_sum_exp[:, :, rows],
-                causal=False,
-            )
-        returns.post(step, None if gradient is None else gradient.to(query.dtype), like=own_keys)
+    for step, part, received in exchange:
+        gradient = None
+        if received is not None:
+            sums = torch.zeros_like(received, dtype=wide)
+            blocks = BlockAttention(kernel, part.spans, scale)
+            for block in step.blocks:
+                far_key, far_value = _apart(received, block.keys, head_dim)
+                rows = slice(None), slice(*part.heads), slice(*block.queries)
+                blocks.add_backward(
+                    (grad_query[rows], *_apart(sums, block.keys, head_dim)),
+                    grad_output[rows],
+                    query[rows],
+                    far_key,
+                    far_value,
+                    output[rows],
+                    log_sum_exp[rows],
+                    causal=False,
+                )
+            gradient = sums.to(query.dtype)
+        returns.post(step, part, gradient, like=own_keys)
     last.add_backward(own_sums, *own, schedule.causal)
     returns.finish()
     return grad_query.to(query.dtype), *_apart(grad_keys.to(query.dtype), grad_keys.shape[2], head_dim)
@@ -211,8 +217,7 @@ def _side_by_side(key: Tensor, value: Tensor) -> Tensor:
     return torch.cat((key, value), dim=3).transpose(0, 1).contiguous()
 
 
-def _apart(keys: Tensor | None, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
+def _apart(keys: Tensor, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Views of the first tokens' keys and values, [B, k, S, D] each."""
-    assert keys is not None
     prefix = keys[:, :, :tokens].transpose(0, 1)
     return prefix[..., :head_dim], prefix[..., head_dim:]

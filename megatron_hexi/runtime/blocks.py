@@ -123,15 +123,15 @@ class Merger:
         self.output = output.to(log_sum_exp.dtype, copy=True)
         self.log_sum_exp = log_sum_exp.clone()
 
-    def add(self, queries: Range, output: Tensor, log_sum_exp: Tensor) -> None:
-        """Add a block that covers some of the queries."""
-        rows = slice(*queries)
-        before = self.log_sum_exp[:, :, rows]
+    def add(self, heads: Range, queries: Range, output: Tensor, log_sum_exp: Tensor) -> None:
+        """Add a block that covers some of the heads and of the queries."""
+        rows = slice(None), slice(*heads), slice(*queries)
+        before = self.log_sum_exp[rows]
         merged = torch.logaddexp(before, log_sum_exp)
-        self.output[:, :, rows].mul_(torch.exp(before - merged)[..., None]).addcmul_(
+        self.output[rows].mul_(torch.exp(before - merged)[..., None]).addcmul_(
             output, torch.exp(log_sum_exp - merged)[..., None]
         )
-        self.log_sum_exp[:, :, rows] = merged
+        self.log_sum_exp[rows] = merged
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

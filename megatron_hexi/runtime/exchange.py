@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.plan.model import Range
-from megatron_hexi.plan.schedule import Schedule, Step, Transfer
+from megatron_hexi.plan.schedule import Part, Schedule, Step, Transfer
 from megatron_hexi.runtime.wire import Message, Transfers, post
 
 
 class KeyExchange:
     """Sends a rank's keys and values to their users, and iterates over those that it uses itself.
 
-    Starts on construction. Iterating gives, step by step, the step and the keys and values received:
-    [k, B, S, Dk + Dv] for the rank's own KV heads, or ``None`` in a step where it uses none.
+    Starts on construction. Iterating gives, part by part of each step, the step, the part, and the keys and
+    values received: [k, B, S, Dk + Dv] for the part's KV heads, or ``None`` where the rank uses none.
 
     Args:
         keys: the rank's own keys and values, [k, B, G, Dk + Dv], contiguous.
@@ -39,31 +39,33 @@ class KeyExchange:
         self._prefixes: dict[int, Tensor] = {}
         self._schedule = schedule
         self._group = group
-        self._waiting = deque(enumerate(schedule.steps))
-        self._under_way: deque[tuple[Step, Tensor | None, Transfers]] = deque()
+        self._waiting = deque(schedule.steps)
+        self._under_way: deque[tuple[Step, list[tuple[Part, Tensor | None, Transfers]]]] = deque()
         for _ in range(window):
             self._start_next()
 
-    def __iter__(self) -> Iterator[tuple[Step, Tensor | None]]:
+    def __iter__(self) -> Iterator[tuple[Step, Part, Tensor | None]]:
         while self._under_way:
             self._start_next()
-            step, keys, transfers = self._under_way.popleft()
-            transfers.wait()
-            yield step, keys
+            step, parts = self._under_way.popleft()
+            for part, keys, transfers in parts:
+                transfers.wait()
+                yield step, part, keys
 
     def _start_next(self) -> None:
         if not self._waiting:
             return
-        number, step = self._waiting.popleft()
-        received = _buffer(self._keys, self._schedule, step)
-        receives = [
-            Message(part.peer, _heads(received, part, self._schedule.own_kv)) for part in step.receives
-        ]
+        step = self._waiting.popleft()
+        self._under_way.append((step, [(part, *self._start(part)) for part in step.parts]))
+
+    def _start(self, part: Part) -> tuple[Tensor | None, Transfers]:
+        received = _buffer(self._keys, part)
+        receives = [Message(transfer.peer, _heads(received, transfer, part.kv)) for transfer in part.receives]
         sends = [
-            Message(part.peer, _heads(self._prefix(part.keys), part, self._schedule.own_kv))
-            for part in step.sends
+            Message(transfer.peer, _heads(self._prefix(transfer.keys), transfer, self._schedule.own_kv))
+            for transfer in part.sends
         ]
-        self._under_way.append((step, received, post(receives, sends, self._group, tag=2 * number)))
+        return received, post(receives, sends, self._group, tag=2 * part.number)
 
     def _prefix(self, tokens: int) -> Tensor:
         """The first tokens of the own keys, contiguous; layouts use few lengths, so each is kept."""
@@ -89,34 +91,39 @@ class GradientReturn:
         self._total = total
         self._schedule = schedule
         self._group = group
-        self._number = 0
-        self._under_way: deque[tuple[list[tuple[Transfer, Tensor]], Transfers]] = deque()
+        self._steps = 0
+        self._under_way: deque[list[tuple[list[tuple[Transfer, Tensor]], Transfers]]] = deque()
 
-    def post(self, step: Step, gradient: Tensor | None, like: Tensor) -> None:
-        """Start the way back of one step; every step is posted, in order.
+    def post(self, step: Step, part: Part, gradient: Tensor | None, like: Tensor) -> None:
+        """Start the way back of one part of a step; all parts of every step are posted, in order.
 
         Args:
             step: the step.
-            gradient: gradients of what the step received, [k, B, S, Dk + Dv], contiguous.
+            part: the part.
+            gradient: gradients of what the part received, [k, B, S, Dk + Dv], contiguous.
             like: a tensor of the type that travels.
         """
         batch, width = self._total.shape[1], self._total.shape[3]
         arriving = [
-            (part, like.new_empty(part.kv[1] - part.kv[0], batch, part.keys, width)) for part in step.sends
+            (sent, like.new_empty(sent.kv[1] - sent.kv[0], batch, sent.keys, width)) for sent in part.sends
         ]
         returning = [
-            Message(part.peer, _heads(gradient, part, self._schedule.own_kv)) for part in step.receives
+            Message(received.peer, _heads(gradient, received, part.kv)) for received in part.receives
         ]
         transfers = post(
-            [Message(part.peer, buffer) for part, buffer in arriving],
+            [Message(sent.peer, buffer) for sent, buffer in arriving],
             returning,
             self._group,
-            tag=2 * self._number + 1,
+            tag=2 * part.number + 1,
         )
-        self._number += 1
-        self._under_way.append((arriving, transfers))
+        if part is step.parts[0]:
+            self._under_way.append([])
+        self._under_way[-1].append((arriving, transfers))
+        if part is not step.parts[-1]:
+            return
+        self._steps += 1
         # After the last step nothing is waited for: what the caller has left to compute hides it.
-        if self._window < self._number < len(self._schedule.steps):
+        if self._window < self._steps < len(self._schedule.steps):
             self._collect()
 
     def finish(self) -> None:
@@ -125,20 +132,19 @@ class GradientReturn:
             self._collect()
 
     def _collect(self) -> None:
-        arriving, transfers = self._under_way.popleft()
-        transfers.wait()
-        for part, buffer in arriving:
-            _heads(self._total, part, self._schedule.own_kv)[:, :, : part.keys].add_(buffer)
+        for arriving, transfers in self._under_way.popleft():
+            transfers.wait()
+            for sent, buffer in arriving:
+                _heads(self._total, sent, self._schedule.own_kv)[:, :, : sent.keys].add_(buffer)
 
 
-def _buffer(keys: Tensor, schedule: Schedule, step: Step) -> Tensor | None:
-    if not step.receives:
+def _buffer(keys: Tensor, part: Part) -> Tensor | None:
+    if not part.receives:
         return None
-    heads = schedule.own_kv[1] - schedule.own_kv[0]
-    return keys.new_empty(heads, keys.shape[1], step.keys, keys.shape[3])
+    return keys.new_empty(part.kv[1] - part.kv[0], keys.shape[1], part.keys, keys.shape[3])
 
 
-def _heads(buffer: Tensor | None, part: Transfer, own: Range) -> Tensor:
-    """The piece of a buffer that holds the transfer's KV heads."""
+def _heads(buffer: Tensor | None, transfer: Transfer, held: Range) -> Tensor:
+    """The piece of a buffer with some KV heads that holds the transfer's."""
     assert buffer is not None
-    return buffer[part.kv[0] - own[0] : part.kv[1] - own[0]]
+    return buffer[transfer.kv[0] - held[0] : transfer.kv[1] - held[0]]

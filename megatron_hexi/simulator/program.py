@@ -4,16 +4,17 @@ One layer forward (runtime/attention.py, runtime/exchange.py):
 
     token work, sums inside the unit, all-to-all in
     post the keys of steps 1 to window; own block
-    each step: post the keys of the step `window` later, wait for its own keys, its blocks
+    each step: post the keys of the step `window` later; part by part wait for its own keys, its blocks
     all-to-all out
 
-and backward the same, where each step also posts its gradients when its blocks are done and then waits for
-those of the step `window` before. Only a part of the own block comes before the steps; the rest comes after
-them, and then the gradients still under way are waited for. An all-to-all is posted and waited for.
+and backward the same, where each part also posts its gradients when its blocks are done; a step then waits
+for those of the step `window` before. Only a part of the own block comes before the steps; the rest comes
+after them, and then the gradients still under way are waited for. An all-to-all is posted and waited for.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -21,7 +22,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.simulator.work import LayerWork, Messages
+from megatron_hexi.simulator.work import ExchangePart, LayerWork, Messages
 
 Way = Literal["forward", "logits", "again", "backward"]
 
@@ -54,6 +55,7 @@ class Batch:
         phase: ``all_to_all`` or ``exchange``.
         carries: keys, say, for people.
         step: of the exchange, from 1; 0 for an all-to-all.
+        part: of the step, from 1; 0 where it has one part only.
         messages: their numbers.
         left: how many have not arrived.
         began: when the first of them left; before that, less than nothing.
@@ -65,6 +67,7 @@ class Batch:
     phase: str
     carries: str
     step: int = 0
+    part: int = 0
     messages: list[int] = field(default_factory=list)
     left: int = 0
     began: float = -1.0
@@ -72,8 +75,9 @@ class Batch:
 
     @property
     def name(self) -> str:
-        """For people: ``keys 2``."""
-        return f"{self.carries} {self.step}" if self.step else self.carries
+        """For people: ``keys 2``, or ``keys 1.3`` where a step has parts."""
+        part = f".{self.part}" if self.part else ""
+        return f"{self.carries} {self.step}{part}" if self.step else self.carries
 
 
 class Compute(NamedTuple):
@@ -110,6 +114,8 @@ class Mark(NamedTuple):
 
 
 Instruction = Compute | Sum | Post | Wait | Mark
+#: Of each part of a step, the batches of the units.
+_Batches = list[dict[int, Batch]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,14 +180,8 @@ class _Builder:
         way = int(lap.way == "backward")
         steps = self._work.steps
         enter = self._batches(number, "all_to_all", "all-to-all in", self._work.moves[2 * way])
-        keys = [
-            self._batches(number, "exchange", "keys", step.keys, s) for s, step in enumerate(steps, start=1)
-        ]
-        home = [
-            self._batches(number, "exchange", "gradients", step.keys.home, s)
-            for s, step in enumerate(steps, start=1)
-            if way
-        ]
+        keys = [self._step(number, "keys", step, s) for s, step in enumerate(steps, start=1)]
+        home = [self._step(number, "gradients", step, s) for s, step in enumerate(steps, start=1) if way]
         leave = self._batches(number, "all_to_all", "all-to-all out", self._work.moves[2 * way + 1])
         for unit, program in enumerate(self.units):
             if lap.whole:
@@ -196,37 +196,49 @@ class _Builder:
             program.append(Mark(number, 3))
 
     def _attention(
-        self, unit: int, way: int, keys: Sequence[dict[int, Batch]], home: Sequence[dict[int, Batch]]
+        self, unit: int, way: int, keys: Sequence[_Batches], home: Sequence[_Batches]
     ) -> Iterator[Instruction]:
         work = self._work
-        for posted in keys[: self._window]:
+        for posted in itertools.chain(*keys[: self._window]):
             yield from _post(posted, unit)
         rest = float(work.own_last[unit]) if way else 0.0
         yield from _if_any(Compute("attention", "own block", float(work.own[way][unit]) - rest))
         steps = int(work.unit_steps[unit])
         for step in range(steps):
             if step + self._window < steps:
-                yield from _post(keys[step + self._window], unit)
-            yield from _wait(keys[step], unit)
-            seconds = float(work.steps[step].blocks[way][unit])
-            yield from _if_any(Compute("attention", f"blocks {step + 1}", seconds))
-            if home:
-                yield from _post(home[step], unit)
-                if self._window <= step < steps - 1:
-                    yield from _wait(home[step - self._window], unit)
+                for posted in keys[step + self._window]:
+                    yield from _post(posted, unit)
+            for number, part in enumerate(work.steps[step]):
+                yield from _wait(keys[step][number], unit)
+                seconds = float(part.blocks[way][unit])
+                yield from _if_any(Compute("attention", f"blocks {step + 1}", seconds))
+                if home:
+                    yield from _post(home[step][number], unit)
+            if home and self._window <= step < steps - 1:
+                for arrived in home[step - self._window]:
+                    yield from _wait(arrived, unit)
         yield from _if_any(Compute("attention", "rest of own block", rest))
-        for last in home[max(0, steps - 1 - self._window) : steps]:
+        for last in itertools.chain(*home[max(0, steps - 1 - self._window) : steps]):
             yield from _wait(last, unit)
 
+    def _step(self, lap: int, carries: str, step: Sequence[ExchangePart], number: int) -> _Batches:
+        """The batches of each part of a step, on the way to the users or home."""
+        found = []
+        for place, part in enumerate(step, start=1):
+            messages = part.keys.home if carries == "gradients" else part.keys
+            which = place if len(step) > 1 else 0
+            found.append(self._batches(lap, "exchange", carries, messages, number, which))
+        return found
+
     def _batches(
-        self, lap: int, phase: str, carries: str, messages: Messages, step: int = 0
+        self, lap: int, phase: str, carries: str, messages: Messages, step: int = 0, part: int = 0
     ) -> dict[int, Batch]:
         """One batch for each unit that sends or receives any of the messages."""
         number = len(self.batches)
         found: dict[int, Batch] = {}
         for src, dst in zip(messages.src.tolist(), messages.dst.tolist(), strict=True):
             ends = tuple(
-                found.setdefault(unit, Batch(unit, lap, phase, carries, step)) for unit in (src, dst)
+                found.setdefault(unit, Batch(unit, lap, phase, carries, step, part)) for unit in (src, dst)
             )
             for batch in ends:
                 batch.messages.append(number)

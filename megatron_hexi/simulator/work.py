@@ -38,8 +38,8 @@ class Messages:
 
 
 @dataclass(frozen=True, eq=False)
-class ExchangeStep:
-    """One step of the exchange: seconds of each unit's blocks, and the keys and values that travel."""
+class ExchangePart:
+    """Some heads of a step of the exchange: seconds of each unit's blocks, and the keys that travel."""
 
     blocks: Times
     keys: Messages
@@ -54,7 +54,7 @@ class LayerWork:
         sums: sums inside each unit, s, in each direction.
         own: the own group's block, s.
         own_last: the part of it that comes after the exchange in the backward pass, s.
-        steps: of the exchange.
+        steps: of the exchange, each in its parts.
         unit_steps: how many of them each unit's replica has.
         moves: the all-to-alls: forward in and out, backward in and out.
     """
@@ -63,13 +63,18 @@ class LayerWork:
     sums: Floats
     own: Times
     own_last: Floats
-    steps: tuple[ExchangeStep, ...]
+    steps: tuple[tuple[ExchangePart, ...], ...]
     unit_steps: Ints
     moves: tuple[Messages, Messages, Messages, Messages]
 
+    @property
+    def parts(self) -> list[ExchangePart]:
+        """Of all steps."""
+        return [part for step in self.steps for part in step]
+
     def messages(self, again: bool) -> int:
         """How many messages there are, forward and backward; `again`: part of it is recomputed."""
-        moves, keys = len(self.moves[0].src), sum(len(step.keys.src) for step in self.steps)
+        moves, keys = len(self.moves[0].src), sum(len(part.keys.src) for part in self.parts)
         return (2 + 2 + 2 * again) * moves + (1 + 2 + again) * keys
 
 
@@ -117,23 +122,23 @@ def _own_blocks(plan: PlanArrays, job: Job, by_kind: list[tuple[Speeds, Ints]]) 
 
 def _steps(
     plan: PlanArrays, job: Job, by_kind: list[tuple[Speeds, Ints]], chunk: Chunk
-) -> list[ExchangeStep]:
-    shape = len(chunk.keys), len(plan.tokens)
-    blocks = Times(np.zeros(shape), np.zeros(shape))
+) -> list[tuple[ExchangePart, ...]]:
+    blocks = Times(np.zeros(chunk.heads.shape), np.zeros(chunk.heads.shape))
     for speeds, units in by_kind:
         groups = plan.group[units]
         queries, keys = chunk.queries[:, groups].astype(float), chunk.keys[:, groups].astype(float)
         work, sums = rectangle_times(speeds, job, queries, keys), merge_times(speeds, job, queries)
         for way in range(2):
-            blocks[way][:, units] = plan.heads[units] * (work[way] + sums[way]).sum(axis=2)
+            blocks[way][:, units] = chunk.heads[:, units] * (work[way] + sums[way]).sum(axis=2)
         received = chunk.received[:, groups].astype(float)
-        blocks.backward[:, units] += plan.kv[units] * keys_merge_times(speeds, job, received)
+        blocks.backward[:, units] += chunk.kv_heads[:, units] * keys_merge_times(speeds, job, received)
     size = message_bytes(job, chunk)
-    bounds = np.searchsorted(chunk.step, np.arange(shape[0] + 1))
-    return [
-        ExchangeStep(
-            Times(blocks.forward[step], blocks.backward[step]),
+    bounds = np.searchsorted(chunk.part, np.arange(len(chunk.keys) + 1))
+    parts = [
+        ExchangePart(
+            Times(blocks.forward[part], blocks.backward[part]),
             Messages(chunk.owner[low:high], chunk.user[low:high], size[low:high]),
         )
-        for step, (low, high) in enumerate(itertools.pairwise(bounds))
+        for part, (low, high) in enumerate(itertools.pairwise(bounds))
     ]
+    return [tuple(parts[number] for number in numbers) for numbers in chunk.steps]

@@ -40,7 +40,10 @@ def ids(positions, batch, heads, width):
 
 def schedules_of(plan):
     domain = plan.replicas[0].domain
-    return [build_schedule(plan.workload, domain, index) for index in range(len(domain.members))]
+    return [
+        build_schedule(plan.workload, domain, index, plan.exchange.parts)
+        for index in range(len(domain.members))
+    ]
 
 
 def positions_of_group(schedules, index):
@@ -185,24 +188,31 @@ def test_the_exchange_brings_the_keys_of_each_step_and_runs_ahead_by_the_window(
         group = positions_of_group(schedules, index)[:tokens]
         return ids(group, 2, range(*kv), 3).permute(2, 1, 0, 3).contiguous()
 
+    def parts_of(steps):
+        return sum(len(step.parts) for step in steps)
+
     def work(rank):
         own = schedules[rank.rank]
         everyone = rank.new_group("domain", range(len(schedules)))
         count.under_way = 0
         keys = keys_of(rank.rank, own.own_kv, own.group_tokens)
         steps = KeyExchange(keys, own, everyone, window)
-        assert count.under_way == min(window, len(own.steps))
-        for number, (step, received) in enumerate(steps):
-            assert step is own.steps[number]
-            assert count.under_way == min(window, len(own.steps) - 1 - number)
-            assert (received is None) == (not step.receives)
-            for part in step.receives:
+        assert count.under_way == parts_of(own.steps[:window])
+        expected = [(step, part) for step in own.steps for part in step.parts]
+        for (step, part), (found, same, received) in zip(expected, steps, strict=True):
+            assert found is step
+            assert same is part
+            number = own.steps.index(step)
+            rest = len(step.parts) - 1 - step.parts.index(part)
+            assert count.under_way == rest + parts_of(own.steps[number + 1 : number + 1 + window])
+            assert (received is None) == (not part.receives)
+            for sent in part.receives:
                 assert received is not None
-                piece = received[part.kv[0] - own.own_kv[0] : part.kv[1] - own.own_kv[0]]
-                assert torch.equal(piece, keys_of(part.peer, part.kv, part.keys))
+                piece = received[sent.kv[0] - part.kv[0] : sent.kv[1] - part.kv[0]]
+                assert torch.equal(piece, keys_of(sent.peer, sent.kv, sent.keys))
         assert count.under_way == 0
         assert torch.equal(keys, keys_of(rank.rank, own.own_kv, own.group_tokens))
-        return number + 1 if own.steps else 0
+        return len(own.steps)
 
     real_post, real_wait = wire_room.post, Transfers.wait
     with mock.patch.object(exchange, "post", post), mock.patch.object(Transfers, "wait", wait):

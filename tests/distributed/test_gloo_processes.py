@@ -48,7 +48,7 @@ def carry_out_plans(rank, store):
     for name, plan in PLANS.items():
         domain = plan.replicas[0].domain
         agree_on_plan(dist.PrefixStore(name, store), rank, 4, plan_digest(plan), name, timedelta(seconds=60))
-        schedule = build_schedule(plan.workload, domain, rank)
+        schedule = build_schedule(plan.workload, domain, rank, plan.exchange.parts)
         everyone = dist.new_group(list(range(4)), use_local_synchronization=True)
         # Alone or not: torch names groups by how many it was asked for, which must stay alike on all ranks.
         a2a = dist.new_group(list(schedule.members), use_local_synchronization=True)

@@ -45,7 +45,7 @@ def megatron(tmp_path):
 
 def activate(plan: Plan) -> None:
     given = GivenPlan(plan, "plan.yaml", plan_digest(plan), "auto", row_multiple=1)
-    schedule = build_schedule(plan.workload, plan.replicas[0].domain, 0)
+    schedule = build_schedule(plan.workload, plan.replicas[0].domain, 0, plan.exchange.parts)
     alone = dist.group.WORLD
     assert alone is not None
     attention = DomainAttention(plan.workload, schedule, alone, alone)

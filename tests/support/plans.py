@@ -75,7 +75,7 @@ def plans(draw, workload=None, most_ranks=8, most_replicas=1):
         domain = _domain(random, workload, most_ranks, first_rank)
         first_rank += len(domain.members)
         replicas.append(Replica((Stage(domain),)))
-    plan = Plan(workload, tuple(replicas), Exchange(random.randint(1, 3)))
+    plan = Plan(workload, tuple(replicas), Exchange(random.randint(1, 3), random.randint(1, 4)))
     validate_plan(plan)
     return plan
 
@@ -115,9 +115,9 @@ def _domain(random, workload, most_ranks, first_rank):
     return Domain(tuple(groups))
 
 
-def one_replica(workload, *groups, window=1):
+def one_replica(workload, *groups, window=1, parts=1):
     """A plan of one domain."""
-    plan = Plan(workload, (Replica((Stage(Domain(groups)),)),), Exchange(window))
+    plan = Plan(workload, (Replica((Stage(Domain(groups)),)),), Exchange(window, parts))
     validate_plan(plan)
     return plan
 
@@ -127,6 +127,7 @@ TORN = one_replica(
     Workload(29, 6, 2, 4),
     Group(((0, 5), (20, 29)), (Member(0, 9, (0, 2)), Member(1, 0, (2, 5)), Member(2, 5, (5, 6)))),
     Group(((5, 20),), (Member(3, 8, (0, 0)), Member(4, 7, (0, 6)))),
+    parts=2,
 )
 
 #: Ranks with 1, 2, 3, 4 and 6 KV heads, cut in the middle on both sides; three queries read each.
@@ -136,6 +137,7 @@ RAGGED = one_replica(
     Group(((7, 18),), (Member(2, 3, (0, 5)), Member(5, 8, (5, 12)), Member(6, 0, (12, 18)))),
     Group(((18, 30),), (Member(3, 12, (0, 18)),)),
     window=2,
+    parts=4,
 )
 
 #: Four groups, of which one has no tokens and one stands in the middle of another.

@@ -101,7 +101,7 @@ def planned_results(plan, problem, kernel="auto", layer=None):
     domain = plan.replicas[0].domain
     layer = layer or (lambda attention, query, key, value, scale: attention(query, key, value, scale))
     places = [
-        positions_of(build_schedule(plan.workload, domain, index).segments)
+        positions_of(build_schedule(plan.workload, domain, index, plan.exchange.parts).segments)
         for index in range(len(domain.members))
     ]
 

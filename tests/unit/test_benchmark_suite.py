@@ -121,11 +121,13 @@ def test_one_byte_more_is_noticed(monkeypatch, counts):
 def test_split_tables_that_move_a_token_more_are_noticed(monkeypatch):
     honest = build_schedule
 
-    def longer(workload, domain, index):
-        schedule = honest(workload, domain, index)
+    def longer(workload, domain, index, parts):
+        schedule = honest(workload, domain, index, parts)
         step = schedule.steps[0]
-        sends = tuple(dataclasses.replace(send, keys=send.keys + 1) for send in step.sends)
-        steps = (dataclasses.replace(step, sends=sends), *schedule.steps[1:])
+        part, *others = step.parts
+        sends = tuple(dataclasses.replace(send, keys=send.keys + 1) for send in part.sends)
+        part = dataclasses.replace(part, sends=sends)
+        steps = (dataclasses.replace(step, parts=(part, *others)), *schedule.steps[1:])
         return dataclasses.replace(schedule, steps=steps)
 
     monkeypatch.setattr(wire, "build_schedule", longer)

@@ -11,7 +11,7 @@ from megatron_hexi.cost import exchange
 from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
-from megatron_hexi.cost.overlap import BackwardClock, ForwardClock
+from megatron_hexi.cost.overlap import BackwardClock, ForwardClock, Part
 from megatron_hexi.cost.plan_arrays import plan_arrays
 from megatron_hexi.plan import backward_traffic, build_schedule, forward_traffic
 from tests.support.costs import TINY, tiny_job
@@ -19,13 +19,19 @@ from tests.support.plans import SPARSE, TORN, examples, plans
 
 
 def steps_of(arrays):
-    """The steps of all chunks: rectangles of each group, and messages (owner, user, KV heads, tokens)."""
+    """The parts of all steps: rectangles, heads, and messages (owner, user, KV heads, tokens)."""
     for chunk in exchange_chunks(arrays):
         for number in range(len(chunk.keys)):
-            at = chunk.step == number
+            at = chunk.part == number
             columns = (chunk.owner[at], chunk.user[at], chunk.kv[at], chunk.sent[at])
             messages = sorted(tuple(map(int, row)) for row in zip(*columns, strict=True))
-            yield chunk.queries[number], chunk.keys[number], messages
+            yield (
+                chunk.queries[number],
+                chunk.keys[number],
+                chunk.heads[number],
+                chunk.kv_heads[number],
+                messages,
+            )
 
 
 def check_against_schedules(plan):
@@ -34,14 +40,22 @@ def check_against_schedules(plan):
     for replica in plan.replicas:
         domain = replica.domain
         ranks = [member.rank for member in domain.members]
-        schedules = [build_schedule(plan.workload, domain, index) for index in range(len(ranks))]
-        for number, (queries, keys, messages) in enumerate(found):
+        schedules = [
+            build_schedule(plan.workload, domain, index, plan.exchange.parts) for index in range(len(ranks))
+        ]
+        for number, (queries, keys, heads, kv_heads, messages) in enumerate(found):
             expected = []
             for rank, schedule in zip(ranks, schedules, strict=True):
-                if number >= len(schedule.steps):
+                at = next(
+                    ((s, part) for s in schedule.steps for part in s.parts if part.number == number), None
+                )
+                if at is None:  # its part of the step would be empty
                     continue
-                step = schedule.steps[number]
-                expected += [(ranks[r.peer], rank, r.kv[1] - r.kv[0], r.keys) for r in step.receives]
+                step, part = at
+                expected += [(ranks[r.peer], rank, r.kv[1] - r.kv[0], r.keys) for r in part.receives]
+                assert heads[rank] == part.heads[1] - part.heads[0]
+                if part.receives:
+                    assert kv_heads[rank] == part.kv[1] - part.kv[0]
                 if schedule.own_heads:
                     group = arrays.group[rank]
                     blocks = [(int(q), int(k)) for q, k in zip(queries[group], keys[group], strict=True) if k]
@@ -50,7 +64,7 @@ def check_against_schedules(plan):
         for rank, schedule in zip(ranks, schedules, strict=True):
             first = schedule.spans_in_two[0] if schedule.steps else schedule.spans
             assert arrays.heads_first[rank] == sum(span.queries[1] - span.queries[0] for span in first)
-        assert max(len(schedule.steps) for schedule in schedules) <= len(found)
+        assert all(part.number < len(found) for s in schedules for step in s.steps for part in step.parts)
 
 
 @given(plans(most_replicas=3), st.sampled_from([1, 20, 2**17]))
@@ -89,7 +103,7 @@ def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch):
         np.add.at(sent[3], chunk.user, size)
     for replica in plan.replicas:
         for index, member in enumerate(replica.domain.members):
-            schedule = build_schedule(workload, replica.domain, index)
+            schedule = build_schedule(workload, replica.domain, index, plan.exchange.parts)
             there = forward_traffic(schedule, workload.head_dim, batch, 2)
             back = backward_traffic(schedule, workload.head_dim, batch, 2)
             assert list(sent[:, member.rank]) == [
@@ -108,10 +122,15 @@ def units(*values):
 BOTH = (np.array([0, 1]), np.array([1, 0]))
 
 
+def part(compute, there, home=(0, 0)):
+    return Part(units(*compute), *BOTH, units(*there), units(*home))
+
+
 def forward(window, begin, own, steps):
+    """Steps are lists of parts, or the one part of a step."""
     clock = ForwardClock(units(*begin), units(*own), window)
-    for compute, seconds in steps:
-        clock.step(units(*compute), *BOTH, units(*seconds))
+    for step in steps:
+        clock.step([part(*one) for one in step] if isinstance(step, list) else [part(*step)])
     return list(clock.end)
 
 
@@ -139,14 +158,24 @@ def test_a_late_unit_delays_its_users():
 
 def test_units_without_messages_do_not_wait():
     clock = ForwardClock(units(0, 0, 5), units(1, 1, 1), 1)
-    clock.step(units(1, 1, 1), *BOTH, units(10, 10))
+    clock.step([part([1, 1, 1], [10, 10])])
     assert list(clock.end) == [11, 11, 7]
+
+
+def test_of_a_step_in_parts_only_the_first_part_shows():
+    # One part of 10 s shows 6 of them: 10, then the block.
+    assert forward(1, [0, 0], [4, 4], [([8, 8], [10, 10])]) == [18, 18]
+    # Two parts arrive at 5 and 10: the first block runs from 5 to 9, the second from 10 to 14.
+    halves = [([4, 4], [5, 5])] * 2
+    assert forward(1, [0, 0], [4, 4], [halves]) == [14, 14]
+    # The step after it is posted when the first part starts, at 5, behind both parts on the wire: 10 to 20.
+    assert forward(1, [0, 0], [4, 4], [halves, ([8, 8], [10, 10])]) == [28, 28]
 
 
 def backward(window, own, steps, last=(0, 0)):
     clock = BackwardClock(units(0, 0), units(*own), units(*last), window)
-    for compute, seconds, home in steps:
-        clock.step(units(*compute), *BOTH, units(*seconds), units(*home))
+    for step in steps:
+        clock.step([part(*one) for one in step] if isinstance(step, list) else [part(*step)])
     clock.finish()
     return list(clock.end)
 
@@ -169,6 +198,15 @@ def test_the_last_gradients_hide_behind_the_rest_of_the_own_block():
     assert backward(1, [5, 5], [([10, 1], [4, 4], [4, 4])], last=[5, 5]) == [20, 19]
 
 
+def test_gradients_of_a_part_leave_when_its_block_is_done():
+    # Parts arrive at 2 and 4; blocks end at 10 and 15; gradients travel 10 to 14 and 15 to 19.
+    parts = [([5, 5], [2, 2], [4, 4])] * 2
+    assert backward(1, [5, 5], [parts]) == [19, 19]
+    assert backward(1, [5, 5], [parts], last=[5, 5]) == [20, 20]
+    # As one part they leave at 15 and take 8 s.
+    assert backward(1, [5, 5], [([10, 10], [4, 4], [8, 8])], last=[5, 5]) == [23, 23]
+
+
 def test_keys_and_gradients_share_the_wire():
     # No work to hide behind: two transfers there, two back, one after the other.
     assert backward(1, [0, 0], [([0, 0], [5, 5], [7, 7])] * 2) == [24, 24]
@@ -187,7 +225,8 @@ def test_slower_work_or_wires_never_end_earlier(window, rows, more):
         clock = BackwardClock(units(0, 0), units(1, 2), units(3, 1), window)
         for row in rows:
             work = units(*row[:2]) + extra_work
-            clock.step(work, *BOTH, units(*row[2:4]) + extra_wire, units(*row[4:]) + extra_wire)
+            there, home = units(*row[2:4]) + extra_wire, units(*row[4:]) + extra_wire
+            clock.step([Part(work, *BOTH, there, home)])
         clock.finish()
         return clock.end
 

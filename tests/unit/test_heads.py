@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.plan.heads import HeadSpan, head_spans, heads_first, kv_range, overlap, spans_in_two
+from megatron_hexi.plan.heads import (
+    HeadSpan,
+    head_parts,
+    head_spans,
+    heads_first,
+    kv_range,
+    overlap,
+    spans_in_two,
+)
+from megatron_hexi.plan.model import Domain, Group, Member, Replica, Stage
+from megatron_hexi.plan.parts import worthwhile_parts
 from tests.support.plans import examples
 
 RATIOS = st.integers(1, 9)
@@ -101,6 +111,40 @@ def test_the_spans_of_two_parts_are_those_of_the_whole(heads, ratio):
 def test_two_parts_by_hand(heads, ratio, first, last):
     expected = tuple(tuple(HeadSpan(*span) for span in part) for part in (first, last))
     assert spans_in_two(heads, ratio) == expected
+
+
+@given(head_ranges(), RATIOS, st.integers(1, 5))
+@examples(300)
+def test_parts_cover_the_heads_and_share_no_kv_head(heads, ratio, most):
+    parts = head_parts(heads, ratio, most)
+    assert [head for part in parts for head in range(*part)] == list(range(*heads))
+    read = [set(range(*kv_range(part, ratio))) for part in parts]
+    assert sum(map(len, read)) == len(set().union(*read)) == len(range(*kv_range(heads, ratio)))
+    assert len(parts) == max(1, min(most, sum(map(len, read))))
+    assert max(map(len, read)) - min(map(len, read)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "parts"),
+    [
+        # Tokens of each group and heads of its members; a full call has 33792 rows.
+        ([(33792, (4, 1)), (33792, (5,))], 4),
+        ([(33792, (2, 1)), (33792, (5,))], 2),
+        ([(33791, (2, 1)), (33792, (5,))], 1),
+        ([(100, (8,)), (100, (8,))], 1),
+        ([(0, (8,)), (100000, (8,)), (100000, (8,))], 4),  # a group without tokens computes nothing
+        ([(100000, (8, 8))], 1),  # nothing is exchanged
+    ],
+)
+def test_parts_leave_every_call_enough_to_do(groups, parts):
+    stop, built = 0, []
+    for tokens, heads in groups:
+        members: list[Member] = []
+        for number, count in enumerate(heads):
+            members.append(Member(len(members), tokens * (number == 0), (0, count)))
+        built.append(Group(((stop, stop + tokens),) if tokens else (), tuple(members)))
+        stop += tokens
+    assert worthwhile_parts([Replica((Stage(Domain(tuple(built))),))]) == parts
 
 
 @given(head_ranges(), head_ranges())

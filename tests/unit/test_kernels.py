@@ -133,7 +133,9 @@ def test_blocks_that_are_merged_are_one_attention_forward_and_backward(name, ext
     merger = Merger(*kernel.forward(rows, key[:, :, own], value[:, :, own], causal=True, scale=scale))
     for keys in earlier:
         merger.add(
-            (0, 12), *kernel.forward(rows, key[:, :, keys], value[:, :, keys], causal=False, scale=scale)
+            (0, rows.shape[1]),
+            (0, 12),
+            *kernel.forward(rows, key[:, :, keys], value[:, :, keys], causal=False, scale=scale),
         )
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     output, log_sum_exp = attention(*leaves, causal=True, scale=scale)
@@ -162,7 +164,11 @@ def test_a_block_on_some_rows_leaves_the_others_as_they_were():
     query, key, value, _ = inputs((2, 2, 8, 8, False), torch.float32)
     merger = Merger(*kernel.forward(query, key, value, causal=False, scale=1.0))
     before = merger.output.clone()
-    merger.add((3, 5), *kernel.forward(query[:, :, 3:5], key + 1, value + 1, causal=False, scale=1.0))
+    merger.add(
+        (0, query.shape[1]),
+        (3, 5),
+        *kernel.forward(query[:, :, 3:5], key + 1, value + 1, causal=False, scale=1.0),
+    )
     changed = (merger.output != before).any(dim=(0, 1, 3))
     assert changed.tolist() == [False, False, False, True, True, False, False, False]
 
@@ -226,7 +232,7 @@ def test_cuda_kernels_take_views_and_merged_blocks(name, dtype):
     mode = {"causal": False, "scale": 128**-0.5}
     halves = [(key[:, :, half], value[:, :, half]) for half in (slice(0, 57), slice(57, 130))]
     merger = Merger(*kernel.forward(query, *halves[0], **mode))
-    merger.add((0, 65), *kernel.forward(query, *halves[1], **mode))
+    merger.add((0, query.shape[1]), (0, 65), *kernel.forward(query, *halves[1], **mode))
     output = merger.output.to(dtype)
     parts = [kernel.backward(grad, query, *half, output, merger.log_sum_exp, **mode) for half in halves]
     grads = [

@@ -82,7 +82,7 @@ def check_traffic(plan, recompute):
     for part in plan.replicas:
         members = part.domain.members
         for index, member in enumerate(members):
-            schedule = build_schedule(plan.workload, part.domain, index)
+            schedule = build_schedule(plan.workload, part.domain, index, plan.exchange.parts)
             there = forward_traffic(schedule, plan.workload.head_dim, 1, 2)
             back = backward_traffic(schedule, plan.workload.head_dim, 1, 2)
             for number, lap in enumerate(found.laps):
@@ -95,7 +95,7 @@ def check_traffic(plan, recompute):
     assert inside.sum() == inside_in.sum()
     assert between.sum() == between_in.sum()
     for way, direction in enumerate((cost.layer.forward, cost.layer.backward)):
-        attention = work.own[way] + sum(step.blocks[way] for step in work.steps)
+        attention = work.own[way] + sum(part.blocks[way] for part in work.parts)
         assert attention == pytest.approx(direction.attention)
 
 

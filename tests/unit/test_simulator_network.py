@@ -172,8 +172,8 @@ def test_a_message_leaves_when_both_ends_are_there():
 
 def test_one_batch_at_a_time_on_a_wire():
     # Unit 0 posts a message to 1 and, behind it, one to 2, over different links.
-    first = [Batch(unit, 0, "exchange", "keys", 1, [0], 1) for unit in (0, 1)]
-    second = [Batch(unit, 0, "exchange", "keys", 2, [1], 1) for unit in (0, 2)]
+    first = [Batch(unit, 0, "exchange", "keys", 1, 0, [0], 1) for unit in (0, 1)]
+    second = [Batch(unit, 0, "exchange", "keys", 2, 0, [1], 1) for unit in (0, 2)]
     programs = [
         [Post(first[0]), Post(second[0]), Wait(first[0]), Wait(second[0])],
         [Compute("token", "late", 2.0), Post(first[1]), Wait(first[1])],
@@ -187,7 +187,7 @@ def test_one_batch_at_a_time_on_a_wire():
 
 
 def test_sums_inside_a_unit_take_their_time():
-    batch = [Batch(unit, 0, "exchange", "keys", 1, [0], 1) for unit in (0, 1)]
+    batch = [Batch(unit, 0, "exchange", "keys", 1, 0, [0], 1) for unit in (0, 1)]
     programs = [
         [Compute("token", "work", 1.0), Sum(2.0), Post(batch[0]), Wait(batch[0])],
         [Compute("token", "work", 2.0), Post(batch[1])],
@@ -200,7 +200,7 @@ def test_sums_inside_a_unit_take_their_time():
 
 
 def test_who_waits_for_ever_is_a_fault_of_ours():
-    batch = [Batch(unit, 0, "exchange", "keys", 1, [0], 1) for unit in (0, 1)]
+    batch = [Batch(unit, 0, "exchange", "keys", 1, 0, [0], 1) for unit in (0, 1)]
     with pytest.raises(AssertionError, match=r"units \[0\] wait for ever"):
         carry_out([[Post(batch[0]), Wait(batch[0])], []], [10], [(0, 1, 10, [0])], [tuple(batch)])
 

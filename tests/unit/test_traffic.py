@@ -26,7 +26,9 @@ def test_bytes_between_members_are_the_heads_that_move_for_each_token(plan):
     domain = plan.replicas[0].domain
     for group in domain.groups:
         for member in group.members:
-            schedule = build_schedule(plan.workload, domain, domain.members.index(member))
+            schedule = build_schedule(
+                plan.workload, domain, domain.members.index(member), plan.exchange.parts
+            )
             heads, kv = len(range(*member.heads)), len(held_kv(member, ratio))
             others = elsewhere(group, member.rank)
             query_out = sum(member.tokens * len(range(*other.heads)) for other in others)
@@ -46,9 +48,15 @@ def test_bytes_between_members_are_the_heads_that_move_for_each_token(plan):
 def test_what_is_sent_between_groups_is_what_the_users_hold_for_it(plan):
     """Over all ranks: forward the keys and values that users receive; backward their gradients too."""
     domain = plan.replicas[0].domain
-    schedules = [build_schedule(plan.workload, domain, index) for index in range(len(domain.members))]
+    schedules = [
+        build_schedule(plan.workload, domain, index, plan.exchange.parts)
+        for index in range(len(domain.members))
+    ]
     received = sum(
-        2 * len(range(*schedule.own_kv)) * step.keys for schedule in schedules for step in schedule.steps
+        2 * len(range(*part.kv)) * part.keys
+        for schedule in schedules
+        for step in schedule.steps
+        for part in step.parts
     )
     forward = [forward_traffic(schedule, **SIZES) for schedule in schedules]
     backward = [backward_traffic(schedule, **SIZES) for schedule in schedules]
@@ -60,7 +68,7 @@ def test_what_is_sent_between_groups_is_what_the_users_hold_for_it(plan):
 @given(plans(), st.integers(1, 4), st.sampled_from([2, 4, 8]))
 @examples(50)
 def test_bytes_grow_with_batch_head_size_and_element(plan, batch, element_bytes):
-    schedule = build_schedule(plan.workload, plan.replicas[0].domain, 0)
+    schedule = build_schedule(plan.workload, plan.replicas[0].domain, 0, plan.exchange.parts)
     one = forward_traffic(schedule, 1, 1, 1)
     many = forward_traffic(schedule, 5, batch, element_bytes)
     factor = 5 * batch * element_bytes
@@ -74,7 +82,7 @@ def test_by_hand():
     # Rank 0: 9 of 14 tokens, 2 of 6 heads, KV head 0 of 2. Members 1 and 2 hold 4 query heads, and KV heads
     # 0, 1 and 1: 9 x (4 + 2 x 3) out; 2 heads of 5 tokens back. Group 1 sees its front half, 5 tokens, of
     # which the rank's KV head is asked for by rank 4 only.
-    schedule = build_schedule(TORN.workload, domain, 0)
+    schedule = build_schedule(TORN.workload, domain, 0, 1)
     assert forward_traffic(schedule, 1, 1, 1) == Traffic(2, 9 * 10 + 2 * 5, 1, 2 * 1 * 5)
     # The gradient of rank 4's 15 keys goes back to it beside that.
     assert backward_traffic(schedule, 1, 1, 1) == Traffic(2, 9 * 4 + (2 + 2) * 5, 2, 2 * 5 + 2 * 15)

@@ -1,0 +1,32 @@
+"""In how many parts the keys of the first exchange step should travel.
+
+More parts hide more of the first keys, but each part is a kernel call of its own over fewer heads, and a
+call that leaves most of a GPU idle costs more than it hides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_hexi.plan.model import Replica
+
+#: More parts hide hardly more: of four, three hide behind the one before.
+MOST_PARTS = 4
+#: Queries times heads of a call that keeps a GPU busy: two rounds of 128-row tiles on the 132 multiprocessors
+#: of an H100 (FlashAttention-3, arXiv 2407.08608, gives each a tile of 128 queries of one head).
+BUSY_ROWS = 2 * 132 * 128
+
+
+def worthwhile_parts(replicas: Sequence[Replica]) -> int:
+    """So many that the busiest unit of every group still has enough to do in each.
+
+    The others of its group have less work and wait for it anyway.
+    """
+    rows = [
+        group.tokens * max(member.heads[1] - member.heads[0] for member in group.members)
+        for replica in replicas
+        if len(replica.domain.groups) > 1
+        for group in replica.domain.groups
+        if group.tokens
+    ]
+    return max(1, min([MOST_PARTS, *(rows_of_group // BUSY_ROWS for rows_of_group in rows)])) if rows else 1
