@@ -91,7 +91,7 @@ class _Recorder:
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],
         group: Any,
-    ) -> None:
+    ) -> mock.Mock:
         assert sum(received_sizes) == received.numel()
         assert sum(sent_sizes) == sent.numel()
         kind = ("all-to-all", self.calls)
@@ -100,6 +100,7 @@ class _Recorder:
             if peer != self.rank:
                 self.sent[kind, self.rank, peer] += leaves * sent.element_size()
                 self.received[kind, peer, self.rank] += arrives * received.element_size()
+        return mock.Mock(spec=["wait"])
 
     def post(self, receives: Sequence[Message], sends: Sequence[Message], group: Any, tag: int) -> mock.Mock:
         kind = (self.way, tag)
@@ -173,9 +174,9 @@ def counted_bytes(arrays: PlanArrays, job: Job) -> dict[tuple[str, int], Bytes]:
                 counted.setdefault((side, rank), Counter())[kind, sender, receiver] += int(size)
 
     holder, taker = arrays.all_to_all_pairs
-    for number, sizes in enumerate(all_to_all_bytes(arrays, job)):
-        senders, receivers = (holder, taker) if number % 2 == 0 else (taker, holder)
-        count(("all-to-all", number), senders, receivers, sizes)
+    for number, move in enumerate(all_to_all_bytes(arrays, job)):
+        senders, receivers = (holder, taker) if move.inward else (taker, holder)
+        count(("all-to-all", number), senders, receivers, move.size)
     first = 0
     for chunk in exchange_chunks(arrays):
         sizes = message_bytes(job, chunk)

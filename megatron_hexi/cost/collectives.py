@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -12,33 +13,71 @@ from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.plan_arrays import PlanArrays
 
 
-@dataclass(frozen=True, eq=False)
-class AllToAlls:
-    """The four all-to-alls of a layer, seconds of each unit's longest message, [U]."""
+class AllToAll(NamedTuple):
+    """One of the all-to-alls of a layer, in the order in which the runtime starts them.
 
-    forward_in: Floats
-    forward_out: Floats
-    backward_in: Floats
-    backward_out: Floats
+    Args:
+        way: ``forward`` or ``backward``.
+        inward: to the heads' layout; else back.
+        half: 0, or 1 for the second half of the heads.
+        size: bytes of each pair of `PlanArrays.all_to_all_pairs` (holder i of tokens, taker j of heads);
+            inward they go from i to j, else from j to i.
+    """
+
+    way: Literal["forward", "backward"]
+    inward: bool
+    half: int
+    size: Floats
 
 
-def all_to_all_bytes(plan: PlanArrays, job: Job) -> tuple[Floats, Floats, Floats, Floats]:
-    """Bytes of each pair of `PlanArrays.all_to_all_pairs` (holder i of tokens, taker j of heads).
+def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
+    """All of a layer.
 
-    forward in:   i to j, T_i (h_j + 2 k_j) B D e    query, key and value
-    forward out:  j to i, T_i h_j B D e              output
-    backward in:  i to j, T_i h_j B D e              its gradient
-    backward out: j to i, T_i (h_j + 2 k_j) B D e    three gradients
+    forward in:    T_i (h_j + 2 k_j) B D e    query, key and value
+    forward out:   T_i h_j B D e              output
+    backward in:   T_i h_j B D e              its gradient
+    backward out:  T_i (h_j + 2 k_j) B D e    three gradients
+
+    In halves, query heads travel in two; keys and values with the first, their gradients with the last.
     """
     holder, taker = plan.all_to_all_pairs
     element = job.micro_batch_size * job.model.head_dim * job.element_bytes
-    tokens, heads = plan.tokens[holder].astype(float) * element, plan.heads[taker]
-    one: Floats = tokens * heads
-    three: Floats = tokens * (heads + 2 * plan.kv[taker])
-    return three, one, one, three
+    tokens = plan.tokens[holder].astype(float) * element
+    keys = tokens * 2 * plan.kv[taker]
+    first = plan.heads_first if plan.in_halves else plan.heads
+    halves = [tokens * first[taker]] + [tokens * (plan.heads - first)[taker]] * plan.in_halves
+    last = len(halves) - 1
+    ways: list[tuple[Literal["forward", "backward"], bool]]
+    ways = [("forward", True), ("forward", False), ("backward", True), ("backward", False)]
+    found = []
+    for way, inward in ways:
+        with_keys = {("forward", True): 0, ("backward", False): last}.get((way, inward))
+        for half, queries in enumerate(halves):
+            found.append(AllToAll(way, inward, half, queries + keys if half == with_keys else queries))
+    return found
 
 
-def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> AllToAlls:
+@dataclass(frozen=True, eq=False)
+class Halves:
+    """Seconds of each unit's longest message in the halves of an all-to-all, [U].
+
+    Args:
+        shown: of the half that is waited for: on the way in the first, on the way out the last.
+        hidden: of the other, which travels while a half is computed; 0 where nothing is cut.
+    """
+
+    shown: Floats
+    hidden: Floats
+
+    @property
+    def both(self) -> Floats:
+        """Of both, one after the other."""
+        return self.shown + self.hidden
+
+
+def all_to_alls(
+    plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints
+) -> tuple[list[Halves], list[Halves]]:
     """All groups of all replicas at once.
 
     Args:
@@ -46,19 +85,23 @@ def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> All
         job: the job.
         links: the cluster's.
         gpus: the first GPU of each unit, [U].
+
+    Returns:
+        On the way in and on the way out, each of the forward and the backward pass.
     """
     holder, taker = plan.all_to_all_pairs
-    three, one, _, _ = all_to_all_bytes(plan, job)
-    there, back = (holder, taker), (taker, holder)
-
-    def seconds(ends: tuple[Ints, Ints], size: Floats) -> Floats:
-        message = links.message_seconds(gpus[ends[0]], gpus[ends[1]], size, width=job.tensor_parallel)
+    nothing = np.zeros(len(plan.tokens))
+    found = {True: [Halves(nothing, nothing)] * 2, False: [Halves(nothing, nothing)] * 2}
+    for move in all_to_all_bytes(plan, job):
+        src, dst = (holder, taker) if move.inward else (taker, holder)
+        message = links.message_seconds(gpus[src], gpus[dst], move.size, width=job.tensor_parallel)
         longest = np.zeros(len(plan.tokens))
-        np.maximum.at(longest, ends[0], message)
-        np.maximum.at(longest, ends[1], message)
-        return longest
-
-    return AllToAlls(seconds(there, three), seconds(back, one), seconds(there, one), seconds(back, three))
+        np.maximum.at(longest, src, message)
+        np.maximum.at(longest, dst, message)
+        ways, number = found[move.inward], int(move.way == "backward")
+        is_shown = not plan.in_halves or move.half == (0 if move.inward else 1)
+        ways[number] = replace(ways[number], **{"shown" if is_shown else "hidden": longest})
+    return found[True], found[False]
 
 
 def tensor_parallel_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: Floats) -> Floats:

@@ -2,7 +2,9 @@
 
 A layer is a cycle: token work (projection and MLP of one layer, norm and QKV of the next), all-to-all in,
 own block and exchange, all-to-all out. Assumed:
-- members of a group wait for each other at both all-to-alls;
+- members of a group wait for each other at both all-to-alls; where these travel in halves, the second half's
+  way in hides behind the own block of the first, the first half's way out behind the rest of the last step
+  (backward: of the own block);
 - groups enter the exchange when their own members are ready, and wait for each other inside it as far as
   keys and values make them (`overlap`);
 - the groups of a replica wait for each other once a layer, after the all-to-all out.
@@ -41,11 +43,11 @@ class Pass:
     Args:
         token: its own token work.
         tensor_parallel: sums inside the unit.
-        all_to_all_in: its group's, before attention.
+        all_to_all_in: its group's, before attention: what shows of it.
         begin: when its group enters attention.
         attention: its own attention work.
         end: when it is done with the exchange.
-        all_to_all_out: its group's, after attention.
+        all_to_all_out: its group's, after attention: what shows of it.
         finish: when its group is done with the layer.
         wire: when nothing else can use the network: the longest messages of all steps, one number.
     """
@@ -121,16 +123,25 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
     rows = job.micro_batch_size * plan.tokens.astype(float)
     token, own = _unit_times(plan, job, stage, rows)
     sums = 2 * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
-    moves = all_to_alls(plan, job, links, stage.gpus)
-    enter = [by_group(plan, moves.forward_in), by_group(plan, moves.backward_in)]
-    leave = [by_group(plan, moves.forward_out), by_group(plan, moves.backward_out)]
+    inward, outward = all_to_alls(plan, job, links, stage.gpus)
+    share = plan.heads_first / np.maximum(plan.heads, 1)
+    # What of the second half's way in does not hide behind the own block of the first half.
+    late = [
+        np.maximum(by_group(plan, halves.hidden) - seconds * share, 0.0)
+        for halves, seconds in zip(inward, own, strict=True)
+    ]
+    enter = [by_group(plan, halves.shown) + rest for halves, rest in zip(inward, late, strict=True)]
     begin = [by_group(plan, part + sums) + way_in for part, way_in in zip(token, enter, strict=True)]
-    forward = ForwardClock(begin[0], own.forward, window)
-    first = own.backward * (plan.heads_first / np.maximum(plan.heads, 1))
-    backward = BackwardClock(begin[1], first, own.backward - first, window)
-    again = ForwardClock(enter[0], own.forward, window) if job.recompute == "selective" else None
+    posted = [start - rest for start, rest in zip(begin, late, strict=True)]
+    forward = ForwardClock(posted[0], begin[0], own.forward, window)
+    first = own.backward * share
+    backward = BackwardClock(posted[1], begin[1], first, own.backward - first, window)
+    is_again = job.recompute == "selective"
+    again = ForwardClock(enter[0] - late[0], enter[0], own.forward, window) if is_again else None
     attention = [own.forward.copy(), own.backward.copy()]
     received, sent, wire = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(2)
+    #: Each unit's work of its last step, or its own block where it has none.
+    last_step, steps, distance = own.forward.copy(), plan.groups_beside[plan.group] - 1, 0
     for chunk in exchange_chunks(plan):
         work = _chunk_times(plan, job, stage, chunk)
         there, home = _message_seconds(job, stage, links, chunk)
@@ -147,6 +158,10 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
             )
             forward.step(out)
             backward.step(back)
+            distance += 1
+            if plan.in_halves and (steps == distance).any():
+                whole = sum((part.compute for part in out), start=np.zeros(len(rows)))
+                last_step = np.where(steps == distance, whole, last_step)
             if again is not None:
                 again.step(out)
             for part in out:
@@ -156,9 +171,15 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
         attention[1] += work.backward.sum(axis=0)
         received = np.maximum(received, chunk.received.max(axis=0)[plan.group] * plan.kv)
         sent = np.maximum(sent, _most_sent(chunk, len(rows)))
+    steps_done = backward.end
     backward.finish()
+    # The first half leaves before the rest of the last step (of the own block) is computed.
+    rest = last_step * (1 - share)
 
     def assemble(way: int, clock: ForwardClock | BackwardClock, whole: bool = True) -> Pass:
+        end, halves = by_group(plan, clock.end), outward[way]
+        first = by_group(plan, (clock.end - rest if way == 0 else steps_done)) + by_group(plan, halves.hidden)
+        leave = np.maximum(first - end, 0.0) + by_group(plan, halves.shown)
         return Pass(
             token=token[way] if whole else np.zeros(len(rows)),
             tensor_parallel=sums if whole else np.zeros(len(rows)),
@@ -166,9 +187,9 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
             begin=begin[way] if whole else enter[way],
             attention=attention[way],
             end=clock.end,
-            all_to_all_out=leave[way],
-            finish=by_group(plan, clock.end) + leave[way],
-            wire=float(wire[way] + enter[way].max() + leave[way].max()),
+            all_to_all_out=leave,
+            finish=end + leave,
+            wire=float(wire[way] + inward[way].both.max() + halves.both.max()),
         )
 
     return Layer(

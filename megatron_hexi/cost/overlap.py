@@ -62,14 +62,15 @@ class ForwardClock:
     """The forward pass of the exchange.
 
     Args:
-        begin: when each unit enters its attention, s, [U].
-        own_block: seconds of its own group's block, [U].
+        posted: when each unit has its own keys, and posts them, s, [U].
+        begin: from when on it computes its own group's block without a break, s, [U].
+        own_block: seconds of that block, [U].
         window: steps under way ahead of the one in use.
     """
 
-    def __init__(self, begin: Floats, own_block: Floats, window: int) -> None:
+    def __init__(self, posted: Floats, begin: Floats, own_block: Floats, window: int) -> None:
         self._wire = _Wire(len(begin))
-        self._starts = deque([begin] * window, maxlen=window)
+        self._starts = deque([posted] * window, maxlen=window)
         self.end = begin + own_block
 
     def step(self, parts: Sequence[Part]) -> None:
@@ -85,16 +86,17 @@ class BackwardClock:
     """The backward pass: keys and values as in the forward pass, and their gradients on the way back.
 
     Args:
-        begin: when each unit enters its attention, s, [U].
+        posted: when each unit has its own keys, and posts them, s, [U].
+        begin: from when on it computes its own group's block without a break, s, [U].
         first: seconds of the part of its own group's block that comes before the steps, [U].
         last: of the part that comes after them, [U].
         window: steps under way ahead of the one in use.
     """
 
-    def __init__(self, begin: Floats, first: Floats, last: Floats, window: int) -> None:
+    def __init__(self, posted: Floats, begin: Floats, first: Floats, last: Floats, window: int) -> None:
         self._wire = _Wire(len(begin))
         self._last = last
-        self._starts = deque([begin] * window, maxlen=window)
+        self._starts = deque([posted] * window, maxlen=window)
         self._window = window
         self._returns: deque[list[tuple[Floats, Ints, Ints, Floats]]] = deque()
         self._home = np.zeros(len(begin))

@@ -28,7 +28,8 @@ class PlanArrays:
         tokens: T of each unit.
         heads: query heads (of one tensor-parallel rank) of each unit.
         heads_first: those of them whose own block the backward pass computes before the exchange; all of
-            them where there is no exchange.
+            them where there is no exchange and no half.
+        in_halves: whether the all-to-alls travel in two, these heads first.
         kv: KV heads that these read.
         part_heads: query heads of each unit in each part of the first exchange step, [F, U].
         part_kv: KV heads that these read, [F, U].
@@ -50,6 +51,7 @@ class PlanArrays:
     tokens: Ints
     heads: Ints
     heads_first: Ints
+    in_halves: bool
     kv: Ints
     part_heads: Ints
     part_kv: Ints
@@ -115,6 +117,8 @@ def plan_arrays(plan: Plan) -> PlanArrays:
                 part_heads[part, member.rank] = some[1] - some[0]
                 part_kv[part, member.rank] = read[1] - read[0]
             group_of[member.rank] = number
+    in_halves = parts > 1
+    several = np.array([len(group.members) > 1 and group.tokens > 0 for group in groups])
     classes: dict[tuple[Range, ...], int] = {}
     head_class = [classes.setdefault(tuple(m.heads for m in group.members), len(classes)) for group in groups]
     starts, stops = _segments(groups)
@@ -122,7 +126,8 @@ def plan_arrays(plan: Plan) -> PlanArrays:
         causal=plan.workload.causal,
         tokens=tokens,
         heads=heads,
-        heads_first=np.where(beside[group_of] > 1, first, heads),
+        heads_first=np.where((beside[group_of] > 1) | (in_halves & several[group_of]), first, heads),
+        in_halves=in_halves,
         kv=kv,
         part_heads=part_heads,
         part_kv=part_kv,

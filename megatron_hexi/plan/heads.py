@@ -57,11 +57,12 @@ def heads_first(heads: Range, ratio: int) -> int:
     """How many of its query heads come first where a member's work is cut in two.
 
     The cut runs between two KV heads, as near to the middle of the query heads as it can (of two as near,
-    the earlier), so that no KV head is read twice. A member with one KV head does not cut: all come first.
+    the earlier), so that no KV head is read twice. With one KV head it runs through the middle of it, the
+    first part the larger.
     """
     start, stop = heads
     cuts = range((start // ratio + 1) * ratio, stop, ratio)
-    return min(cuts, key=lambda cut: abs(2 * cut - start - stop), default=stop) - start
+    return min(cuts, key=lambda cut: abs(2 * cut - start - stop), default=(start + stop + 1) // 2) - start
 
 
 def spans_in_two(heads: Range, ratio: int) -> tuple[tuple[HeadSpan, ...], tuple[HeadSpan, ...]]:

@@ -97,7 +97,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """An A2A group: its tokens, ascending, are cut into consecutive shards in member order."""
+    """An A2A group: its tokens, ascending, are cut into consecutive shards in member order.
+
+    Args:
+        segments: positions of the sequence that it holds, ascending; the groups of a domain partition them.
+        members: its ranks; their shards add up to its tokens, and their head ranges partition the heads.
+        name: for people; may be empty.
+    """
 
     name: str = field(default="", kw_only=True)
     segments: tuple[Range, ...]
@@ -113,7 +119,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Domain:
-    """The ranks that share one sequence."""
+    """The ranks that share one sequence.
+
+    Args:
+        groups: its A2A groups. Keys and values travel between them, round in this order.
+    """
 
     groups: tuple[Group, ...]
 
@@ -127,7 +137,12 @@ class Domain:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage. Until uneven pipelines are carried out, a replica has one, for all its layers."""
+    """A pipeline stage. Until uneven pipelines are carried out, a replica has one, for all its layers.
+
+    Args:
+        domain: its ranks and what they hold.
+        layers: transformer layers of the stage; ``None``: all of the model's.
+    """
 
     domain: Domain
     layers: Positive | None = None
@@ -161,8 +176,9 @@ class Exchange:
 
     Args:
         window: KV blocks in flight ahead of the one in use.
-        parts: in how many parts, by KV heads, the blocks of the first step travel at most. Before the first
-            part there is only the own group's block to hide it; the others hide behind it.
+        parts: in how many parts, by KV heads, the blocks of the first step travel at most: before the first
+            part there is only the own group's block to hide it; the others hide behind it. With more than
+            one, the all-to-alls of queries and outputs travel in two, each half behind the other's work.
     """
 
     window: Positive = 1
@@ -173,7 +189,16 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the planner expects. Read by people and reports, never by the runtime."""
+    """What the planner expects. Read by people and reports, never by the runtime.
+
+    Args:
+        iteration_s: seconds of an iteration.
+        tokens_per_s: tokens of an iteration over these seconds.
+        lower_bound_s: no plan takes less, under the cost model.
+        gap: how much longer than that this plan takes, as a part of it (0.01: 1 %).
+        memory_gib: at the peak, GiB on the GPU of each rank.
+        against: tokens/s predicted for other layouts, by name.
+    """
 
     iteration_s: Real | None = None
     tokens_per_s: Real | None = None
@@ -187,7 +212,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the plan comes from."""
+    """Where the plan comes from. For people, but commands take `model` where they are not given one.
+
+    Args:
+        planner: the program that made it, with its version.
+        solver: likewise, what solved it.
+        seed: of the solver.
+        cluster: name of the cluster that it is for.
+        cluster_digest: SHA-256 (hex) of that cluster.
+        model: the model that it is for, as ``--model`` takes it.
+        created: when.
+    """
 
     planner: str | None = None
     solver: str | None = None

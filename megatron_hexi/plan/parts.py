@@ -1,4 +1,4 @@
-"""In how many parts the keys of the first exchange step should travel.
+"""In how many parts the keys of the first exchange step should travel, and whether all-to-alls in two.
 
 More parts hide more of the first keys, but each part is a kernel call of its own over fewer heads, and a
 call that leaves most of a GPU idle costs more than it hides.
@@ -25,8 +25,7 @@ def worthwhile_parts(replicas: Sequence[Replica]) -> int:
     rows = [
         group.tokens * max(member.heads[1] - member.heads[0] for member in group.members)
         for replica in replicas
-        if len(replica.domain.groups) > 1
         for group in replica.domain.groups
-        if group.tokens
+        if group.tokens and (len(replica.domain.groups) > 1 or len(group.members) > 1)
     ]
     return max(1, min([MOST_PARTS, *(rows_of_group // BUSY_ROWS for rows_of_group in rows)])) if rows else 1

@@ -12,10 +12,19 @@ computed while the next ones are still under way.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_hexi.plan.heads import HeadSpan, head_parts, head_spans, kv_range, overlap, spans_in_two
+from megatron_hexi.plan.heads import (
+    HeadSpan,
+    head_parts,
+    head_spans,
+    heads_first,
+    kv_range,
+    overlap,
+    spans_in_two,
+)
 from megatron_hexi.plan.layout import merge_segments, shard_segments, tokens_before
 from megatron_hexi.plan.model import Domain, Group, Range, Workload
 
@@ -56,6 +65,9 @@ class Part:
         number: its place among the parts of all steps; the same on every rank.
         heads: the rank's own query heads that it is about, counted from its first.
         spans: these heads beside the KV heads they read, both counted from the part's first.
+        pieces: the same heads as the forward pass computes them: in the last step in two pieces where the
+            half whose outputs leave first ends within the part. Each has its heads, counted as `heads`, and
+            its spans, counted as `spans`.
         receives: what the rank is sent; together the KV heads that these heads use, in order.
         sends: what it sends to others.
     """
@@ -63,6 +75,7 @@ class Part:
     number: int
     heads: Range
     spans: tuple[HeadSpan, ...]
+    pieces: tuple[tuple[Range, tuple[HeadSpan, ...]], ...]
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
 
@@ -112,6 +125,7 @@ class Schedule:
         shards: tokens of each member of its group.
         heads: query heads of each member of its group.
         kv: KV heads of each member of its group.
+        halves: query heads of each member that travel together in the all-to-alls: all of them, or in two.
         spans: its own query heads beside the KV heads they read, for the kernels.
         spans_in_two: the same heads in two parts, as the backward pass takes the block of its own group.
         causal: whether the block of its own group is causal (the others never need a mask).
@@ -125,6 +139,7 @@ class Schedule:
     shards: tuple[int, ...]
     heads: tuple[Range, ...]
     kv: tuple[Range, ...]
+    halves: tuple[tuple[Range, ...], ...]
     spans: tuple[HeadSpan, ...]
     spans_in_two: tuple[tuple[HeadSpan, ...], tuple[HeadSpan, ...]]
     causal: bool
@@ -159,7 +174,8 @@ def build_schedule(workload: Workload, domain: Domain, index: int, parts: int) -
         workload: of the plan.
         domain: of the plan.
         index: the rank, as an index into the domain's ranks.
-        parts: in how many parts the first step of the exchange travels at most.
+        parts: in how many parts the first step of the exchange travels at most; more than one also cuts the
+            all-to-alls in two.
     """
     ratio = workload.queries_per_kv
     members = domain.members
@@ -170,6 +186,8 @@ def build_schedule(workload: Workload, domain: Domain, index: int, parts: int) -
     position = next(i for i, member in enumerate(group.members) if member.rank == rank)
     heads = group.members[position].heads
     others = len(domain.groups)
+    halves = _halves(group, ratio, parts)
+    middle = halves[0][position][1]
     steps = []
     for distance in range(1, others):
         source = domain.groups[(number - distance) % others]
@@ -188,11 +206,17 @@ def build_schedule(workload: Workload, domain: Domain, index: int, parts: int) -
                 if transfer.peer == index
             ]
             mine = own[place] if place < len(own) else (heads[1], heads[1])
+            is_cut = distance == others - 1 and mine[0] < middle < mine[1]
+            cuts = [mine[0], middle, mine[1]] if is_cut else mine
             step.append(
                 Part(
                     number=place if distance == 1 else parts + distance - 2,
                     heads=(mine[0] - heads[0], mine[1] - heads[0]),
                     spans=head_spans(mine, ratio),
+                    pieces=tuple(
+                        ((low - heads[0], high - heads[0]), head_spans((low, high), ratio, origin=mine[0]))
+                        for low, high in itertools.pairwise(cuts)
+                    ),
                     receives=_incoming(mine, group, source, indices, workload),
                     sends=tuple(sends),
                 )
@@ -206,10 +230,23 @@ def build_schedule(workload: Workload, domain: Domain, index: int, parts: int) -
         shards=tuple(member.tokens for member in group.members),
         heads=tuple(member.heads for member in group.members),
         kv=tuple(kv_range(member.heads, ratio) for member in group.members),
+        halves=halves,
         spans=head_spans(heads, ratio),
         spans_in_two=spans_in_two(heads, ratio),
         causal=workload.causal,
         steps=tuple(steps),
+    )
+
+
+def _halves(group: Group, ratio: int, parts: int) -> tuple[tuple[Range, ...], ...]:
+    """Which query heads of each member travel in each all-to-all."""
+    whole = tuple(member.heads for member in group.members)
+    if parts == 1 or len(whole) == 1 or not group.tokens:
+        return (whole,)
+    middles = [start + heads_first((start, stop), ratio) for start, stop in whole]
+    return (
+        tuple((heads[0], middle) for heads, middle in zip(whole, middles, strict=True)),
+        tuple((middle, heads[1]) for heads, middle in zip(whole, middles, strict=True)),
     )
 
 

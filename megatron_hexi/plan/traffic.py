@@ -26,7 +26,10 @@ class Traffic:
 
 
 def forward_traffic(schedule: Schedule, head_dim: int, batch: int, element_bytes: int) -> Traffic:
-    """Query, key and value to the heads' layout; keys and values to their users; the output back."""
+    """Query, key and value to the heads' layout; keys and values to their users; the output back.
+
+    Halves of queries and of outputs are all-to-alls of their own.
+    """
     element = head_dim * batch * element_bytes
     inward = sum(
         schedule.tokens * (_size(heads) + 2 * _size(kv))
@@ -36,7 +39,7 @@ def forward_traffic(schedule: Schedule, head_dim: int, batch: int, element_bytes
     outward = schedule.own_heads * (schedule.group_tokens - schedule.tokens)
     sends = [send for step in schedule.steps for send in step.sends]
     return Traffic(
-        all_to_alls=2 if exchanges_heads(schedule) else 0,
+        all_to_alls=2 * len(schedule.halves) if exchanges_heads(schedule) else 0,
         all_to_all_bytes=(inward + outward) * element,
         messages=len(sends),
         message_bytes=sum(2 * _size(send.kv) * send.keys for send in sends) * element,
@@ -54,7 +57,7 @@ def backward_traffic(schedule: Schedule, head_dim: int, batch: int, element_byte
     sends = [send for step in schedule.steps for send in step.sends]
     returns = [receive for step in schedule.steps for receive in step.receives]
     return Traffic(
-        all_to_alls=2 if exchanges_heads(schedule) else 0,
+        all_to_alls=2 * len(schedule.halves) if exchanges_heads(schedule) else 0,
         all_to_all_bytes=(inward + outward) * element,
         messages=len(sends) + len(returns),
         message_bytes=sum(2 * _size(part.kv) * part.keys for part in sends + returns) * element,

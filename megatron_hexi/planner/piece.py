@@ -64,8 +64,9 @@ class Pieces:
         self._size = size
         self._whole = job.seq_length * self.share
         self._memory_cap = self._find_memory_cap()
-        columns = 2 * (self._all_heads + self._all_kv)
-        #: Of a token's queries, keys, values and outputs, over all passes and all heads.
+        # Queries and outputs travel in halves at best, one of which is hidden on each way.
+        columns = self._all_heads + 2 * self._all_kv
+        #: Of a token's queries, keys, values and outputs: what shows, over all passes and all heads.
         self._token_bytes = (self._again + 1) * columns * self._element
         self._move_seconds = self._token_bytes / links.outside if links.outside else 0.0
 
@@ -190,7 +191,8 @@ class Pieces:
     def _all_to_all_seconds(self, tokens: Floats) -> Floats:
         """What is not of a unit's own heads leaves it; what is not of its site's, leaves the site.
 
-        Query, key and value in, output back, and the same again in the backward pass: 2 H + 2 K a pass.
+        Query, key and value in, output back, and the same again in the backward pass: 2 H + 2 K a pass, of
+        which H can hide: half of the queries on the way in, the other half of the outputs on the way back.
         """
         links, passes = self._links, self._again + 1
         volume = self._token_bytes * tokens

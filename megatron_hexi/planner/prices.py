@@ -56,7 +56,9 @@ def token_prices(fleet: Fleet) -> Prices:
             links = best_links(fleet, number, True, stage)
             hold = token_seconds(speeds, job) / job.tensor_parallel
             attend = attention_seconds(speeds, job, causal=True) / job.tensor_parallel
-            move, sums = _moved_bytes(job) / links.outside, _sums_s(job, links.inside)
+            # What shows at least, and what moves at most.
+            move, whole = (size / links.outside for size in _moved_bytes(job))
+            sums = _sums_s(job, links.inside)
             # A shard of the usual size runs its matrices slower than a large one.
             sizes = job.micro_batch_size * np.array([max(1.0, job.seq_length / len(fleet.units)), 2.0**20])
             usual, best = token_times(speeds, job, sizes).forward / sizes
@@ -64,7 +66,7 @@ def token_prices(fleet: Fleet) -> Prices:
             bounds = slow / (attend + move), (hold + sums) / (_SLOWER * attend)
             least[unit.kind] = max(least.get(unit.kind, 0.0), bounds[0])
             most[unit.kind] = min(most.get(unit.kind, bounds[1]), bounds[1])
-            reach[unit.kind] = max(reach.get(unit.kind, 0.0), 1 + (slow + move) / attend)
+            reach[unit.kind] = max(reach.get(unit.kind, 0.0), 1 + (slow + whole) / attend)
     low, high = _part(max(least.values())), _part(min(most.values()))
     if low <= high:
         return Prices(tuple(low + place * (high - low) for place in _BETWEEN), {})
@@ -72,12 +74,13 @@ def token_prices(fleet: Fleet) -> Prices:
     return Prices((high,), {kind: (part - high) * reach[kind] for kind, part in parts.items() if part > high})
 
 
-def _moved_bytes(job: Job) -> float:
-    """Queries, keys, values and outputs of one token, all layers and passes."""
+def _moved_bytes(job: Job) -> tuple[float, float]:
+    """Queries, keys, values and outputs of one token, all layers and passes: what shows at least, and all."""
     workload = job.workload()
     passes = 3 if job.recompute != "none" else 2
-    columns = 2 * (workload.local_heads + workload.local_kv_heads)
-    return float(passes * columns * job.model.head_dim * job.element_bytes * job.model.layers)
+    column = passes * job.model.head_dim * job.element_bytes * job.model.layers
+    heads, keys = workload.local_heads, 2 * workload.local_kv_heads
+    return float(column * (heads + keys)), float(column * (2 * heads + keys))
 
 
 def _sums_s(job: Job, bandwidth: float) -> float:

@@ -31,8 +31,8 @@ class BlockAttention:
 
     Args:
         kernel: what computes.
-        spans: query heads of the rank beside their KV heads, each with one ratio; for `add_backward`, only
-            some of its heads may be among them.
+        spans: query heads beside their KV heads, each with one ratio; not all of the tensors' heads need be
+            among them.
         scale: the softmax scale.
     """
 
@@ -41,7 +41,12 @@ class BlockAttention:
     scale: float
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        """Output [B, h, G, D] and log-sum-exp [B, h, G] of one block."""
+        """Output [B, h, G, D] and log-sum-exp [B, h, G] of one block, of the spans' heads."""
+        if not self.spans or not query.numel():  # kernels take no empty tensors
+            output = self._nothing(query, self._heads)
+            return output, output.new_empty(
+                output.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32)
+            )
         parts = [
             self.kernel.forward(
                 query[:, slice(*span.queries)],
@@ -64,7 +69,13 @@ class BlockAttention:
         log_sum_exp: Tensor,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value of one block, from the merged output and log-sum-exp."""
+        """Gradients of query, key and value of one block, of the spans' heads.
+
+        They are parts of the whole's, for output and log-sum-exp are the merged ones.
+        """
+        if not self.spans or not query.numel():
+            kv = self.spans[-1].kv[1] - self.spans[0].kv[0] if self.spans else 0
+            return self._nothing(query, self._heads), self._nothing(key, kv), self._nothing(value, kv)
         tensors = grad_output, query, key, value, output, log_sum_exp
         parts = [self._gradients(span, *tensors, causal) for span in self.spans]
         grad_query, grad_key, grad_value = (_join(list(grads)) for grads in zip(*parts, strict=True))
@@ -82,11 +93,21 @@ class BlockAttention:
         causal: bool,
     ) -> None:
         """Add the gradients of one block to sums of query's, key's and value's; heads of no span are left."""
+        if not query.numel():
+            return
         tensors = grad_output, query, key, value, output, log_sum_exp
         for span in self.spans:
             grads = self._gradients(span, *tensors, causal)
             for total, heads, grad in zip(sums, (span.queries, span.kv, span.kv), grads, strict=True):
                 total[:, slice(*heads)].add_(grad)
+
+    @property
+    def _heads(self) -> int:
+        return sum(span.queries[1] - span.queries[0] for span in self.spans)
+
+    @staticmethod
+    def _nothing(like: Tensor, heads: int) -> Tensor:
+        return like.new_empty(like.shape[0], heads, *like.shape[2:])
 
     def _gradients(
         self,

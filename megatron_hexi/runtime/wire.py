@@ -14,22 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def all_to_all(
-    received: Tensor,
-    sent: Tensor,
-    received_sizes: Sequence[int],
-    sent_sizes: Sequence[int],
-    group: dist.ProcessGroup,
-) -> None:
-    """One ragged all-to-all of flat tensors; the sizes count elements, zeros are allowed."""
-    if _staged(sent, group):
-        host = torch.empty_like(received, device="cpu")
-        dist.all_to_all_single(host, sent.cpu(), list(received_sizes), list(sent_sizes), group=group)
-        received.copy_(host)
-    else:
-        dist.all_to_all_single(received, sent, list(received_sizes), list(sent_sizes), group=group)
-
-
 @dataclass(frozen=True)
 class Message:
     """A contiguous tensor to send to, or to fill from, another rank of the domain."""
@@ -55,6 +39,27 @@ class Transfers:
         self._works.clear()
         self._staged.clear()
         self._alive.clear()
+
+
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    received_sizes: Sequence[int],
+    sent_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Transfers:
+    """Start one ragged all-to-all of flat tensors; the sizes count elements, zeros are allowed."""
+    transfers = Transfers()
+    target = received
+    if _staged(sent, group):
+        target, sent = torch.empty_like(received, device="cpu"), sent.cpu()
+        transfers._staged.append((received, target))
+    sizes = list(received_sizes), list(sent_sizes)
+    work = dist.all_to_all_single(target, sent, *sizes, group=group, async_op=True)
+    assert work is not None, "the rank is a member of the group"
+    transfers._works.append(work)
+    transfers._alive.append(sent)
+    return transfers
 
 
 def post(

@@ -8,7 +8,7 @@ later. What happens at the same time is done together before links are shared an
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -95,7 +95,8 @@ class Engine:
         self._done = 0
         self._events: list[tuple[float, int, int]] = []
         self._place = [0] * units
-        self._wires: list[deque[Batch]] = [deque() for _ in range(units)]
+        # All-to-alls and the exchange have communicators of their own: neither waits for the other's turn.
+        self._wires: list[dict[str, deque[Batch]]] = [defaultdict(deque) for _ in range(units)]
         self._awaited: list[tuple[Wait, float] | None] = [None] * units
         self._lap = [0] * units
         self._ends_there = [0] * len(program.size)
@@ -157,7 +158,7 @@ class Engine:
                 self._log.marks[step.lap, step.point, unit] = now
                 self._lap[unit] = step.lap + (step.point == len(POINTS) - 1)
             elif isinstance(step, Post):
-                wire = self._wires[unit]
+                wire = self._wires[unit][step.batch.phase]
                 wire.append(step.batch)
                 if len(wire) == 1:
                     self._open(step.batch, now)
@@ -203,7 +204,7 @@ class Engine:
         unit = batch.unit
         batch.ended = now
         self._log.pieces.append(Piece(unit, "network", batch.phase, batch.name, batch.lap, batch.began, now))
-        wire = self._wires[unit]
+        wire = self._wires[unit][batch.phase]
         wire.popleft()
         if wire:
             self._open(wire[0], now)

@@ -179,31 +179,48 @@ class _Builder:
             return
         way = int(lap.way == "backward")
         steps = self._work.steps
-        enter = self._batches(number, "all_to_all", "all-to-all in", self._work.moves[2 * way])
+        enter = self._halves(number, "all-to-all in", self._work.moves[2 * way])
         keys = [self._step(number, "keys", step, s) for s, step in enumerate(steps, start=1)]
         home = [self._step(number, "gradients", step, s) for s, step in enumerate(steps, start=1) if way]
-        leave = self._batches(number, "all_to_all", "all-to-all out", self._work.moves[2 * way + 1])
+        leave = self._halves(number, "all-to-all out", self._work.moves[2 * way + 1])
         for unit, program in enumerate(self.units):
             if lap.whole:
                 program += _if_any(Compute("token", "token work", float(self._work.token[way][unit])))
                 program += _if_any(Sum(float(self._work.sums[unit])))
             program.append(Mark(number, 0))
-            program += _post(enter, unit) + _wait(enter, unit)
+            for half in enter:
+                program += _post(half, unit)
+            program += _wait(enter[0], unit)
             program.append(Mark(number, 1))
-            program += self._attention(unit, way, keys, home)
+            program += self._attention(unit, way, (enter, leave), keys, home)
             program.append(Mark(number, 2))
-            program += _post(leave, unit) + _wait(leave, unit)
+            program += _post(leave[-1], unit)
+            for half in leave:
+                program += _wait(half, unit)
             program.append(Mark(number, 3))
 
     def _attention(
-        self, unit: int, way: int, keys: Sequence[_Batches], home: Sequence[_Batches]
+        self,
+        unit: int,
+        way: int,
+        moves: tuple[_Batches, _Batches],
+        keys: Sequence[_Batches],
+        home: Sequence[_Batches],
     ) -> Iterator[Instruction]:
-        work = self._work
+        work, (enter, leave) = self._work, moves
+        steps = int(work.unit_steps[unit])
         for posted in itertools.chain(*keys[: self._window]):
             yield from _post(posted, unit)
+        own, first = float(work.own[way][unit]), float(work.own[way][unit] * work.share[unit])
         rest = float(work.own_last[unit]) if way else 0.0
-        yield from _if_any(Compute("attention", "own block", float(work.own[way][unit]) - rest))
-        steps = int(work.unit_steps[unit])
+        if len(enter) > 1:
+            yield from _if_any(Compute("attention", "own block", first))
+            if not steps:
+                yield from _post(leave[0], unit)
+            yield from _wait(enter[1], unit)
+            yield from _if_any(Compute("attention", "own block", own - rest - first))
+        else:
+            yield from _if_any(Compute("attention", "own block", own - rest))
         for step in range(steps):
             if step + self._window < steps:
                 for posted in keys[step + self._window]:
@@ -211,15 +228,28 @@ class _Builder:
             for number, part in enumerate(work.steps[step]):
                 yield from _wait(keys[step][number], unit)
                 seconds = float(part.blocks[way][unit])
+                if len(leave) > 1 and not way and step == steps - 1:
+                    before, ends_in = work.before[step]
+                    early = seconds * float(before[number, unit])
+                    yield from _if_any(Compute("attention", f"blocks {step + 1}", early))
+                    if number == ends_in[unit]:
+                        yield from _post(leave[0], unit)
+                    seconds -= early
                 yield from _if_any(Compute("attention", f"blocks {step + 1}", seconds))
                 if home:
                     yield from _post(home[step][number], unit)
             if home and self._window <= step < steps - 1:
                 for arrived in home[step - self._window]:
                     yield from _wait(arrived, unit)
+        if len(leave) > 1 and way and steps:
+            yield from _post(leave[0], unit)
         yield from _if_any(Compute("attention", "rest of own block", rest))
         for last in itertools.chain(*home[max(0, steps - 1 - self._window) : steps]):
             yield from _wait(last, unit)
+
+    def _halves(self, lap: int, carries: str, halves: Sequence[Messages]) -> _Batches:
+        """The batches of each half of an all-to-all."""
+        return [self._batches(lap, "all_to_all", carries, messages) for messages in halves]
 
     def _step(self, lap: int, carries: str, step: Sequence[ExchangePart], number: int) -> _Batches:
         """The batches of each part of a step, on the way to the users or home."""

@@ -9,12 +9,13 @@ from typing import Any
 
 from megatron_hexi.simulator.simulation import Simulation
 
-_LANES = ("compute", "network")
+#: The exchange and the rest of what travels may be under way at once.
+_THREADS = ("compute", "network", "exchange")
 _MICRO = 1e6
 
 
 def chrome_trace(simulation: Simulation) -> dict[str, Any]:
-    """The replayed events: a process a rank, a thread a lane; times in µs."""
+    """The replayed events: a process a rank, a thread a lane, the exchange apart; times in µs."""
     events: list[dict[str, Any]] = []
     shown = sorted({span.rank for span in simulation.spans})
     for rank in shown:
@@ -22,7 +23,7 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
         named = f"rank {rank}: {timeline.name} ({timeline.device})"
         events.append(_metadata("process_name", rank, 0, {"name": named}))
         events.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
-        events += [_metadata("thread_name", rank, n, {"name": lane}) for n, lane in enumerate(_LANES)]
+        events += [_metadata("thread_name", rank, n, {"name": lane}) for n, lane in enumerate(_THREADS)]
     for span in simulation.spans:
         events.append(
             {
@@ -30,7 +31,7 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
                 "name": span.name,
                 "cat": span.kind,
                 "pid": span.rank,
-                "tid": _LANES.index(span.lane),
+                "tid": _THREADS.index("exchange" if span.kind == "exchange" else span.lane),
                 "ts": span.start_s * _MICRO,
                 "dur": (span.end_s - span.start_s) * _MICRO,
                 "args": {"layer": span.layer, "way": span.way},

@@ -54,18 +54,23 @@ class LayerWork:
         sums: sums inside each unit, s, in each direction.
         own: the own group's block, s.
         own_last: the part of it that comes after the exchange in the backward pass, s.
+        share: of each unit's heads, the half that comes first.
         steps: of the exchange, each in its parts.
+        before: of each step, what of each part's work is of the half that comes first, [parts, U], and the
+            part in which this half ends, [U].
         unit_steps: how many of them each unit's replica has.
-        moves: the all-to-alls: forward in and out, backward in and out.
+        moves: the all-to-alls: forward in and out, backward in and out, each of one or two halves.
     """
 
     token: Times
     sums: Floats
     own: Times
     own_last: Floats
+    share: Floats
     steps: tuple[tuple[ExchangePart, ...], ...]
+    before: tuple[tuple[Floats, Ints], ...]
     unit_steps: Ints
-    moves: tuple[Messages, Messages, Messages, Messages]
+    moves: tuple[tuple[Messages, ...], ...]
 
     @property
     def parts(self) -> list[ExchangePart]:
@@ -74,7 +79,8 @@ class LayerWork:
 
     def messages(self, again: bool) -> int:
         """How many messages there are, forward and backward; `again`: part of it is recomputed."""
-        moves, keys = len(self.moves[0].src), sum(len(part.keys.src) for part in self.parts)
+        moves = sum(len(half.src) for half in self.moves[0])
+        keys = sum(len(part.keys.src) for part in self.parts)
         return (2 + 2 + 2 * again) * moves + (1 + 2 + again) * keys
 
 
@@ -91,23 +97,36 @@ def layer_work(
         layer: what the cost model makes of it; work on tokens is taken from there.
     """
     holder, taker = plan.all_to_all_pairs
-    forward_in, forward_out, backward_in, backward_out = all_to_all_bytes(plan, job)
+    moves: dict[tuple[str, bool], list[Messages]] = {}
+    for move in all_to_all_bytes(plan, job):
+        ends = (holder, taker) if move.inward else (taker, holder)
+        moves.setdefault((move.way, move.inward), []).append(Messages(*ends, move.size))
+    chunks = list(exchange_chunks(plan))
+    first = plan.heads_first
     by_kind = [(speeds[kind], np.flatnonzero(kinds == kind)) for kind in np.unique(kinds)]
     own = _own_blocks(plan, job, by_kind)
     return LayerWork(
         token=Times(layer.forward.token, layer.backward.token),
         sums=layer.forward.tensor_parallel,
         own=own,
-        own_last=own.backward * (1 - plan.heads_first / np.maximum(plan.heads, 1)),
-        steps=tuple(step for chunk in exchange_chunks(plan) for step in _steps(plan, job, by_kind, chunk)),
+        own_last=own.backward * (1 - first / np.maximum(plan.heads, 1)),
+        share=first / np.maximum(plan.heads, 1),
+        steps=tuple(step for chunk in chunks for step in _steps(plan, job, by_kind, chunk)),
+        before=tuple(step for chunk in chunks for step in _before(first, chunk)),
         unit_steps=plan.groups_beside[plan.group] - 1,
-        moves=(
-            Messages(holder, taker, forward_in),
-            Messages(taker, holder, forward_out),
-            Messages(holder, taker, backward_in),
-            Messages(taker, holder, backward_out),
-        ),
+        moves=tuple(tuple(halves) for halves in moves.values()),
     )
+
+
+def _before(first: Ints, chunk: Chunk) -> list[tuple[Floats, Ints]]:
+    """Of each step: the share of each part's heads that are among each unit's first, and where these end."""
+    found = []
+    for numbers in chunk.steps:
+        heads = chunk.heads[numbers.start : numbers.stop]
+        ends = np.cumsum(heads, axis=0)
+        inside = np.clip(first - (ends - heads), 0, heads)
+        found.append((inside / np.maximum(heads, 1), np.argmax(ends >= first, axis=0)))
+    return found
 
 
 def _own_blocks(plan: PlanArrays, job: Job, by_kind: list[tuple[Speeds, Ints]]) -> Times:

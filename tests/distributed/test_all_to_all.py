@@ -19,6 +19,7 @@ from megatron_hexi.plan import (
 )
 from megatron_hexi.runtime import exchange
 from megatron_hexi.runtime import wire as wire_room
+from megatron_hexi.runtime.all_to_all import join_heads
 from megatron_hexi.runtime.exchange import KeyExchange
 from megatron_hexi.runtime.wire import Transfers
 from tests.support.plans import SPARSE, TORN, examples, plans
@@ -70,8 +71,18 @@ def test_every_element_gets_to_its_place_and_back(plan, batch):
             ids(mine, batch, heads, width)
             for heads, width in zip((query_heads, kv_heads, kv_heads), widths, strict=True)
         ]
-        inside = attention.to_heads(*parts)
-        return parts, inside, attention.to_tokens(*inside)
+        tables = [own.heads, own.kv, own.kv]
+        inside = [piece for (piece,) in attention.to_heads(parts, tables).wait()]
+        pieces = attention.to_tokens(inside, tables).wait()
+        back = [join_heads(found, table) for found, table in zip(pieces, tables, strict=True)]
+        # Halves of the queries are the same, in two all-to-alls.
+        halves = [attention.to_heads(parts[:1], [half]) for half in own.halves]
+        arrived = [half.wait()[0][0] for half in halves]
+        assert torch.equal(torch.cat(arrived, dim=2), inside[0])
+        home = [attention.to_tokens([part], [half]) for part, half in zip(arrived, own.halves, strict=True)]
+        found = [piece for half in home for piece in half.wait()[0]]
+        assert torch.equal(join_heads(found, [heads for half in own.halves for heads in half]), back[0])
+        return parts, inside, back
 
     for schedule, (parts, inside, back) in zip(schedules, run_ranks(len(schedules), work), strict=True):
         group = positions_of_group(schedules, schedule.index)
@@ -94,7 +105,9 @@ def test_parts_of_a_shared_kv_head_are_added_up_in_fp32():
         attention = rank.attention(plan)
         query = torch.zeros(8, 1, 1, 2, dtype=torch.bfloat16)
         part = torch.full_like(query, 256 if rank.rank == 0 else 1)
-        return attention.to_tokens(query, part, part)[1]
+        own = attention.schedule
+        _, keys, _ = attention.to_tokens([query, part, part], [own.heads, own.kv, own.kv]).wait()
+        return join_heads(keys, own.kv)
 
     for summed in run_ranks(8, work):
         assert torch.equal(summed, torch.full_like(summed, 264))
@@ -116,11 +129,11 @@ class Wire:
         counts = self._counts
         return Traffic(counts.all_to_alls, counts.all_to_all_bytes, counts.messages, counts.message_bytes)
 
-    def all_to_all_single(self, output, sent, output_sizes, sizes, group):
+    def all_to_all_single(self, output, sent, output_sizes, sizes, group, async_op):
         others = sum(size for i, size in enumerate(sizes) if i != self._counts.position)
         self._counts.all_to_alls += 1
         self._counts.all_to_all_bytes += others * sent.element_size()
-        return self._real[0](output, sent, output_sizes, sizes, group=group)
+        return self._real[0](output, sent, output_sizes, sizes, group=group, async_op=async_op)
 
     def batch_isend_irecv(self, operations):
         sends = [operation.tensor for operation in operations if operation.op is dist.isend]

@@ -62,7 +62,8 @@ def check_against_schedules(plan):
                     assert blocks == [(b.queries[1] - b.queries[0], b.keys) for b in step.blocks]
             assert [m for m in messages if m[1] in ranks] == sorted(expected)
         for rank, schedule in zip(ranks, schedules, strict=True):
-            first = schedule.spans_in_two[0] if schedule.steps else schedule.spans
+            is_cut = schedule.steps or len(schedule.halves) > 1
+            first = schedule.spans_in_two[0] if is_cut else schedule.spans
             assert arrays.heads_first[rank] == sum(span.queries[1] - span.queries[0] for span in first)
         assert all(part.number < len(found) for s in schedules for step in s.steps for part in step.parts)
 
@@ -90,12 +91,9 @@ def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch):
     job = tiny_job(model=model, micro_batch_size=batch, global_batch_size=batch)
     arrays = plan_arrays(plan)
     holder, taker = arrays.all_to_all_pairs
-    forward_in, forward_out, backward_in, backward_out = all_to_all_bytes(arrays, job)
     sent = np.zeros((4, len(arrays.tokens)))
-    np.add.at(sent[0], holder, forward_in)
-    np.add.at(sent[0], taker, forward_out)
-    np.add.at(sent[1], holder, backward_in)
-    np.add.at(sent[1], taker, backward_out)
+    for move in all_to_all_bytes(arrays, job):
+        np.add.at(sent[int(move.way == "backward")], holder if move.inward else taker, move.size)
     for chunk in exchange_chunks(arrays):
         size = message_bytes(job, chunk)
         np.add.at(sent[2], chunk.owner, size)
@@ -128,7 +126,7 @@ def part(compute, there, home=(0, 0)):
 
 def forward(window, begin, own, steps):
     """Steps are lists of parts, or the one part of a step."""
-    clock = ForwardClock(units(*begin), units(*own), window)
+    clock = ForwardClock(units(*begin), units(*begin), units(*own), window)
     for step in steps:
         clock.step([part(*one) for one in step] if isinstance(step, list) else [part(*step)])
     return list(clock.end)
@@ -157,7 +155,7 @@ def test_a_late_unit_delays_its_users():
 
 
 def test_units_without_messages_do_not_wait():
-    clock = ForwardClock(units(0, 0, 5), units(1, 1, 1), 1)
+    clock = ForwardClock(units(0, 0, 5), units(0, 0, 5), units(1, 1, 1), 1)
     clock.step([part([1, 1, 1], [10, 10])])
     assert list(clock.end) == [11, 11, 7]
 
@@ -173,7 +171,7 @@ def test_of_a_step_in_parts_only_the_first_part_shows():
 
 
 def backward(window, own, steps, last=(0, 0)):
-    clock = BackwardClock(units(0, 0), units(*own), units(*last), window)
+    clock = BackwardClock(units(0, 0), units(0, 0), units(*own), units(*last), window)
     for step in steps:
         clock.step([part(*one) for one in step] if isinstance(step, list) else [part(*step)])
     clock.finish()
@@ -222,7 +220,7 @@ def test_keys_and_gradients_share_the_wire():
 @examples(100)
 def test_slower_work_or_wires_never_end_earlier(window, rows, more):
     def run(extra_work, extra_wire):
-        clock = BackwardClock(units(0, 0), units(1, 2), units(3, 1), window)
+        clock = BackwardClock(units(0, 0), units(0, 0), units(1, 2), units(3, 1), window)
         for row in rows:
             work = units(*row[:2]) + extra_work
             there, home = units(*row[2:4]) + extra_wire, units(*row[4:]) + extra_wire

@@ -122,14 +122,37 @@ def test_all_to_alls_by_hand():
     plan = one_replica(workload, Group(((0, 4096),), (Member(0, 3000, (0, 3)), Member(1, 1096, (3, 4)))))
     job = tiny_job()
     links = LinkTable(cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)]))
-    moves = all_to_alls(plan_arrays(plan), job, links, whole(0, 1))
+    inward, outward = all_to_alls(plan_arrays(plan), job, links, whole(0, 1))
     element = 128 * 2 / (10 * GB)
     # In: 0 sends 3000 tokens x (1 query, 1 key, 1 value) heads, 1 sends 1096 x 9; both directions at once.
-    assert list(moves.forward_in) == pytest.approx([1096 * 9 * element] * 2)
+    assert list(inward[0].shown) == pytest.approx([1096 * 9 * element] * 2)
     # Out: 0 sends its 3 heads of 1096 tokens, 1 sends its head of 3000.
-    assert list(moves.forward_out) == pytest.approx([3 * 1096 * element] * 2)
-    assert list(moves.backward_in) == pytest.approx([3 * 1096 * element] * 2)
-    assert list(moves.backward_out) == pytest.approx([3 * 1096 * 3 * element] * 2)
+    assert list(outward[0].shown) == pytest.approx([3 * 1096 * element] * 2)
+    assert list(inward[1].shown) == pytest.approx([3 * 1096 * element] * 2)
+    assert list(outward[1].shown) == pytest.approx([3 * 1096 * 3 * element] * 2)
+    assert not any(halves.hidden.any() for halves in (*inward, *outward))
+
+
+def test_halves_of_all_to_alls_by_hand():
+    # As above, in two: of unit 0's heads one comes first (two are as near to the middle), unit 1 has only one.
+    workload = Workload(4096, 4, 4, 128)
+    groups = Group(((0, 4096),), (Member(0, 3000, (0, 3)), Member(1, 1096, (3, 4))))
+    links = LinkTable(cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)]))
+    arrays = plan_arrays(one_replica(workload, groups, parts=2))
+    inward, outward = all_to_alls(arrays, tiny_job(), links, whole(0, 1))
+    element = 128 * 2 / (10 * GB)
+    # The first half in: 1 sends a query and all 6 keys and values; 0 sends 3 of 3000 tokens.
+    assert list(inward[0].shown) == pytest.approx([3000 * 3 * element] * 2)
+    assert list(inward[0].hidden) == pytest.approx([1096 * 2 * element] * 2)
+    # Out: 0 sends a head of 1096 tokens, 1 its only head of 3000; then 0 its other two.
+    assert list(outward[0].hidden) == pytest.approx([3000 * element] * 2)
+    assert list(outward[0].shown) == pytest.approx([2 * 1096 * element] * 2)
+    assert list(inward[1].shown) == pytest.approx([3000 * element] * 2)
+    assert list(inward[1].hidden) == pytest.approx([1096 * 2 * element] * 2)
+    # Backward out, keys' and values' gradients with the second half: 0 sends 2 + 6 heads of 1096 tokens.
+    assert list(outward[1].hidden) == pytest.approx([3000 * element] * 2)
+    assert list(outward[1].shown) == pytest.approx([8 * 1096 * element] * 2)
+    assert list(inward[0].both) == pytest.approx([(9000 + 2192) * element] * 2)
 
 
 def test_sums_inside_a_unit_by_hand():

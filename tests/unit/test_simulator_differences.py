@@ -220,7 +220,7 @@ def test_it_is_fast(groups, limit):
     job = Job(presets()["gpt-13b"], 2**18)
     known = cluster([(f"n{number}", "PLAIN", 8) for number in range(groups)], latency=10)
     plan = proportional_plan(job.workload(), [uneven(groups, 8)])
-    begin = time.perf_counter()
+    begin = time.process_time()
     found = simulate(plan, job, known)
-    assert time.perf_counter() - begin < limit
+    assert time.process_time() - begin < limit
     assert len(found.ranks) == 8 * groups
