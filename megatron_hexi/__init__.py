@@ -10,6 +10,9 @@ The rooms, from what is known to what is done (arrows of import run one way, `li
 * `runtime`   carries a plan out with torch.distributed.
 * `platform`  where it runs: CUDA as it is; the CPU, so that the same training runs without a GPU.
 * `megatron`  the only room that knows Megatron: arguments, patches, batch, rotary, attention layer.
+* `doctor`    what is installed, what is wrong with it and how to mend it, on one machine or all of a job.
+* `probe`     measures a real cluster under torchrun or srun, and writes the cluster file.
+* `testbed`   a mixed cluster emulated on one machine. Torch only in what its ranks run.
 * `report`    what people look at.
 * `cli`       the command `hexi`.
 """

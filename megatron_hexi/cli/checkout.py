@@ -140,6 +140,18 @@ def unpatch_checkout(checkout: Path, diffs: Sequence[Path] | None = None) -> lis
     return _write(checkout, {change.name: change.revert(contents[change.name]) for change in changes})
 
 
+def checkout_is_patched(checkout: Path, diffs: Sequence[Path] | None = None) -> bool:
+    """Whether our line is in the training scripts of a Megatron-LM checkout.
+
+    Args as for `patch_checkout`.
+
+    Raises:
+        HexiError: a file is missing or no original that we know, or only some of them are patched.
+    """
+    changes, contents = _matching(checkout, diffs)
+    return any(change.is_patched(contents[change.name]) for change in changes)
+
+
 def _matching(checkout: Path, diffs: Sequence[Path] | None) -> tuple[list[FileChange], dict[str, bytes]]:
     """The changes of the diff that knows every one of its files in the checkout, and the files' contents."""
     candidates = known_diffs() if diffs is None else list(diffs)

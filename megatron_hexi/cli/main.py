@@ -1,8 +1,8 @@
 """The command `hexi`: its subcommands and its exit codes.
 
-0 done, 2 the user's input is wrong, 3 no plan fits in memory (each one line on standard error), 130
-interrupted, 1 our fault (a traceback). Documents asked for with ``--json`` go to standard output, everything
-said besides to standard error.
+0 done, 2 the user's input is wrong, 3 no plan fits in memory, 4 the testbed was measured to be off (each one
+line on standard error), 130 interrupted, 1 our fault (a traceback). `hexi testbed run` passes on its job's.
+Documents asked for with ``--json`` go to standard output, everything said besides to standard error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import megatron_hexi
-from megatron_hexi.cli import devices, patching, planning, plans
+from megatron_hexi.cli import devices, doctor, patching, planning, plans, probe, testbed
 from megatron_hexi.errors import HexiError, user_errors
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # our faults keep a traceback that can be pasted into an issue
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _commands in (planning, plans, devices, patching):
+for _commands in (planning, plans, devices, patching, doctor, probe, testbed):
     app.add_typer(_commands.app)
 
 

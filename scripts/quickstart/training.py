@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 import megatron_hexi
 from scripts.quickstart.job import Launch

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hexi.cli.checkout import known_diffs, patch_checkout, read_diff, unpatch_checkout
+from megatron_hexi.cli.checkout import (
+    checkout_is_patched,
+    known_diffs,
+    patch_checkout,
+    read_diff,
+    unpatch_checkout,
+)
 from megatron_hexi.errors import HexiError
 
 GPT = b'"""Pretrain."""\nimport time\n\nimport torch\nprint(time, torch)'  # no newline at the end
@@ -59,6 +65,15 @@ def test_unpatching_restores_every_byte_and_the_mode(checkout: Path, diff: Path)
     unpatch_checkout(checkout, [diff])
     assert contents(checkout) == {"pretrain_gpt.py": GPT, "pretrain_hybrid.py": HYBRID}
     assert stat.S_IMODE((checkout / "pretrain_gpt.py").stat().st_mode) == 0o755
+
+
+def test_the_state_can_be_asked_for(checkout: Path, diff: Path) -> None:
+    assert not checkout_is_patched(checkout, [diff])
+    patch_checkout(checkout, [diff])
+    assert checkout_is_patched(checkout, [diff])
+    (checkout / "pretrain_gpt.py").write_bytes(GPT)
+    with pytest.raises(HexiError, match=r"only pretrain_hybrid.py is patched; restore"):
+        checkout_is_patched(checkout, [diff])
 
 
 def test_patching_twice_is_refused(checkout: Path, diff: Path) -> None:

@@ -14,7 +14,20 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Workload, plan_digest, proportional_plan, read_plan, write_plan
 from tests.support.shell import call_hexi, is_one_error_line
 
-COMMANDS = ["catalog", "compare", "patch", "plan", "proportion", "show", "simulate", "unpatch", "validate"]
+COMMANDS = [
+    "catalog",
+    "compare",
+    "doctor",
+    "patch",
+    "plan",
+    "probe",
+    "proportion",
+    "show",
+    "simulate",
+    "testbed",
+    "unpatch",
+    "validate",
+]
 
 
 @pytest.fixture

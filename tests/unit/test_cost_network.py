@@ -134,7 +134,7 @@ def test_all_to_alls_by_hand():
 
 
 def test_halves_of_all_to_alls_by_hand():
-    # As above, in two: of unit 0's heads one comes first (two are as near to the middle), unit 1 has only one.
+    # As above, in two: of unit 0 one head comes first (two would be as near to the middle); unit 1 has one.
     workload = Workload(4096, 4, 4, 128)
     groups = Group(((0, 4096),), (Member(0, 3000, (0, 3)), Member(1, 1096, (3, 4))))
     links = LinkTable(cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)]))

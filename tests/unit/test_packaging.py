@@ -1,20 +1,27 @@
 """What is installed: names, versions, and the files that are not Python."""
 
+import json
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib.metadata import entry_points, version
+from importlib.metadata import distribution, entry_points, requires, version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from packaging.metadata import Metadata
+from packaging.requirements import Requirement
 
 import megatron_hexi
 from megatron_hexi.cli.main import main
 
 REPOSITORY = Path(__file__).parents[2]
 DIFFS = [path.name for path in (REPOSITORY / "patches").glob("*.diff")]
+
+#: What only the half that trains needs.
+TRAINING = ("torch", "megatron-core")
 
 
 def test_installed_version_is_the_package_s():
@@ -26,35 +33,170 @@ def test_hexi_is_the_command():
     assert command.load() is main
 
 
-@pytest.mark.slow
-def test_wheel_and_sdist_hold_everything(tmp_path):
+def test_the_changelog_knows_this_version():
+    """Under its own heading once it is out, and as what is coming before."""
+    text = (REPOSITORY / "CHANGELOG.md").read_text()
+    assert "\n## Unreleased\n" in text or f"\n## {megatron_hexi.__version__}" in text
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Wheel and sdist, made once; the sdist unpacked."""
+    folder = tmp_path_factory.mktemp("built")
     # A copy, so that no build folder of the repository is taken for a source, and none is left there.
-    source = tmp_path / "source"
-    unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    source = folder / "source"
+    unwanted = shutil.ignore_patterns(
+        ".venv", ".git", ".*_cache", ".hypothesis", "build", "dist", "runs", "*.egg-info", "__pycache__"
+    )
     shutil.copytree(REPOSITORY, source, ignore=unwanted)
     # The wheel is made from the sdist, as for a release: what the sdist lacks is missing in both.
     # Without isolation, because a machine that runs checks need not reach a package index.
-    subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path / "dist", source], check=True
-    )
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", source]
+    subprocess.run(build, check=True, timeout=200)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    (sdist,) = (folder / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return SimpleNamespace(source=source, wheel=wheel, unpacked=unpacked)
 
-    with zipfile.ZipFile(wheel) as archive:
+
+def _files(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_nothing_else(built):
+    with zipfile.ZipFile(built.wheel) as archive:
         names = set(archive.namelist())
-        texts = {name: archive.read(name).decode() for name in names if name.endswith("METADATA")}
-    modules = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "megatron_hexi").rglob("*.py")}
-    assert modules <= names
+    files = {name for name in _files(built.source) if name.startswith("megatron_hexi/")}
+    assert files <= names
     assert "megatron_hexi/py.typed" in names
     assert DIFFS
     assert {f"megatron_hexi/patches/{diff}" for diff in DIFFS} <= names
-    assert not [name for name in names if name.startswith(("tests", "scripts", "patches", "docs"))]
-    (metadata,) = texts.values()
-    assert f"Version: {megatron_hexi.__version__}\n" in metadata
-    assert "License-Expression: Apache-2.0\n" in metadata
-    assert "Requires-Python: >=3.12\n" in metadata
+    assert {name.partition("/")[0] for name in names} == {
+        "megatron_hexi",
+        f"megatron_hexi-{megatron_hexi.__version__}.dist-info",
+    }
 
-    with tarfile.open(sdist) as archive:
-        inside = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"patches/{diff}" for diff in DIFFS} <= inside
-    assert {"LICENSE", "megatron_hexi/py.typed", "setup.py", "pyproject.toml"} <= inside
+
+@pytest.mark.slow
+def test_the_sdist_holds_the_repository(built):
+    """What the tests and `make` need: all but what is git's or CI's own."""
+    left_out = {name for name in _files(built.source) if name.startswith((".git", ".ci/"))}
+    assert _files(built.source) - left_out <= _files(built.unpacked)
+
+
+@pytest.mark.slow
+def test_the_metadata_is_valid_in_both(built):
+    with zipfile.ZipFile(built.wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+        texts = [archive.read(name), (built.unpacked / "PKG-INFO").read_bytes()]
+    for text in texts:
+        metadata = Metadata.from_email(text, validate=True)  # every field and classifier as the standards ask
+        assert str(metadata.version) == megatron_hexi.__version__
+        assert metadata.license_expression == "Apache-2.0"
+        assert metadata.license_files == ["LICENSE"]
+        assert str(metadata.requires_python) == ">=3.12"
+        assert "Typing :: Typed" in (metadata.classifiers or [])
+        assert metadata.description_content_type == "text/markdown"
+        assert (metadata.description or "").startswith("# megatron-hexi")
+
+
+def _planner_needs() -> set[str]:
+    """All distributions that the half that plans needs, those that they need included."""
+    found: set[str] = set()
+    wanted = ["megatron-hexi"]
+    while wanted:
+        name = wanted.pop()
+        for requirement in map(Requirement, requires(name) or []):
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if applies and requirement.name not in {*found, *TRAINING}:
+                found.add(requirement.name)
+                wanted.append(requirement.name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def clean(built, tmp_path_factory):
+    """A virtual environment with the wheel and what the half that plans needs; neither torch nor Megatron.
+
+    Its dependencies are links to those installed here, so that nothing is downloaded.
+    """
+    venv = tmp_path_factory.mktemp("clean") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=100)
+    (site,) = venv.glob("lib/python*/site-packages")
+    for name in _planner_needs():
+        installed = distribution(name)
+        for top in {file.parts[0] for file in installed.files or []} - {"..", "__pycache__"}:
+            (site / top).symlink_to(Path(str(installed.locate_file(top))))
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "-q"]
+    subprocess.run([*pip, "--no-deps", "--no-index", built.wheel], check=True, timeout=100)
+    return venv / "bin"
+
+
+def _hexi(clean, folder, *words):
+    return subprocess.run(
+        [clean / "hexi", *words],
+        cwd=folder,
+        env={"PATH": str(clean), "HOME": str(folder), "MPLCONFIGDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_installed_command_plans_without_torch(built, clean, tmp_path):
+    for module in ("torch", "megatron.core"):
+        run = subprocess.run([clean / "python", "-c", f"import {module}"], capture_output=True, timeout=60)
+        assert run.returncode == 1, f"{module} is there"
+    assert _hexi(clean, tmp_path, "--version").stdout == f"megatron-hexi {megatron_hexi.__version__}\n"
+    assert "H100-SXM-80GB" in _hexi(clean, tmp_path, "catalog").stdout
+    cluster = built.unpacked / "examples" / "clusters" / "mixed-16.yaml"
+    job = ("--model", "gpt-7b", "--seq-length", "32768", "--recompute", "full")
+    planned = _hexi(
+        clean, tmp_path, "plan", cluster, *job, "-o", "plan.yaml", "--picture", "plan.png", "--json"
+    )
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(planned.stdout)["tokens_per_s"] > 0
+    assert (tmp_path / "plan.png").stat().st_size > 0
+    assert _hexi(clean, tmp_path, "validate", "plan.yaml").returncode == 0
+
+
+@pytest.mark.slow
+def test_the_installed_doctor_says_what_is_missing(clean, tmp_path):
+    run = _hexi(clean, tmp_path, "doctor", "--local", "--json")
+    document = json.loads(run.stdout)
+    assert run.returncode == 2
+    errors = {problem["what"] for problem in document["problems"] if problem["severity"] == "error"}
+    assert errors == {f"{name} is not installed" for name in TRAINING}
+
+
+@pytest.mark.slow
+def test_the_installed_diffs_are_found(clean, tmp_path):
+    """They lie elsewhere than in the repository."""
+    listing = "from megatron_hexi.cli.checkout import known_diffs; print(*(d.name for d in known_diffs()))"
+    run = subprocess.run(
+        [clean / "python", "-c", listing], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert run.stdout.split() == sorted(DIFFS)
+
+
+@pytest.mark.slow
+def test_tests_run_from_the_sdist(built):
+    """A few of those that read files beside the package; its own package comes before the installed one."""
+    some = [
+        "tests/unit/test_cluster_file.py",
+        "tests/unit/test_dockerfile.py",
+        "tests/unit/test_checkout_patch.py",
+    ]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *some],
+        cwd=built.unpacked,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stdout

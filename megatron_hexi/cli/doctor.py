@@ -1,0 +1,68 @@
+"""``hexi doctor``: what is installed, what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_hexi.cli.checkout import checkout_is_patched
+from megatron_hexi.cli.options import AsJson
+from megatron_hexi.cli.output import print_json, print_report, progress_bar
+from megatron_hexi.errors import EXIT_USER_ERROR, HexiError
+
+if TYPE_CHECKING:
+    from megatron_hexi.doctor import Checkout
+
+# The room `doctor` looks into the half that trains, so it is imported by this command alone, when it runs.
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example: hexi doctor --megatron ~/Megatron-LM; torchrun … --no-python hexi doctor")
+def doctor(
+    as_json: AsJson = False,
+    megatron: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CHECKOUT", help="Also look at a Megatron-LM checkout: is our line in its scripts?"
+        ),
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Look at this process only, under torchrun or srun too.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="How long to wait for the other ranks of a job.")
+    ] = 120,
+) -> None:
+    """Examine this machine, or under torchrun or srun all of a job: versions, kernels, patches, network.
+
+    Every problem comes with its remedy. Exit code 2 where one is an error; warnings and notes do not count.
+    """
+    from megatron_hexi.doctor import doctor_dict, doctor_report, examine, launched_job
+
+    job = None if local else launched_job()
+    first = os.environ.get("RANK", "0") == "0"
+    with progress_bar() if first else contextlib.nullcontext() as tell:
+        findings = examine(job, _look_at(megatron), timeout, tell)
+    if findings.facts:
+        if as_json:
+            print_json(doctor_dict(findings.facts, findings.problems))
+        else:
+            print_report(doctor_report(findings.facts, findings.problems))
+    if not findings.healthy:
+        raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _look_at(checkout: Path | None) -> Checkout | None:
+    from megatron_hexi.doctor import Checkout
+
+    if checkout is None:
+        return None
+    try:
+        return Checkout(str(checkout), "patched" if checkout_is_patched(checkout) else "not patched")
+    except HexiError as problem:
+        return Checkout(str(checkout), "unknown", str(problem))

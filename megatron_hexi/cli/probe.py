@@ -1,0 +1,160 @@
+"""``hexi probe``: measures a cluster under torchrun or srun, and writes its cluster file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatron_hexi.cli.options import AsJson, Picture, whole
+from megatron_hexi.cli.output import (
+    Progress,
+    check_outputs,
+    print_json,
+    print_report,
+    progress_bar,
+    say,
+    write_picture,
+)
+from megatron_hexi.errors import HexiError
+
+if TYPE_CHECKING:
+    from megatron_hexi.probe import Measurement, World
+
+# The room that measures imports torch, which takes seconds that no other command need spend.
+
+app = typer.Typer()
+
+_WHAT = "What to measure"
+
+
+def _number(text: str) -> Any:
+    return typer.Option(help=text, metavar="N", parser=whole, rich_help_panel=_WHAT, show_default=False)
+
+
+@app.command(
+    epilog="Example: hexi probe -o cluster.yaml; of a cluster: torchrun --nnodes 4 --nproc-per-node 8 "
+    "--rdzv-backend c10d --rdzv-endpoint HOST:29500 --no-python hexi probe -o cluster.yaml"
+)
+def probe(
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="CLUSTER.yaml", help="Where to write the cluster file.", show_default=False
+        ),
+    ],
+    kernel: Annotated[
+        list[str],
+        typer.Option(
+            help="Attention kernel to measure; may be repeated.", metavar="NAME", rich_help_panel=_WHAT
+        ),
+    ] = ["auto"],  # noqa: B006 (typer reads it, nobody changes it)
+    precision: Annotated[
+        str, typer.Option(help="bf16, fp16 or fp32.", metavar="TYPE", rich_help_panel=_WHAT)
+    ] = "bf16",
+    hidden: Annotated[int | None, _number("Hidden size of the job; 4096 on GPUs, 1024 on CPUs.")] = None,
+    heads: Annotated[int | None, _number("Heads on a rank in attention; 8 on GPUs, 2 on CPUs.")] = None,
+    head_dim: Annotated[int | None, _number("Size of a head of the job; 128.")] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MINUTES", help="About how long it may take; 10, with --quick 2.", show_default=False
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure at fewer sizes.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew, whatever an interrupted probe left.")
+    ] = False,
+    as_json: AsJson = False,
+    picture: Picture = None,
+) -> None:
+    """Measure a cluster, and write the cluster file that the planner reads.
+
+    Start it as the job would be started, one process for each GPU, with torchrun or srun.
+    Alone it measures one GPU.
+
+    What is done is kept in CLUSTER.yaml.partial.json: the same command goes on from there.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch says of lost ranks, we say once
+    from megatron_hexi import probe as room
+
+    with room.connect() as world, _said_once(world):
+        with world.all_or_none():
+            options = room.Options(
+                kernels=tuple(kernel),
+                precision=precision,
+                hidden_size=hidden,
+                heads=heads,
+                head_dim=128 if head_dim is None else head_dim,
+                budget_s=60 * ((2 if quick else 10) if budget is None else budget),
+                quick=quick,
+            )
+            if world.rank == 0:
+                check_outputs([], [out, room.partial_path(out)], picture)
+        with progress_bar() if world.rank == 0 else contextlib.nullcontext() as bar:
+            measured = room.probe(
+                world, options, room.partial_path(out), restart=restart, tell=_teller(world, bar)
+            )
+        with world.all_or_none():
+            if world.rank == 0:
+                _finish(measured, out, picture, as_json=as_json)
+
+
+def _finish(measured: Measurement, out: Path, picture: Path | None, *, as_json: bool) -> None:
+    """Write the file, drop what was kept for going on, and say what came out."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from megatron_hexi import probe as room
+    from megatron_hexi.report.catalog import device_report
+
+    data, notes = room.assemble(measured, out.stem)
+    cluster, notes = room.write_cluster(out, data, notes, measured)
+    room.partial_path(out).unlink(missing_ok=True)
+    say(f"wrote {out}")
+    devices = list({node.device.name: node.device for node in cluster.nodes}.values())
+    if picture is not None:
+        from megatron_hexi.report.curves import draw_curves
+
+        write_picture(draw_curves(devices), picture)
+    if as_json:
+        print_json(measured.as_dict())
+    else:
+        print_report(Group(*map(device_report, devices), *(Text(f"note: {note}") for note in notes)))
+
+
+def _teller(world: World, bar: Progress | None) -> Progress:
+    """Progress on rank 0: a bar where somebody watches, else a line a stage."""
+    told = set[int]()
+
+    def tell(what: str, done: int, total: int) -> None:
+        if bar is not None:
+            bar(what, done, total)
+        elif world.rank == 0 and done not in told:
+            told.add(done)
+            say(f"{done + 1} of {total}: {what}")
+
+    return tell
+
+
+@contextlib.contextmanager
+def _said_once(world: World) -> Iterator[None]:
+    """Where all ranks end with an error, one of them says it.
+
+    Raises:
+        HexiError: on the rank that speaks.
+        SystemExit: on the others, with the same exit code.
+    """
+    from megatron_hexi.probe import ElsewhereError, LostRankError
+
+    try:
+        yield
+    except HexiError as problem:
+        silent = isinstance(problem, LostRankError) and not world.speaks()
+        if silent or isinstance(problem, ElsewhereError):
+            raise SystemExit(problem.exit_code) from None
+        raise

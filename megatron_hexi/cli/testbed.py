@@ -1,0 +1,100 @@
+"""``hexi testbed``: a mixed cluster emulated on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_hexi.cli.options import AsJson, ClusterPath
+from megatron_hexi.cli.output import print_json, print_report
+from megatron_hexi.report.testbed import testbed_report
+from megatron_hexi.testbed.command import run_testbed
+
+commands = typer.Typer(
+    help="Emulate a mixed cluster on this machine: speeds, links and memory of its file.",
+    epilog="Example: hexi testbed check scripts/testbed/two-fast-two-slow.yaml",
+    no_args_is_help=True,
+)
+app = typer.Typer()
+app.add_typer(commands, name="testbed")
+
+SpeedsOption = Annotated[
+    str, typer.Option("--speeds", metavar="HOW", help="How ranks are made slow: paced, quota or none.")
+]
+LinksOption = Annotated[str, typer.Option("--links", metavar="on|off", help="The file's links.")]
+Gpus = Annotated[
+    str | None,
+    typer.Option(metavar="0,1,…", help="GPUs of the file that the ranks are; all if not given."),
+]
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", "-o", metavar="RUN_DIR", help="A new folder for logs and testbed.json.", show_default=False
+    ),
+]
+
+
+@commands.command(
+    epilog="Example: hexi testbed run scripts/testbed/two-fast-two-slow.yaml -o run -- "
+    "-m megatron_hexi.pretrain_gpt --hexi-plan plan.yaml …"
+)
+def run(
+    cluster: ClusterPath,
+    program: Annotated[
+        list[str],
+        typer.Argument(metavar="-- -m MODULE|SCRIPT …", help="What torchrun would start, after two dashes."),
+    ],
+    speeds: SpeedsOption = "paced",
+    links: LinksOption = "on",
+    gpus: Gpus = None,
+    out: Folder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a job on the emulated cluster.
+
+    The job's exit code is passed on. Exit code 4 where the testbed was measured to be off by more than 5 %.
+    """
+    _run(program, as_json, cluster, out, speeds, links, gpus)
+
+
+@commands.command(epilog="Example: hexi testbed check scripts/testbed/two-fast-two-slow.yaml")
+def check(
+    cluster: ClusterPath,
+    speeds: SpeedsOption = "paced",
+    links: LinksOption = "on",
+    gpus: Gpus = None,
+    out: Folder = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the emulated cluster under a synthetic load.
+
+    Exit code 4 where it was measured to be off by more than 5 %.
+    """
+    _run([], as_json, cluster, out, speeds, links, gpus)
+
+
+def _run(
+    program: list[str],
+    as_json: bool,
+    path: Path,
+    folder: Path | None,
+    speeds: str,
+    links: str,
+    gpus: str | None,
+) -> None:
+    code, found = run_testbed(
+        path, folder=folder, speeds=speeds, links=links, gpus=gpus, program=program, quiet=as_json
+    )
+    if code == 0 and found is not None:
+        _show(found, as_json)
+    sys.exit(code)
+
+
+def _show(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+    else:
+        print_report(testbed_report(found))

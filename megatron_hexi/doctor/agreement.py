@@ -1,0 +1,111 @@
+"""What the ranks of a job must have in common, and where they differ: facts of all in, problems out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from megatron_hexi.doctor.facts import Facts
+from megatron_hexi.doctor.problems import Problem, Severity, worst_first
+from megatron_hexi.doctor.rules import find_problems
+
+_ONE_IMAGE = "one container image for all nodes does it (docs/docker.md)"
+
+#: What is compared: name, how bad a difference is, and where it is found.
+_COMPARED: tuple[tuple[str, Severity, Callable[[Facts], str | None]], ...] = (
+    ("megatron-hexi", "error", lambda facts: facts.package("megatron-hexi").version),
+    ("torch", "error", lambda facts: facts.package("torch").version),
+    ("NCCL", "error", lambda facts: facts.torch.nccl if facts.torch else None),
+    ("CUDA in torch", "error", lambda facts: facts.torch.cuda if facts.torch else None),
+    ("megatron-core", "error", lambda facts: facts.package("megatron-core").version),
+    ("Transformer Engine", "error", lambda facts: facts.package("transformer-engine").version),
+    ("apex", "warning", lambda facts: facts.package("apex").version),
+    ("flash-attn", "warning", lambda facts: facts.package("flash-attn").version),
+    ("flash-attn-3", "note", lambda facts: facts.package("flash-attn-3").version),
+    ("Python", "warning", lambda facts: facts.python),
+    ("NVIDIA driver", "note", lambda facts: facts.driver.version),
+)
+
+#: Variables that name something of one machine, or only change what is said: they may differ.
+_OF_ONE_MACHINE = (
+    *("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_GRAPH_FILE", "NCCL_HOSTID", "NCCL_IB_HCA"),
+    *("NCCL_SOCKET_IFNAME", "NCCL_TOPO_FILE"),
+)
+
+
+def find_job_problems(facts: Sequence[Facts], silent: Sequence[int] = ()) -> list[Problem]:
+    """All that is wrong with a job: what its machines have each, and what they do not have in common.
+
+    Args:
+        facts: of the ranks that answered, in rank order; one without a rank where there is no job.
+        silent: the ranks that did not answer.
+    """
+    problems = list(_merged(facts))
+    if silent:
+        problems.append(
+            Problem(
+                "error",
+                f"rank {_ranges(silent)} did not answer in time",
+                "see what that node's log says; start every rank with the same command",
+            )
+        )
+    problems += _differences(facts)
+    return worst_first(problems)
+
+
+def _merged(facts: Sequence[Facts]) -> Iterable[Problem]:
+    """Each problem once, with all the ranks that have it."""
+    having: dict[Problem, list[Facts]] = {}
+    for own in facts:
+        for problem in find_problems(own):
+            having.setdefault(problem, []).append(own)
+    for problem, those in having.items():
+        where = "" if len(facts) == 1 else "everywhere" if len(those) == len(facts) else spell_places(those)
+        yield Problem(problem.severity, problem.what, problem.remedy, where)
+
+
+def _differences(facts: Sequence[Facts]) -> Iterable[Problem]:
+    for name, severity, get in _COMPARED:
+        values = [get(own) or "none" for own in facts]
+        if len(set(values)) > 1:
+            yield Problem(
+                severity, f"{name} differs: {_who_has_what(facts, values)}", f"install one; {_ONE_IMAGE}"
+            )
+    shared = sorted(
+        {name for own in facts for name in own.environment if name.startswith("NCCL_")} - {*_OF_ONE_MACHINE}
+    )
+    for name in shared:
+        values = [own.environment.get(name, "not set") for own in facts]
+        if len(set(values)) > 1:
+            yield Problem(
+                "warning",
+                f"{name} differs: {_who_has_what(facts, values)}",
+                "set it alike everywhere, or nowhere: NCCL hangs where ranks choose differently",
+            )
+
+
+def _who_has_what(facts: Sequence[Facts], values: Sequence[str]) -> str:
+    groups: dict[str, list[Facts]] = {}
+    for own, value in zip(facts, values, strict=True):
+        groups.setdefault(value, []).append(own)
+    return "; ".join(f"{value} on {spell_places(those)}" for value, those in groups.items())
+
+
+def spell_places(facts: Sequence[Facts]) -> str:
+    """Hosts with their ranks: ``a (rank 0-7), b (rank 8)``."""
+    hosts: dict[str, list[int]] = {}
+    for own in facts:
+        ranks = hosts.setdefault(own.host, [])
+        if own.rank is not None:
+            ranks.append(own.rank)
+    return ", ".join(f"{host} (rank {_ranges(ranks)})" if ranks else host for host, ranks in hosts.items())
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """``0-3, 5`` for 0, 1, 2, 3, 5."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,0 +1,36 @@
+"""Which attention kernel would be used for which tensors, and why not the others."""
+
+from __future__ import annotations
+
+from megatron_hexi.doctor.facts import KernelChoice
+
+#: Sizes of heads that models have; others behave as the next larger one of these.
+_HEAD_DIMS = (64, 128, 256)
+
+
+def find_kernels() -> tuple[KernelChoice, ...]:
+    """The choices of ``--hexi-kernel auto``: for each kind of GPU, or for the CPU where there is none.
+
+    Raises:
+        ImportError: torch cannot be imported.
+    """
+    import torch
+
+    from megatron_hexi.runtime.kernels import KERNELS, select_kernel
+
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    devices = {"cpu": torch.device("cpu")}
+    if torch.cuda.is_available():
+        # One of each kind: a node may mix them.
+        every = range(torch.cuda.device_count())
+        devices = {
+            torch.cuda.get_device_name(index): torch.device("cuda", index) for index in reversed(every)
+        }
+    choices = []
+    for name, device in reversed(devices.items()):
+        for dtype_name, dtype in dtypes.items():
+            for head_dim in _HEAD_DIMS:
+                taken = select_kernel("auto", device, dtype, head_dim).name
+                verdicts = tuple((k.name, k.refuses(device, dtype, head_dim) or "") for k in KERNELS)
+                choices.append(KernelChoice(name, dtype_name, head_dim, taken, verdicts))
+    return tuple(choices)

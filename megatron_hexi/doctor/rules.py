@@ -1,0 +1,47 @@
+"""What is wrong on one machine: facts in, problems out. Nothing is looked at here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megatron_hexi.doctor.facts import Facts
+from megatron_hexi.doctor.problems import Problem, said, worst_first
+from megatron_hexi.doctor.rules_communication import COMMUNICATION_RULES
+from megatron_hexi.doctor.rules_gpu import GPU_RULES
+from megatron_hexi.doctor.rules_packages import PACKAGE_RULES
+
+#: Parts that cannot be looked at without torch.
+_NEED_TORCH = ("kernels", "patches")
+
+Rule = Callable[[Facts], Iterator[Problem]]
+
+
+def find_problems(facts: Facts) -> list[Problem]:
+    """All that is wrong with one process and its machine, the worst first."""
+    return worst_first([problem for rule in RULES for problem in rule(facts)])
+
+
+def _parts_unknown(facts: Facts) -> Iterator[Problem]:
+    for part, reason in facts.unknown:
+        if facts.torch is None and part in _NEED_TORCH:
+            continue  # that it is missing is said already
+        yield Problem(
+            "warning", f"could not look at {part} ({reason})", "mend that first, then run this again"
+        )
+
+
+def _checkout(facts: Facts) -> Iterator[Problem]:
+    checkout = facts.checkout
+    if checkout is None:
+        return
+    if checkout.state == "unknown":
+        yield said("error", checkout.problem)
+    elif checkout.state == "not patched":
+        yield Problem(
+            "note",
+            f"{checkout.path}: its training scripts do not import megatron_hexi",
+            f"hexi patch {checkout.path}, or start them with -m megatron_hexi.run",
+        )
+
+
+RULES: tuple[Rule, ...] = (*PACKAGE_RULES, *GPU_RULES, _checkout, *COMMUNICATION_RULES, _parts_unknown)

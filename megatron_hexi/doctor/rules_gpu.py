@@ -1,0 +1,128 @@
+"""GPUs, their driver, and the kernels that would run on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from packaging.version import Version
+
+from megatron_hexi.doctor.facts import Facts, Gpu, Torch
+from megatron_hexi.doctor.problems import Problem
+
+#: The oldest driver branch of each major version of CUDA on data-centre GPUs, by CUDA's minor version
+#: compatibility: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+_DRIVER_OF_CUDA = {11: 450, 12: 525, 13: 580}
+
+
+def _no_gpu(facts: Facts) -> Iterator[Problem]:
+    if facts.gpus or facts.torch is None:
+        return
+    driver, built = facts.driver, facts.torch.cuda
+    if driver.version is None and driver.cuda is None:
+        yield Problem(
+            "note",
+            "no GPU: training runs on the CPU, with gloo",
+            "nothing, if that is meant; else the driver",
+        )
+        return
+    found = f"an NVIDIA driver is here ({driver.version or 'its library alone'}), and torch sees no GPU"
+    visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if built is None:
+        yield Problem(
+            "error",
+            f"{found}: torch {facts.package('torch').version} is built without CUDA",
+            "install a torch with CUDA, or run in the container (docs/docker.md)",
+        )
+    elif visible is not None and (not visible.strip() or visible.strip().startswith("-1")):
+        yield Problem(
+            "error",
+            f"{found}: CUDA_VISIBLE_DEVICES={visible!r} hides all of them",
+            "unset CUDA_VISIBLE_DEVICES",
+        )
+    elif driver.cuda is not None and Version(driver.cuda).major < Version(built).major:
+        yield Problem(
+            "error",
+            f"{found}: the driver goes up to CUDA {driver.cuda}, torch is built for {built}",
+            _newer_driver(built),
+        )
+    else:
+        yield Problem(
+            "error",
+            found,
+            "see what nvidia-smi says; a container needs --gpus all, a SLURM step --gpus-per-node",
+        )
+
+
+def _newer_driver(cuda: str) -> str:
+    branch = _DRIVER_OF_CUDA.get(Version(cuda).major)
+    least = "a newer driver" if branch is None else f"driver {branch} or newer"
+    return f"install {least}, or a torch built for an older CUDA"
+
+
+def _no_code_for_gpu(facts: Facts) -> Iterator[Problem]:
+    if facts.torch is None:
+        return
+    kinds = {gpu.name: gpu for gpu in facts.gpus}
+    for gpu in kinds.values():
+        major, minor = gpu.capability
+        if not _has_code(facts.torch, gpu):
+            yield Problem(
+                "error",
+                f"torch has no code for {gpu.name} (compute capability {major}.{minor}), "
+                f"only for {', '.join(facts.torch.architectures) or 'none'}",
+                "install a torch that was built for it",
+            )
+
+
+def _has_code(torch: Torch, gpu: Gpu) -> bool:
+    """Machine code runs on later minor versions of its major one; an intermediate form on all later ones."""
+    major, minor = gpu.capability
+    for architecture in torch.architectures:
+        kind, _, number = architecture.partition("_")
+        digits = number.rstrip("af")  # sm_90a: for that chip alone
+        built = (int(digits[:-1]), int(digits[-1]))
+        if built <= (major, minor) and (kind == "compute" or built[0] == major):
+            return True
+    return False
+
+
+def _too_few_gpus(facts: Facts) -> Iterator[Problem]:
+    local_rank = facts.environment.get("LOCAL_RANK", "")
+    if facts.gpus and local_rank.isdecimal() and int(local_rank) >= len(facts.gpus):
+        yield Problem(
+            "error",
+            f"LOCAL_RANK is beyond the GPUs that the rank sees ({len(facts.gpus)}), and says which it takes",
+            "let every rank see all GPUs of its node: srun --gpus-per-node, no --gpus-per-task or --gpu-bind",
+        )
+
+
+def _no_nccl(facts: Facts) -> Iterator[Problem]:
+    if facts.gpus and facts.torch is not None and facts.torch.nccl is None:
+        yield Problem("error", "torch is built without NCCL", "install a torch with CUDA and NCCL")
+
+
+def _kernels(facts: Facts) -> Iterator[Problem]:
+    """What would be faster. Training is in bf16, with heads of 128 more often than not."""
+    for choice in facts.kernels:
+        if choice.device == "cpu" or (choice.dtype, choice.head_dim) != ("bf16", 128):
+            continue
+        if choice.kernel == "math":
+            yield Problem(
+                "warning",
+                f"{choice.device}: no fast attention kernel takes bf16 with heads of 128; the plain one "
+                "would be used, whose memory grows with the square of the length",
+                "mend what keeps one of them away: "
+                + ", ".join(f"{name} ({reason})" for name, reason in choice.verdicts if reason),
+            )
+        for name, reason in choice.verdicts:
+            if name == choice.kernel:
+                break  # those after it are slower
+            if "is not installed" in reason:
+                yield Problem(
+                    "note",
+                    f"{choice.device}: attention runs with {choice.kernel}, {name} is faster ({reason})",
+                    f"install {name.removesuffix('-2')}",
+                )
+
+
+GPU_RULES = (_no_gpu, _no_code_for_gpu, _too_few_gpus, _no_nccl, _kernels)

@@ -1,0 +1,101 @@
+"""Packages and patches: what is missing, too old, too new, or built for something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+
+from megatron_hexi.doctor.facts import Facts, Package
+from megatron_hexi.doctor.problems import Problem, said
+
+_REINSTALL = "pip install --force-reinstall --no-deps"
+#: Built on this machine, against the torch that is there.
+_REBUILD = f"{_REINSTALL} --no-build-isolation --no-cache-dir"
+
+#: Packages of the extra ``gpu``, as pip knows them.
+_BUILT_HERE = {
+    "transformer-engine": "'transformer-engine[pytorch]'",
+    "flash-attn": "flash-attn",
+}
+
+
+def _ourselves(facts: Facts) -> Iterator[Problem]:
+    if facts.package("megatron-hexi").version is None:
+        yield Problem(
+            "warning",
+            "megatron-hexi is not installed, only found by PYTHONPATH: what it needs cannot be checked",
+            "pip install . in its folder",
+        )
+
+
+def _needed(facts: Facts) -> Iterator[Problem]:
+    for package in facts.packages:
+        if package.needs is None:
+            continue
+        install = f"pip install '{package.name}{package.needs}'"
+        if package.version is None:
+            yield Problem("error", f"{package.name} is not installed", install)
+        elif not _in_range(package):
+            yield Problem(
+                "error",
+                f"{package.name} {package.version} is installed, and {package.needs} is needed",
+                install,
+            )
+
+
+def _broken(facts: Facts) -> Iterator[Problem]:
+    missing = [package.name for package in facts.packages if package.version is None]
+    for package in facts.packages:
+        if package.broken is None or any(f"No module named '{name}'" in package.broken for name in missing):
+            continue  # where it lacks what is missing itself, that is said already
+        if package.name in _BUILT_HERE:
+            remedy = f"rebuild it for this torch: {_REBUILD} {_BUILT_HERE[package.name]}"
+        elif package.needs is not None:
+            remedy = f"install it again: {_REINSTALL} '{package.name}{package.needs}'"
+        else:
+            remedy = "build it again for this torch, or remove it"
+        yield Problem(
+            "error", f"{package.name} {package.version} cannot be imported ({package.broken})", remedy
+        )
+
+
+def _optional(facts: Facts) -> Iterator[Problem]:
+    """What Megatron takes for granted on a GPU."""
+    if not facts.gpus:
+        return
+    if facts.package("transformer-engine").version is None:
+        yield Problem(
+            "warning",
+            "Transformer Engine is not installed, and Megatron's layers are its own by default",
+            "pip install --no-build-isolation 'megatron-hexi[gpu]', or train with --transformer-impl local",
+        )
+        if facts.package("apex").version is None:
+            yield Problem(
+                "note",
+                "apex is not installed, and Megatron's local layers sum gradients with it by default",
+                "build apex, or train with --no-gradient-accumulation-fusion",
+            )
+
+
+def _patches(facts: Facts) -> Iterator[Problem]:
+    core = facts.package("megatron-core")
+    if core.needs is not None and not _in_range(core):
+        return  # said once, instead of once a patch
+    for patch in facts.patches:
+        if patch.state == "does not fit":
+            yield said("error", patch.problem)
+
+
+def _in_range(package: Package) -> bool:
+    # What a container builds itself ("2.13.0a0+… .nv26.06") counts as the version that it is on the way to.
+    try:
+        return package.version is not None and SpecifierSet(package.needs or "").contains(
+            package.version, prereleases=True
+        )
+    except InvalidVersion:
+        return package.broken is not None  # then only its distribution's name is known
+
+
+PACKAGE_RULES = (_ourselves, _needed, _broken, _optional, _patches)

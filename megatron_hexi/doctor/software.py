@@ -1,0 +1,160 @@
+"""Packages, torch, the driver and the GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import re
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from types import ModuleType
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+from megatron_hexi.doctor.facts import Driver, Gpu, Package, Torch
+
+_OURS = "megatron-hexi"
+
+#: What a job runs on: `Package.name`, the names of its distribution, and the module to import. Only an
+#: import shows a library that was built against another torch.
+_IMPORTED: dict[str, tuple[tuple[str, ...], str]] = {
+    "torch": (("torch",), "torch"),
+    "megatron-core": (("megatron-core",), "megatron.core"),
+    "transformer-engine": (("transformer-engine", "transformer-engine-torch"), "transformer_engine.pytorch"),
+    "apex": (("apex",), "apex"),
+    "flash-attn": (("flash-attn",), "flash_attn"),
+    "flash-attn-3": (("flash-attn-3", "flash-attn-interface"), "flash_attn_interface"),
+    "ortools": (("ortools",), "ortools.sat.python.cp_model"),
+}
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+def find_packages() -> tuple[Package, ...]:
+    """What megatron-hexi needs and what it can use, ours first."""
+    needed = _needs()
+    others = [name for name in needed if name not in _IMPORTED]
+    return (
+        Package(_OURS, _version(_OURS)),
+        *(_imported(name, needed.get(name)) for name in _IMPORTED),
+        *(Package(name, _version(name), needed[name]) for name in others),
+    )
+
+
+def find_torch() -> Torch | None:
+    """How torch was built; ``None`` where it cannot be imported."""
+    try:
+        import torch
+    except (ImportError, OSError):
+        return None  # `find_packages` says why
+    nccl = None
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        with contextlib.suppress(RuntimeError, AttributeError):
+            nccl = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return Torch(
+        cuda=torch.version.cuda,
+        cudnn=None if cudnn is None else str(cudnn),
+        nccl=nccl,
+        architectures=tuple(torch.cuda.get_arch_list()),
+    )
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that torch sees; asking for them takes none of their memory."""
+    try:
+        import torch
+    except (ImportError, OSError):
+        return ()
+    if not torch.cuda.is_available():
+        return ()
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(
+        Gpu(properties.name, (properties.major, properties.minor), round(properties.total_memory / 2**30, 1))
+        for properties in found
+    )
+
+
+def find_driver(file: Path = _DRIVER_FILE) -> Driver:
+    """NVIDIA's driver, asked without torch: an old one is why torch may not start.
+
+    Args:
+        file: where the kernel module says its version.
+    """
+    module = None
+    with contextlib.suppress(OSError):
+        match = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d[\d.]*)", file.read_text())
+        module = match[1] if match else None
+    return Driver(module, _driver_cuda())
+
+
+def _driver_cuda() -> str | None:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _needs() -> dict[str, str]:
+    """What our own metadata asks for, extras aside: names and version ranges."""
+    try:
+        lines = requires(_OURS) or []
+    except PackageNotFoundError:
+        return {}
+    asked = [Requirement(line) for line in lines]
+    return {
+        requirement.name: str(requirement.specifier)
+        for requirement in asked
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    }
+
+
+def _imported(name: str, needs: str | None) -> Package:
+    distributions, module_name = _IMPORTED[name]
+    installed = next(filter(None, map(_version, distributions)), None)
+    if not _is_there(module_name):
+        return Package(name, None, needs)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as problem:  # a library built for another torch fails in ways of its own
+        said = (str(problem).strip() or "no message").splitlines()[0]
+        return Package(name, installed or "unknown", needs, f"{type(problem).__name__}: {said}")
+    return Package(name, _own_version(module) or installed or "unknown", needs, location=_location(module))
+
+
+def _is_there(module_name: str) -> bool:
+    # The package alone: looking a submodule up would import it.
+    try:
+        return importlib.util.find_spec(module_name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _own_version(module: ModuleType) -> str | None:
+    """What the module says itself: a checkout on the path comes before an installed wheel."""
+    found = getattr(module, "__version__", None)
+    if found is None:
+        return None
+    if module.__name__ == "megatron.core":
+        # It adds the git commit of the folder that the job was started in, which says nothing of Megatron.
+        with contextlib.suppress(InvalidVersion):
+            return Version(str(found)).public
+    return str(found)
+
+
+def _location(module: ModuleType) -> str | None:
+    return None if getattr(module, "__file__", None) is None else str(Path(module.__file__ or "").parent)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,122 @@
+"""What this rank runs on: its name, its memory, its kernels and their versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import torch
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.probe.document import Options, RankInfo
+from megatron_hexi.runtime.kernels import select_kernel
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+#: The distribution that a kernel comes from, where it is not torch.
+_PACKAGES = {"flash-attn-2": "flash-attn", "flash-attn-3": "flash-attn-3"}
+
+
+def rank_info(
+    options: Options, device: torch.device, environment: Mapping[str, str], host_ranks: int
+) -> RankInfo:
+    """Who this rank is.
+
+    Args:
+        options: what was asked.
+        device: where its tensors are.
+        environment: the launcher's variables.
+        host_ranks: ranks on this host, which share its memory if they run on the CPU.
+
+    Raises:
+        HexiError: the device cannot do what was asked.
+    """
+    dtype = DTYPES[options.precision]
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    if gpu and dtype == torch.bfloat16 and gpu.major < 8:
+        raise HexiError(f"--precision bf16: {gpu.name} has no bf16; use --precision fp16")
+    kernels = tuple(select_kernel(name, device, dtype, options.head_dim).name for name in options.kernels)
+    return RankInfo(
+        host=socket.gethostname(),
+        group=environment.get("GROUP_RANK") or environment.get("SLURM_NODEID", ""),
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        kind="cuda" if gpu else "cpu",
+        gpu=gpu.name if gpu else _cpu_name(),
+        memory_bytes=gpu.total_memory if gpu else _cpu_memory(host_ranks),
+        capability=(gpu.major, gpu.minor) if gpu else (0, 0),
+        kernels=kernels,
+        versions=_versions(kernels, cuda=gpu is not None),
+    )
+
+
+def usable_bytes(device: torch.device, host_ranks: int) -> int:
+    """What a job finds free: on a GPU now, with its context made; on a CPU the share less what is in use."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    used = psutil.Process().memory_info()
+    return max(1, _cpu_memory(host_ranks) - (used.data if _data_limit() else used.rss))
+
+
+def _cpu_memory(host_ranks: int) -> int:
+    """The limit on this process's data if there is one, else its share of the host's memory."""
+    return _data_limit() or psutil.virtual_memory().total // host_ranks
+
+
+def _data_limit() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _versions(kernels: tuple[str, ...], *, cuda: bool) -> dict[str, str]:
+    versions = {"torch": str(torch.__version__)}
+    if cuda:
+        versions["CUDA"] = str(torch.version.cuda)
+    if "cudnn" in kernels:
+        versions["cuDNN"] = str(torch.backends.cudnn.version())
+    for kernel in kernels:
+        if kernel in _PACKAGES:
+            try:
+                versions[_PACKAGES[kernel]] = importlib.metadata.version(_PACKAGES[kernel])
+            except importlib.metadata.PackageNotFoundError:
+                versions[_PACKAGES[kernel]] = "unknown"
+    if not cuda:
+        versions["threads"] = str(torch.get_num_threads())
+    return versions
+
+
+def local_device() -> torch.device:
+    """This rank's GPU, or the CPU where there is none.
+
+    Raises:
+        HexiError: there are fewer GPUs than ranks on this host.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if count == 1:  # the launcher shows each rank its own
+        local = 0
+    if local >= count:
+        raise HexiError(
+            f"local rank {local} has no GPU: {socket.gethostname()} shows {count}; start one rank for each"
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)  # makes the context, which takes memory
+    return device

@@ -1,0 +1,251 @@
+"""What was measured, as plain data: what ``--json`` prints, and what an interrupted probe goes on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.yaml_schema import short
+
+_STRICT = ConfigDict(extra="forbid")
+
+#: What `--precision` takes.
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the probe was asked.
+
+    Args:
+        kernels: attention kernels; ``auto`` is what a job on that GPU would choose.
+        precision: of matrices and attention.
+        hidden_size: of the weights; 4096 on GPUs and 1024 on CPUs if not given.
+        heads: that attention is measured with; 8 on GPUs and 2 on CPUs if not given.
+        head_dim: their size.
+        budget_s: seconds that it all may take, roughly.
+        quick: measure at fewer sizes.
+
+    Raises:
+        HexiError: a value that cannot be measured.
+    """
+
+    kernels: tuple[str, ...] = ("auto",)
+    precision: str = "bf16"
+    hidden_size: int | None = None
+    heads: int | None = None
+    head_dim: int = 128
+    budget_s: float = 600.0
+    quick: bool = False
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise HexiError(f"--precision {self.precision[:40]}: is not known; give {', '.join(PRECISIONS)}")
+        for flag, value, most in (
+            ("hidden", self.hidden_size, 2**17),
+            ("heads", self.heads, 2**10),
+            ("head-dim", self.head_dim, 2**10),
+        ):
+            if value is not None and not 1 <= value <= most:
+                raise HexiError(f"--{flag} {value}: is out of range; give a number from 1 to {most}")
+        if not 1 <= self.budget_s <= 24 * 3600:
+            raise HexiError(
+                f"--budget {self.budget_s / 60:g}: is out of range; give minutes, as 10 (the most is a day)"
+            )
+        if len(set(self.kernels)) < len(self.kernels):
+            raise HexiError(f"--kernel {' --kernel '.join(self.kernels)}: names one twice; name each once")
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Who a rank is; the same in every run on the same machines.
+
+    Args:
+        host: its host's name.
+        group: the launcher's number of its node; empty if it has none.
+        local_rank: its number on its node.
+        kind: ``cuda`` or ``cpu``.
+        gpu: what torch calls its GPU; a CPU's model name.
+        memory_bytes: of the GPU; of a CPU rank's share of the memory, or its limit.
+        capability: CUDA compute capability; 0, 0 for a CPU.
+        kernels: the attention kernels that it measures, one for each that was asked for.
+        versions: of what its rates depend on: torch and the packages of the kernels.
+    """
+
+    host: str
+    group: str
+    local_rank: int
+    kind: Literal["cuda", "cpu"]
+    gpu: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    kernels: tuple[str, ...]
+    versions: dict[str, str]
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
+class Series:
+    """One kind of work against its size, on every rank.
+
+    Args:
+        sizes: rows or tokens, ascending.
+        tflops: a row a rank, a column a size; ``None`` where it was not measured.
+    """
+
+    sizes: tuple[int, ...]
+    tflops: tuple[tuple[Rate | None, ...], ...]
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that crossed a link together, and the seconds until the last had arrived; ascending bytes."""
+
+    sizes: tuple[int, ...]
+    seconds: tuple[Seconds, ...]
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Links inside one node.
+
+    Args:
+        node: its number.
+        ports: bytes out of one GPU's port, and as many into it, in messages between all pairs at once.
+        all_to_all: the same by the collective, which may be slower.
+        point_to_point: bytes from one GPU to one other, in pairs, both ways at once; the median pair.
+        latency_s: of a small message, the median pair.
+    """
+
+    node: int
+    ports: Transfer
+    all_to_all: Transfer
+    point_to_point: Transfer
+    latency_s: Seconds
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
+class Between:
+    """Links from one node to another.
+
+    Args:
+        src: the sending node's number.
+        dst: the receiving node's.
+        all_ranks: bytes in all, every rank of both nodes taking part.
+        one_rank: bytes from one rank to one; ``None`` where it was not measured.
+        latency_s: of a small message.
+    """
+
+    src: int
+    dst: int
+    all_ranks: Transfer
+    one_rank: Transfer | None
+    latency_s: Seconds
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All that was measured so far.
+
+    Args:
+        version: of this document's form.
+        started: date, UTC.
+        hexi: version of megatron-hexi.
+        options: what was asked.
+        ranks: who took part, in rank order.
+        done: names of the stages that are done.
+        usable_bytes: memory that each rank found free.
+        stream_gb_s: memory bandwidth that each rank reached.
+        curves: by name: ``matmul``, or a kernel, mask and direction (``cudnn causal forward``).
+        skipped: what was not measured, and why.
+        inside: for every node of several ranks.
+        between: for every two nodes, both ways.
+        together: bytes from each rank to each rank of another node, all at once.
+    """
+
+    version: Literal[1]
+    started: str
+    hexi: str
+    options: Options
+    ranks: tuple[RankInfo, ...]
+    done: tuple[str, ...] = ()
+    usable_bytes: tuple[int, ...] = ()
+    stream_gb_s: tuple[Rate, ...] = ()
+    curves: dict[str, Series] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+    inside: tuple[Inside, ...] = ()
+    between: tuple[Between, ...] = ()
+    together: Transfer | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self)
+
+
+_ADAPTER = TypeAdapter(Measurement)
+
+
+def measurement_from_json(text: str) -> Measurement:
+    """The measurement that `Measurement.as_dict` gave."""
+    return _ADAPTER.validate_json(text)
+
+
+def load_partial(path: Path, fresh: Measurement) -> Measurement:
+    """What an interrupted probe left, if it measured the same thing; else `fresh`.
+
+    Raises:
+        HexiError: the file is no such document, or one of other machines, versions or options.
+    """
+    remedy = "add --restart to measure everything anew"
+    try:
+        found = measurement_from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return fresh
+    except OSError as problem:
+        raise HexiError(f"{path}: cannot be read ({problem.strerror}); remove it, or {remedy}") from None
+    except (ValidationError, UnicodeDecodeError):
+        raise HexiError(f"{path}: is no measurement of this version; remove it, or {remedy}") from None
+    for name, old, new in (
+        ("megatron-hexi", found.hexi, fresh.hexi),
+        ("ranks", len(found.ranks), len(fresh.ranks)),
+        *((name, value, getattr(fresh.options, name)) for name, value in vars(found.options).items()),
+        *(
+            (f"rank {rank}'s {name}", value, getattr(now, name))
+            for rank, (then, now) in enumerate(zip(found.ranks, fresh.ranks, strict=False))
+            for name, value in vars(then).items()
+        ),
+    ):
+        if old != new:
+            raise HexiError(
+                f"{path}: was measured with {name} {short(old)}, this is {short(new)}; "
+                f"run the same command again, or {remedy}"
+            )
+    return found
+
+
+def save_partial(path: Path, measurement: Measurement) -> None:
+    """Write the document whole or not at all."""
+    write_text_atomically(path, json.dumps(measurement.as_dict(), allow_nan=False))

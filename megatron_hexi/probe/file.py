@@ -1,0 +1,68 @@
+"""The cluster file: written, read back and checked before it is put in place."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_hexi.cluster import Cluster, read_cluster
+from megatron_hexi.errors import HexiError
+from megatron_hexi.probe.document import Measurement
+from megatron_hexi.probe.network import shared_note
+
+
+def write_cluster(
+    path: Path, data: dict[str, Any], notes: list[str], measured: Measurement
+) -> tuple[Cluster, list[str]]:
+    """Write the file whole or not at all.
+
+    Args:
+        path: where.
+        data: plain values, as `assemble` gives them.
+        notes: what to tell its user; stands in it as comments.
+        measured: what it was made from.
+
+    Returns:
+        The cluster as the planner reads it, and all notes.
+
+    Raises:
+        HexiError: the folder cannot be written to.
+        ClusterError: a measured value is beyond what a cluster file may say.
+    """
+    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            whole = Path(folder) / path.name
+            whole.write_text(text, encoding="utf-8")
+            cluster = read_cluster(whole)
+            shared = shared_note(measured, cluster)
+            said = [*notes, shared] if shared else notes
+            head = [f"measured by hexi probe, {measured.started}", *said]
+            whole.write_text("".join(f"# {line}\n" for line in head) + text, encoding="utf-8")
+            os.replace(whole, path)
+    except OSError as problem:
+        raise HexiError(f"{path}: cannot be written ({problem.strerror}); check the folder") from None
+    return cluster, said
+
+
+class _Dumper(yaml.SafeDumper):
+    """Block style above, flow style for a node, a link, a curve and lists: as people write them."""
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        flow = "points" in mapping or not any(
+            isinstance(value, dict) and key != "intra" for key, value in mapping.items()
+        )
+        return super().represent_mapping(tag, mapping, flow_style=flow)
+
+    def represent_sequence(
+        self, tag: str, sequence: Any, flow_style: bool | None = None
+    ) -> yaml.SequenceNode:
+        flow = not any(isinstance(item, dict) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=flow)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True

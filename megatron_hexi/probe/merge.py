@@ -1,0 +1,108 @@
+"""What ranks of one kind of GPU have in common: its curves, and by how much nodes and ranks leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import numpy as np
+
+from megatron_hexi.probe.document import Series
+from megatron_hexi.probe.nodes import NodeFound
+
+#: A node or rank that is off by more is named.
+STRAGGLER = 0.05
+
+#: A point of a curve: its name and the size.
+Point = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """One kind of GPU.
+
+    Args:
+        curves: TFLOP/s at the sizes measured, by name.
+        speeds: of each of its nodes by number, against the curves; 1 where it is within `STRAGGLER`.
+        notes: what to know of how the ranks differ.
+    """
+
+    curves: Mapping[str, Mapping[int, float]]
+    speeds: Mapping[int, float]
+    notes: tuple[str, ...]
+
+
+def merge(name: str, nodes: Mapping[int, NodeFound], curves: Mapping[str, Series]) -> Merged:
+    """Medians over the ranks of each node, and over the nodes once their speeds are taken out.
+
+    The node of median speed is the reference (of two the faster one).
+
+    Args:
+        name: of the GPU.
+        nodes: that have it, by number.
+        curves: what was measured, on all ranks.
+    """
+    rates = {rank: _rates_of(rank, curves) for node in nodes.values() for rank in node.ranks}
+    by_node = {n: _medians([rates[rank] for rank in node.ranks]) for n, node in nodes.items()}
+    common = set.intersection(*(set(found) for found in by_node.values()))
+    pace = {n: _mean_log([found[point] for point in sorted(common)]) for n, found in by_node.items()}
+    reference = sorted(nodes, key=lambda n: (pace[n], -n))[len(nodes) // 2]
+    ratios = {n: _ratio(found, by_node[reference]) for n, found in by_node.items()}
+    speeds = {n: ratio if abs(ratio - 1) > STRAGGLER else 1.0 for n, ratio in ratios.items()}
+    level: dict[Point, list[float]] = {}
+    for n, found in by_node.items():
+        for point, rate in found.items():
+            level.setdefault(point, []).append(rate / speeds[n])
+    curve: dict[str, dict[int, float]] = {}
+    for (kind, size), values in sorted(level.items()):
+        curve.setdefault(kind, {})[size] = median(values)
+    notes = [
+        f"{nodes[n].name} runs at {speed:.3g} of {nodes[reference].name}'s rates"
+        for n, speed in speeds.items()
+        if speed != 1
+    ]
+    off: list[float] = []
+    for n, node in nodes.items():
+        for rank in node.ranks:
+            ratio = _ratio(rates[rank], by_node[n])
+            if abs(ratio - 1) > STRAGGLER:
+                notes.append(f"rank {rank} ({node.name}) runs at {ratio:.3g} of its node's median")
+            off += [
+                abs(rate / (speeds[n] * curve[kind][size]) - 1)
+                for (kind, size), rate in rates[rank].items()
+                if size in curve.get(kind, {})
+            ]
+    if off and len(rates) > 1:
+        notes.append(
+            f"{name}: its {len(rates)} ranks are off the curves by {median(off):.1%} in the median "
+            f"point, {max(off):.1%} at most"
+        )
+    return Merged(curve, speeds, tuple(notes))
+
+
+def _rates_of(rank: int, curves: Mapping[str, Series]) -> dict[Point, float]:
+    return {
+        (name, size): rate
+        for name, series in curves.items()
+        for size, rate in zip(series.sizes, series.tflops[rank], strict=True)
+        if rate is not None
+    }
+
+
+def _medians(ranks: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
+    """Of the points that all ranks have."""
+    return {
+        point: median(rates[point] for rates in ranks)
+        for point in ranks[0]
+        if all(point in rates for rates in ranks)
+    }
+
+
+def _ratio(found: Mapping[Point, float], other: Mapping[Point, float]) -> float:
+    """The median of one over the other; 1 where they share no point."""
+    return median([found[point] / other[point] for point in found if point in other] or [1.0])
+
+
+def _mean_log(rates: Sequence[float]) -> float:
+    return fmean(np.log(rates)) if rates else 0.0

@@ -1,0 +1,109 @@
+"""What lies between the nodes: one network where all pairs agree, a matrix where they do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.probe.document import Between, Inside, Measurement
+from megatron_hexi.probe.fit import bytes_per_second
+from megatron_hexi.probe.nodes import NodeFound
+
+#: Pairs of nodes agree if their bandwidths are within this part of the median one …
+_BANDWIDTH_TOLERANCE = 0.1
+#: … and the longest latency is within this factor or time (µs) of the shortest: small messages are noisy.
+_LATENCY_FACTOR, _LATENCY_US = 2.0, 20.0
+#: Everything at once may take so much longer than its parts say before something must be shared.
+_SHARED = 1.25
+
+
+def network_entry(nodes: Sequence[NodeFound], between: Sequence[Between]) -> dict[str, Any]:
+    """``network`` or ``matrix`` of the cluster file, with its key; nothing for a single node."""
+    if not between:
+        return {}
+    per = _owner(nodes, between)
+    gb_s = {
+        (pair.src, pair.dst): bytes_per_second(pair.all_ranks)
+        / 1e9
+        / (_width(nodes, pair) if per == "gpu" else 1)
+        for pair in between
+    }
+    latency_us = {(pair.src, pair.dst): pair.latency_s * 1e6 for pair in between}
+    shortest, longest = min(latency_us.values()), max(latency_us.values())
+    spread = max(gb_s.values()) - min(gb_s.values())
+    if spread <= _BANDWIDTH_TOLERANCE * median(gb_s.values()) and (
+        longest <= _LATENCY_FACTOR * shortest or longest - shortest <= _LATENCY_US
+    ):
+        common = {"bandwidth_gb_s": round_rate(median(gb_s.values()))}
+        return {"network": common | {"latency_us": round_rate(median(latency_us.values())), "per": per}}
+    whole = {(pair.src, pair.dst): bytes_per_second(pair.all_ranks) / 1e9 for pair in between}
+    return {
+        "matrix": {
+            "nodes": [node.name for node in nodes],
+            "bandwidth_gb_s": _rows(len(nodes), whole),
+            "latency_us": _rows(len(nodes), latency_us),
+        }
+    }
+
+
+def shared_note(measured: Measurement, cluster: Cluster) -> str | None:
+    """What everything at once shows beyond the pairs, by the cost model's own account of shared links."""
+    if measured.together is None:
+        return None
+    ranks = np.array([rank.node for rank in cluster.ranks])
+    src, dst = (np.array(side) for side in np.nonzero(ranks[:, None] != ranks[None, :]))
+    size = np.full(len(src), float(measured.together.sizes[-1]))
+    expected = LinkTable(cluster).set_seconds(src, dst, size)
+    ratio = measured.together.seconds[-1] / expected
+    said = f"all nodes at once take {ratio:.2f} times as long as the pairs say"
+    if ratio <= _SHARED:
+        return said
+    return f"{said}: they share a link; describe it under levels:"
+
+
+def collective_note(inside: Sequence[Inside]) -> str | None:
+    """What the all-to-all itself costs beyond its messages."""
+    ratios = [link.all_to_all.seconds[-1] / _expected_s(link) for link in inside]
+    if not ratios or median(ratios) <= _SHARED:
+        return None
+    return (
+        f"inside nodes the all-to-all takes {median(ratios):.2f} times as long as its messages alone; the "
+        "file has the messages' bandwidth"
+    )
+
+
+def round_rate(value: float) -> float:
+    """Four digits: more is noise."""
+    return float(f"{value:.4g}")
+
+
+def _expected_s(link: Inside) -> float:
+    return link.all_to_all.sizes[-1] / bytes_per_second(link.ports)
+
+
+def _owner(nodes: Sequence[NodeFound], between: Sequence[Between]) -> str:
+    """Whether each GPU has its own way out or the node one: do all ranks together get more than one alone?
+
+    The line is drawn at the geometric mean of the two pure cases, 1 and the number of GPUs.
+    """
+    tried = [pair for pair in between if pair.one_rank is not None and _width(nodes, pair) > 1]
+    gains = [
+        math.log(bytes_per_second(pair.all_ranks) / bytes_per_second(pair.one_rank), _width(nodes, pair))
+        for pair in tried
+        if pair.one_rank is not None
+    ]
+    return "gpu" if gains and median(gains) > 0.5 else "node"
+
+
+def _width(nodes: Sequence[NodeFound], pair: Between) -> int:
+    return min(len(nodes[pair.src].ranks), len(nodes[pair.dst].ranks))
+
+
+def _rows(count: int, values: dict[tuple[int, int], float]) -> list[list[float]]:
+    return [[round_rate(values[a, b]) if a != b else 0.0 for b in range(count)] for a in range(count)]

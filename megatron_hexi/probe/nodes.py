@@ -1,0 +1,129 @@
+"""The nodes that the ranks are on, and what the file calls them and their GPUs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_hexi.cluster import catalog
+from megatron_hexi.errors import HexiError
+from megatron_hexi.probe.document import RankInfo
+
+#: What torch calls a GPU, and the catalogue's names for it; the memory chooses.
+_GPUS = (
+    (r"B200", ("B200-180GB",)),
+    (r"GH200", ("GH200-96GB",)),
+    (r"H200", ("H200-SXM-141GB",)),
+    (r"H100 NVL", ("H100-NVL-94GB",)),
+    (r"H100 PCIe", ("H100-PCIe-80GB",)),
+    (r"H100 .*HBM3", ("H100-SXM-80GB",)),
+    (r"A100-SXM.*", ("A100-SXM-80GB", "A100-SXM-40GB")),
+    (r"A100 80GB PCIe", ("A100-PCIe-80GB",)),
+    (r"A800-SXM.*", ("A800-SXM-80GB",)),
+    (r"L40S", ("L40S-48GB",)),
+    (r"L40", ("L40-48GB",)),
+    (r"L4", ("L4-24GB",)),
+    (r"RTX A6000", ("A6000-48GB",)),
+    (r"A10G", ("A10G-24GB",)),
+    (r"GeForce RTX 4090", ("RTX4090-24GB",)),
+    (r"GeForce RTX 3090", ("RTX3090-24GB",)),
+    (r"GeForce RTX 3080 Ti", ("RTX3080Ti-12GB",)),
+    (r"V100-SXM2.*", ("V100-SXM2-16GB", "V100-SXM2-32GB")),
+    (r"V100-PCIE.*", ("V100-PCIe-16GB",)),
+    (r"T4", ("T4-16GB",)),
+)
+#: Vendors' GB are nearly GiB, of which ECC may take up to a tenth (16 GB of a T4 show as 14.6 GiB).
+_MEMORY_TOLERANCE = 0.12
+_LONGEST_NAME = 64
+
+
+@dataclass(frozen=True)
+class NodeFound:
+    """A node: its name in the file, its ranks, what they run on."""
+
+    name: str
+    ranks: range
+    kind: str
+    gpu: str
+
+
+def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
+    """The nodes in rank order.
+
+    Raises:
+        HexiError: a node's ranks are not consecutive, or its GPUs are of several kinds.
+    """
+    members: dict[tuple[str, str], list[int]] = {}
+    for rank, info in enumerate(ranks):
+        members.setdefault((info.host, info.group), []).append(rank)
+    for (host, group), found in members.items():
+        if found[-1] - found[0] + 1 != len(found):
+            raise HexiError(
+                f"ranks {_listed(found)} are on {_spell(host, group)} and others between them are not; "
+                "number the ranks node by node (srun --distribution=block)"
+            )
+        kinds = sorted({ranks[rank].gpu for rank in found})
+        if len(kinds) > 1:
+            raise HexiError(
+                f"{_spell(host, group)} has {' and '.join(kinds)}; a node of a cluster file has one kind of "
+                "GPU: start the ranks of each kind as a node of its own"
+            )
+        expected = list(range(len(found)))
+        if [ranks[rank].local_rank for rank in found] != expected:
+            raise HexiError(
+                f"{_spell(host, group)}: its ranks {_listed(found)} have the local ranks "
+                f"{_listed([ranks[rank].local_rank for rank in found])}; "
+                "start them with one torchrun or one srun"
+            )
+    names = _node_names([host for host, _ in members])
+    return tuple(
+        NodeFound(name, range(found[0], found[-1] + 1), ranks[found[0]].kind, ranks[found[0]].gpu)
+        for name, found in zip(names, members.values(), strict=True)
+    )
+
+
+def device_name(info: RankInfo, precision: str) -> str:
+    """What the file calls a GPU: the catalogue's name where it is known, else its own made spellable.
+
+    The catalogue's curves are in 16 bits: measured in fp32 a GPU gets a name of its own.
+    """
+    for pattern, names in _GPUS:
+        if info.kind == "cuda" and re.fullmatch(rf"(NVIDIA |Tesla )*{pattern}( \d+GB)?", info.gpu):
+            gib = info.memory_bytes / 2**30
+            for name in names:
+                if abs(gib / catalog()[name].memory_gb - 1) <= _MEMORY_TOLERANCE:
+                    return name if precision != "fp32" else f"{name}-fp32"
+    prefix = "CPU " if info.kind == "cpu" else ""
+    return spellable(f"{prefix}{re.sub(r'[(]R[)]|[(]TM[)]|@', ' ', info.gpu)}")
+
+
+def _node_names(hosts: Sequence[str]) -> list[str]:
+    """Host names without their domain; several nodes of one name are numbered."""
+    plain = [spellable(host.split(".")[0]) for host in hosts]
+    counts = Counter(plain)
+    names: list[str] = []
+    for name in plain:
+        number = 0
+        # `name-0` is also what the one node of an entry called `name` is called.
+        chosen = f"{name}.0" if counts[name] > 1 else name
+        while chosen in names or (chosen.endswith("-0") and chosen[:-2] in (*plain, *names)):
+            number += 1
+            chosen = f"{name}.{number}"
+        names.append(chosen)
+    return names
+
+
+def spellable(text: str) -> str:
+    """Letters, digits, _ and -, as names in a cluster file are."""
+    return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-_")[: _LONGEST_NAME - 10].rstrip("-") or "node"
+
+
+def _spell(host: str, group: str) -> str:
+    return f"{host} (node {group})" if group else host
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    text = ", ".join(map(str, numbers[:8]))
+    return f"{text} and {len(numbers) - 8} more" if len(numbers) > 8 else text

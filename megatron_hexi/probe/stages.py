@@ -1,0 +1,238 @@
+"""What is measured, stage by stage. Every rank runs every stage, and all get what all have found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from megatron_hexi.probe import compute
+from megatron_hexi.probe.clock import clock_for
+from megatron_hexi.probe.device import DTYPES, usable_bytes
+from megatron_hexi.probe.document import Between, Inside, Measurement, Options, RankInfo, Series, Transfer
+from megatron_hexi.probe.links import Wire
+from megatron_hexi.probe.nodes import NodeFound
+from megatron_hexi.probe.rounds import flows, local_rounds, tournament
+from megatron_hexi.probe.sizes import (
+    DIRECTIONS,
+    MASKS,
+    message_sizes,
+    point_limit_s,
+    sizes_for,
+    transfer_limit_s,
+)
+from megatron_hexi.probe.world import World
+from megatron_hexi.runtime.kernels import select_kernel
+
+#: A stage's name, and what adds its part to the measurement.
+Stage = tuple[str, Callable[[Measurement], Measurement]]
+
+
+class Stages:
+    """All stages.
+
+    Args:
+        world: the ranks.
+        options: what to measure.
+        device: of this rank.
+        info: who this rank is.
+        nodes: that the ranks are on.
+        host_ranks: ranks on this rank's host.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        options: Options,
+        device: torch.device,
+        info: RankInfo,
+        nodes: Sequence[NodeFound],
+        host_ranks: int,
+    ) -> None:
+        self.world, self.options, self.device, self.info = world, options, device, info
+        self.nodes, self.host_ranks = nodes, host_ranks
+        self.sizes = sizes_for(options, info.kind)
+        self.limit_s = point_limit_s(options, self.sizes)
+        self.dtype = DTYPES[options.precision]
+        self.clock = clock_for(device)
+        self.tell: Callable[[str], None] = lambda what: None
+        self.node = next(n for n, node in enumerate(nodes) if world.rank in node.ranks)
+
+    def all(self) -> list[Stage]:
+        """In order: a job's memory is found before anything is allocated."""
+        stages: list[Stage] = [
+            ("memory", self._memory),
+            ("memory bandwidth", self._stream),
+            ("matrix products", self._matmul),
+        ]
+        stages += [
+            (f"attention {name}", partial(self._attention, number))
+            for number, name in enumerate(self.options.kernels)
+        ]
+        if any(len(node.ranks) > 1 for node in self.nodes):
+            stages.append(("links inside nodes", self._inside))
+        if len(self.nodes) > 1:
+            stages.append(("links between nodes", self._between))
+            stages.append(("all nodes at once", self._together))
+        return stages
+
+    def _memory(self, so_far: Measurement) -> Measurement:
+        return replace(
+            so_far, usable_bytes=tuple(self.world.gather(usable_bytes(self.device, self.host_ranks)))
+        )
+
+    def _stream(self, so_far: Measurement) -> Measurement:
+        self.world.meet()
+        size = min(self.sizes.stream_bytes, so_far.usable_bytes[self.world.rank] // 8)
+        own = compute.stream_gb_s(size, self.device, self.clock, self.limit_s)
+        return replace(so_far, stream_gb_s=tuple(self.world.gather(own)))
+
+    def _matmul(self, so_far: Measurement) -> Measurement:
+        points = compute.measure_points(
+            "matmul",
+            self.sizes.rows,
+            self.sizes.matmul_flops,
+            compute.matmul(self.sizes, self.device, self.dtype),
+            self.clock,
+            self.limit_s,
+            self._meet,
+        )
+        return self._add(so_far, "matmul", self.sizes.rows, points)
+
+    def _attention(self, number: int, so_far: Measurement) -> Measurement:
+        name = self.info.kernels[number]
+        kernel = select_kernel(name, self.device, self.dtype, self.options.head_dim)
+        for mask in MASKS:
+            for direction in DIRECTIONS:
+                points = compute.measure_points(
+                    f"{name} {mask} {direction}",
+                    self.sizes.tokens,
+                    partial(self.sizes.attention_flops, mask, direction),
+                    compute.attention(
+                        kernel,
+                        self.sizes,
+                        self.device,
+                        self.dtype,
+                        causal=mask == "causal",
+                        backward=direction == "backward",
+                    ),
+                    self.clock,
+                    self.limit_s,
+                    self._meet,
+                )
+                so_far = self._add(so_far, f"{name} {mask} {direction}", self.sizes.tokens, points)
+        return so_far
+
+    def _add(
+        self, so_far: Measurement, name: str, sizes: tuple[int, ...], points: compute.Points
+    ) -> Measurement:
+        """The curves of all ranks; where `auto` is another kernel on some of them, one for each."""
+        found = self.world.gather([name, points.tflops, points.skipped])
+        curves = dict(so_far.curves)
+        for rank, (curve, tflops, _) in enumerate(found):
+            rows = list(curves[curve].tflops) if curve in curves else [(None,) * len(sizes)] * len(found)
+            rows[rank] = tuple(tflops)
+            curves[curve] = Series(sizes, tuple(rows))
+        new = sorted({why for _, _, why in found if why} - set(so_far.skipped))
+        return replace(so_far, curves=curves, skipped=(*so_far.skipped, *new))
+
+    def _meet(self, what: str) -> None:
+        self.tell(what)
+        self.world.meet()
+
+    def _wire(self, so_far: Measurement, *, sweeps: int, peers: int) -> Wire:
+        return Wire(
+            self.world,
+            self.device,
+            self._group,
+            message_sizes(self.sizes, min(so_far.usable_bytes), peers),
+            transfer_limit_s(self.options, sweeps),
+        )
+
+    @cached_property
+    def _group(self) -> dist.ProcessGroup:
+        group = self.world.data_group(self.device)
+        # NCCL connects all ranks at their first collective; messages in pairs need that behind them.
+        everyone = range(self.world.size)
+        Wire(self.world, self.device, group, (1,), 0.0).all_to_all(everyone, [everyone])
+        return group
+
+    def _inside(self, so_far: Measurement) -> Measurement:
+        inner = [n for n, node in enumerate(self.nodes) if len(node.ranks) > 1]
+        lanes = [self.nodes[n].ranks for n in inner]
+        most = max(len(lane) for lane in lanes)
+        wire = self._wire(so_far, sweeps=most + 1, peers=most - 1)
+        every = [(a, b) for lane in lanes for a in lane for b in lane if a != b]
+        ports = wire.exchange(every, lanes)
+        own = [rank for rank in self.nodes[self.node].ranks if rank != self.world.rank]
+        collective = wire.all_to_all(own, lanes)
+        latencies: dict[int, list[float]] = {n: [] for n in inner}
+        straight: dict[int, list[Transfer]] = {n: [] for n in inner}
+        for pairs in local_rounds({n: self.nodes[n].ranks for n in inner}):
+            ranks = [pair for _, pair in pairs]
+            both = [*ranks, *((b, a) for a, b in ranks)]
+            found = zip(pairs, wire.exchange(both, ranks), wire.latencies(ranks), strict=True)
+            for (n, _), transfer, latency in found:
+                straight[n].append(transfer)
+                latencies[n].append(latency)
+        return replace(
+            so_far,
+            inside=tuple(
+                Inside(
+                    n,
+                    _times(port, len(lane) - 1),
+                    _times(whole, len(lane) - 1),
+                    _median_transfer(straight[n]),
+                    median(latencies[n]),
+                )
+                for n, lane, port, whole in zip(inner, lanes, ports, collective, strict=True)
+            ),
+        )
+
+    def _between(self, so_far: Measurement) -> Measurement:
+        rounds = tournament(len(self.nodes))
+        most = max(len(node.ranks) for node in self.nodes)  # a lone rank of the other node sends to all
+        wire = self._wire(so_far, sweeps=2 * len(rounds) + 2, peers=most)
+        found: list[Between] = []
+        for number, pairs in enumerate(rounds):
+            self.tell(f"links between nodes, round {number + 1} of {len(rounds)}")
+            latencies = wire.latencies([(self.nodes[a].ranks[0], self.nodes[b].ranks[0]) for a, b in pairs])
+            for directed in (pairs, [(b, a) for a, b in pairs]):
+                lanes = [(*self.nodes[a].ranks, *self.nodes[b].ranks) for a, b in directed]
+                crossing = [flows(self.nodes[a].ranks, self.nodes[b].ranks) for a, b in directed]
+                every = wire.exchange([flow for lane in crossing for flow in lane], lanes)
+                # Whether GPUs share their node's link shows in one round.
+                first = [lane[0] for lane in crossing]
+                single: Sequence[Transfer | None] = (
+                    wire.exchange(first, first) if number == 0 else [None] * len(first)
+                )
+                found += [
+                    Between(a, b, _times(transfer, len(lane)), one, latency)
+                    for (a, b), lane, transfer, one, latency in zip(
+                        directed, crossing, every, single, latencies, strict=True
+                    )
+                ]
+        return replace(so_far, between=tuple(sorted(found, key=lambda pair: (pair.src, pair.dst))))
+
+    def _together(self, so_far: Measurement) -> Measurement:
+        everyone = range(self.world.size)
+        node_of = [n for n, node in enumerate(self.nodes) for _ in node.ranks]
+        crossing = [(a, b) for a in everyone for b in everyone if node_of[a] != node_of[b]]
+        wire = self._wire(so_far, sweeps=4, peers=self.world.size)
+        return replace(so_far, together=wire.exchange(crossing, [everyone])[0])
+
+
+def _times(transfer: Transfer, count: int) -> Transfer:
+    """So many messages of the size at once: the bytes of all."""
+    return replace(transfer, sizes=tuple(size * count for size in transfer.sizes))
+
+
+def _median_transfer(transfers: Sequence[Transfer]) -> Transfer:
+    """The median time of each size that all have."""
+    count = min(len(transfer.sizes) for transfer in transfers)
+    columns = zip(*(transfer.seconds[:count] for transfer in transfers), strict=True)
+    return Transfer(transfers[0].sizes[:count], tuple(median(column) for column in columns))

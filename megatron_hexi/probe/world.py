@@ -1,0 +1,159 @@
+"""The ranks that take part: how they meet, tell each other what they found, and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.platform.slurm import adopt_slurm_environment
+
+#: A rank that says nothing for so long is lost. Far above any one point that is measured.
+SILENCE = timedelta(minutes=3)
+
+
+class LostRankError(HexiError):
+    """A rank no longer answers."""
+
+
+class ElsewhereError(HexiError):
+    """Another rank found the user's input wrong, and says so."""
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks, and this one's place among them.
+
+    Args:
+        rank: this one's number.
+        size: how many there are.
+        store: the job's; ``None`` for a world of one.
+    """
+
+    rank: int
+    size: int
+    store: dist.Store | None = None
+
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        self.numbers(0.0)
+
+    def numbers(self, own: float) -> list[float]:
+        """One number from every rank."""
+        if self.size == 1:
+            return [own]
+        found = [torch.zeros(1, dtype=torch.float64) for _ in range(self.size)]
+        with lost_ranks():
+            dist.all_gather(found, torch.tensor([own], dtype=torch.float64))
+        return [float(number) for number in found]
+
+    def gather(self, own: Any) -> list[Any]:
+        """Plain values (as JSON knows them) from every rank, in rank order."""
+        text = json.dumps(own, allow_nan=False).encode()
+        lengths = [int(length) for length in self.numbers(len(text))]
+        if self.size == 1:
+            return [json.loads(text)]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        found = [torch.empty_like(padded) for _ in lengths]
+        with lost_ranks():
+            dist.all_gather(found, padded)
+        return [
+            json.loads(bytes(data[:length].tolist())) for data, length in zip(found, lengths, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Where some ranks find the user's input wrong, the first of them says so and all end.
+
+        Raises:
+            HexiError: on the first rank that found something wrong.
+            ElsewhereError: on all others.
+        """
+        own: HexiError | None = None
+        try:
+            yield
+        except HexiError as problem:
+            own = problem
+        wrong = [rank for rank, fine in enumerate(self.gather(own is None)) if not fine]
+        if wrong:
+            if own is not None and self.rank == wrong[0]:
+                raise own
+            raise ElsewhereError(f"rank {wrong[0]} said what is wrong")
+
+    def speaks(self) -> bool:
+        """Whether this rank is the one that says that another was lost: the first to ask."""
+        if self.store is None:
+            return True
+        try:
+            return self.store.add("hexi-probe-said", 1) == 1
+        except RuntimeError:  # the store is gone with the rank that kept it
+            return True
+
+    def data_group(self, device: torch.device) -> dist.ProcessGroup:
+        """The group over which links are measured: NCCL's on GPUs. All ranks must ask at once."""
+        with lost_ranks():
+            group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=SILENCE)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+
+@contextlib.contextmanager
+def lost_ranks() -> Iterator[None]:
+    """Turn what a process group says of a rank that is gone into one line.
+
+    Raises:
+        LostRankError: a rank died, or said nothing for `SILENCE`.
+    """
+    try:
+        yield
+    except RuntimeError as problem:  # gloo raises nothing more special
+        raise LostRankError(
+            f"a rank no longer answers ({_first_words(problem)}); see what it said last, and run the same "
+            "command again: what was measured is kept"
+        ) from None
+
+
+@contextlib.contextmanager
+def connect() -> Iterator[World]:
+    """The world that torchrun or srun started; one rank alone where neither did.
+
+    Raises:
+        HexiError: the launcher's variables are wrong, or a rank never came.
+    """
+    adopt_slurm_environment(os.environ)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield World(0, 1)
+        return
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=SILENCE))
+        store.set_timeout(SILENCE)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore("hexi-probe", store), rank=rank, world_size=size, timeout=SILENCE
+        )
+    except (RuntimeError, ValueError) as problem:
+        raise HexiError(
+            f"the ranks did not find each other ({_first_words(problem)}); check that every node runs the "
+            "same command"
+        ) from None
+    try:
+        yield World(rank, size, store)
+    finally:
+        # After a failure the others may be gone, and then there is nothing left to leave in order.
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _first_words(problem: Exception) -> str:
+    """What torch says, without the place in its sources and its advice."""
+    text = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", str(problem).strip()).splitlines() or ["no reason given"]
+    return text[0].split(". ")[0][:160]

@@ -1,0 +1,121 @@
+"""The device's clock: an operation takes its modelled time, whatever the machine needed for it.
+
+An operation really runs; then its rank sleeps until the modelled time is over. Work between two such
+operations is not modelled: the processor time that it takes makes the rank late, and the head-room of the
+next operations takes that up. Waiting for another rank is no lateness: it takes no processor time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+#: A rank that is later than this (after a checkpoint, say) gives up: it would run without a pace for long.
+GIVE_UP_S = 1.0
+_NANO = 1e-9
+
+
+@dataclass
+class Pace:
+    """What was paced, in seconds unless it says otherwise.
+
+    Args:
+        operations: how many.
+        modelled: time of them, by kind.
+        computing: what they really computed; the rest was slept.
+        excess: by how much single operations computed longer than modelled: no head-room.
+        lost: lateness that was given up, or stood at the end.
+        between: processor time, and waiting for a core, between operations: not modelled.
+        exposed: of it, what may have kept other ranks waiting: it stood before a message.
+        wall: from the first operation's begin to the last one's end.
+    """
+
+    operations: int = 0
+    modelled: dict[str, float] = field(default_factory=dict)
+    computing: float = 0.0
+    excess: float = 0.0
+    lost: float = 0.0
+    between: float = 0.0
+    exposed: float = 0.0
+    wall: float = 0.0
+
+
+class Clock:
+    """The clock of the calling thread's rank."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self._first = self._last = 0.0
+        self._late = 0.0
+        self._unsent = 0.0
+        self._busy_at = 0.0
+        self._schedule: int | None = None
+        with suppress(OSError):  # a kernel without schedstats: waiting for a core is then not known
+            self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    def begin(self) -> float:
+        """An operation begins.
+
+        Returns:
+            The time now, for `end`.
+        """
+        if self.pace.operations:
+            self._note_between()
+        else:
+            self._first = time.perf_counter()
+        return time.perf_counter()
+
+    def end(self, begin: float, kind: str, seconds: float) -> None:
+        """The operation has computed: wait until its time is over.
+
+        Args:
+            begin: what `begin` gave.
+            kind: of operation.
+            seconds: its modelled time.
+        """
+        pace, due, now = self.pace, begin + seconds - self._late, time.perf_counter()
+        pace.operations += 1
+        pace.modelled[kind] = pace.modelled.get(kind, 0.0) + seconds
+        pace.computing += now - begin
+        pace.excess += max(0.0, now - begin - seconds)
+        if now < due:
+            time.sleep(due - now)
+            now = time.perf_counter()
+        self._late = now - due
+        if self._late > GIVE_UP_S:
+            pace.lost += self._late
+            self._late = 0.0
+        self._last = now
+        self._busy_at = self._busy()
+
+    def message(self) -> None:
+        """A collective or a message is about to be posted."""
+        if self.pace.operations:
+            self._note_between()
+            self.pace.exposed += max(0.0, min(self._late, self._unsent))
+            self._unsent = 0.0
+
+    def finish(self) -> Pace:
+        """What was paced."""
+        self.pace.lost += max(0.0, self._late)
+        self._late = 0.0
+        self.pace.wall = self._last - self._first
+        return self.pace
+
+    def _note_between(self) -> None:
+        busy = self._busy()
+        spent = busy - self._busy_at
+        self._busy_at = busy
+        self.pace.between += spent
+        self._late += spent
+        self._unsent += spent
+
+    def _busy(self) -> float:
+        """Seconds that this thread has computed or has waited for a core."""
+        if self._schedule is None:
+            return time.thread_time()
+        # Its first number is the time computed too, but only up to the scheduler's last look.
+        waited = os.pread(self._schedule, 100, 0).split()[1]
+        return time.thread_time() + int(waited) * _NANO

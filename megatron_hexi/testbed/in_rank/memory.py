@@ -1,0 +1,34 @@
+"""The device's memory as a limit on what a rank may allocate."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from megatron_hexi.cluster import Device
+
+_GIB = 2**30
+
+
+def limit_memory(device: Device) -> int:
+    """Let this process allocate what the device's memory holds, above what it has so far.
+
+    Call it when torch is imported, and before the job: code and libraries lie outside a device's memory.
+
+    Returns:
+        The limit (``RLIMIT_DATA``), bytes.
+    """
+    limit = _data_bytes() + round(device.usable_gib * _GIB)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    return limit
+
+
+def is_out_of_memory(problem: BaseException) -> bool:
+    """Whether an exception says that an allocation failed. torch raises a plain RuntimeError on the CPU."""
+    return isinstance(problem, MemoryError) or "can't allocate memory" in str(problem)
+
+
+def _data_bytes() -> int:
+    """What `RLIMIT_DATA` counts: private writable memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))

@@ -1,0 +1,51 @@
+"""Network namespaces of the lab by name, and work done inside one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from megatron_hexi.errors import PlatformError
+
+#: Where `ip netns` keeps them. The lab puts an empty file system of its own over /run.
+_FOLDER = Path("/run/netns")
+
+
+def prepare() -> None:
+    """Make room for names that only the lab sees. Needs the lab's own mount namespace."""
+    run("mount", "-t", "tmpfs", "tmpfs", "/run")
+    _FOLDER.mkdir()
+
+
+def enter(name: str) -> None:
+    """Move the calling thread into a namespace, and what it starts from then on."""
+    handle = os.open(_FOLDER / name, os.O_RDONLY)
+    try:
+        os.setns(handle, os.CLONE_NEWNET)
+    finally:
+        os.close(handle)
+
+
+def within[T](name: str, work: Callable[[], T]) -> T:
+    """Do some work in a namespace: sockets, processes and ``/proc/sys/net`` are those of it."""
+    with ThreadPoolExecutor(1, initializer=enter, initargs=(name,)) as thread:
+        return thread.submit(work).result()
+
+
+def run(*words: str | Sequence[str]) -> None:
+    """Run ``ip``, ``tc`` or ``mount``.
+
+    Raises:
+        PlatformError: it failed; with what it said.
+    """
+    command = [part for word in words for part in ([word] if isinstance(word, str) else word)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join(done.stderr.split())
+        raise PlatformError(
+            f"`{' '.join(command)}` failed: {said}; the kernel must offer veth, bridge, sch_htb and cls_u32, "
+            "or do without links: --links off"
+        )
