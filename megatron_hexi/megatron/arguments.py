@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.errors import user_errors
+from megatron_hexi.megatron.options import refuse_yaml_configuration
 from megatron_hexi.megatron.plan_arguments import take_plan
-from megatron_hexi.megatron.refusals import refuse_yaml_configuration
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform import Platform, adjust_cpu_arguments
 from megatron_hexi.platform.select import PLATFORM_FLAG, PLATFORM_NAMES, say

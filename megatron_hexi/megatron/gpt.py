@@ -1,4 +1,4 @@
-"""GPT pretraining on Megatron's own parts: batch, forward step, loss, data sets."""
+"""Pretraining on Megatron's own parts: batch, forward step, loss, data sets; a GPT's, or a hybrid model's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args, parse_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -37,7 +41,6 @@ _NOT_CARRIED_OUT = {
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "check_for_spiky_loss": "--check-for-spiky-loss",
-    "hybrid_layer_pattern": "--hybrid-layer-pattern",
     "perform_rl_step": "--perform-rl-step",
     "inprocess_restart": "--inprocess-restart",
     "yaml_cfg": "--yaml-cfg",
@@ -52,7 +55,8 @@ def pretrain_from_command_line() -> None:
     """
     _refuse_what_is_not_carried_out(parse_args())  # before Megatron asks what those flags need
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    config_from_args = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+    config = pretrain_cfg_container_from_args(args, config_from_args(args))
     build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its own
     pretrain(
         config,

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from megatron_hexi.megatron.arguments import argument_patches
 from megatron_hexi.megatron.batch import BATCH_PATCHES
+from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
+from megatron_hexi.megatron.experts import EXPERT_PATCHES
 from megatron_hexi.megatron.groups import group_patches
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
+from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES
 from megatron_hexi.megatron.optimizer import OPTIMIZER_PATCHES
 from megatron_hexi.megatron.pipeline import PIPELINE_PATCHES
 from megatron_hexi.megatron.rotary import ROTARY_PATCHES
@@ -24,9 +27,12 @@ def all_patches(platform: Platform) -> list[Patch]:
         COMPILE_HELPERS,
         *METRICS_PATCHES,
         *OPTIMIZER_PATCHES,
+        *CHECKPOINT_PATCHES,
         *group_patches(platform.device),
         *BATCH_PATCHES,
         *ROTARY_PATCHES,
         *ATTENTION_PATCHES,
         *PIPELINE_PATCHES,
+        *EXPERT_PATCHES,
+        *MULTI_TOKEN_PATCHES,
     ]

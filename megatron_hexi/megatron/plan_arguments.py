@@ -7,7 +7,7 @@ from argparse import Namespace
 import torch
 
 from megatron_hexi.errors import HexiError, PlanError
-from megatron_hexi.megatron.refusals import refuse_unsupported
+from megatron_hexi.megatron.options import refuse_unsupported
 from megatron_hexi.megatron.session import GivenPlan, set_given_plan
 from megatron_hexi.plan import Plan, plan_digest, read_plan
 from megatron_hexi.runtime import select_kernel

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -56,15 +57,28 @@ def _of_whole_sequence(original: Callable[..., int]) -> Callable[..., int]:
     return get_rotary_seq_len
 
 
+def _cached_whole(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _set_cos_sin_cache(
+        self: Any, seq_len: int, offset: int, dtype: torch.dtype, packed_seq: bool = False
+    ) -> None:
+        session = active_session()
+        original(self, session.seq_length if session else seq_len, offset, dtype, packed_seq)
+
+    return _set_cos_sin_cache
+
+
+_ROTARY = "megatron.core.models.common.embeddings"
+
 ROTARY_PATCHES = (
     Patch(
-        target="megatron.core.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
+        target=f"{_ROTARY}.rope_utils:get_pos_emb_on_this_cp_rank",
         why="takes the embeddings of the plan's positions instead of two equal chunks",
         build=_at_positions,
         parameters=("pos_emb", "seq_dim", "cp_group"),
     ),
     Patch(
-        target="megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",
+        target=f"{_ROTARY}.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",
         why="the whole sequence is not the local length times the number of ranks",
         build=_of_whole_sequence,
         parameters=(
@@ -76,5 +90,11 @@ ROTARY_PATCHES = (
             "packed_seq_params",
             "inference_params",
         ),
+    ),
+    Patch(
+        target=f"{_ROTARY}.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",
+        why="YaRN keeps the embeddings of a shorter sequence at first, of which a plan has no positions",
+        build=_cached_whole,
+        parameters=("self", "seq_len", "offset", "dtype", "packed_seq"),
     ),
 )

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform.cpu_random import HOST_GENERATOR
 
@@ -45,6 +47,14 @@ def _norm_with_sequence_parallel(original: staticmethod[..., Any]) -> staticmeth
     return staticmethod(new)
 
 
+def _as_asked(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    return maybe_move_tensor_to_cpu
+
+
 MEGATRON_PATCHES = (
     Patch(
         target="megatron.training.initialize:_warmup_jit_function",
@@ -66,5 +76,11 @@ MEGATRON_PATCHES = (
             *("cls", "config", "hidden_size", "eps"),
             *("persist_layer_norm", "zero_centered_gamma", "normalization"),
         ),
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+        why="experts exchange by sizes in numpy, which Megatron makes only on the way from a GPU",
+        build=_as_asked,
+        parameters=("tensor", "as_numpy", "record_stream"),
     ),
 )

@@ -72,6 +72,11 @@ def train(
     # The first traceback is a rank's; what torchrun says comes last and does not know why.
     why = output[max(0, output.find("Traceback (most recent call last)") - 1000) :][:6000]
     assert result.returncode == 0, f"training failed with exit code {result.returncode}:\n{why}"
+    return read_metrics(metrics, output)
+
+
+def read_metrics(metrics: Path, output: str) -> TrainingLog:
+    """What a run wrote for ``--hexi-metrics``."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return TrainingLog(
         [line["iteration"] for line in lines],

@@ -12,7 +12,6 @@ import torch
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron.plan_arguments import take_plan
-from megatron_hexi.megatron.refusals import REFUSALS, refuse_yaml_configuration
 from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.plan import (
     Plan,
@@ -120,7 +119,7 @@ MISMATCHES = {
     "unequal shares": (two_replicas(3, 1), (), ("take 3, 1 micro-batches", "the same")),
     "global batch": (two_replicas(2, 2), (), ("4 micro-batches of 2 are 8", "--global-batch-size 4")),
     "kernel": (THREE_AND_ONE, ("--hexi-kernel", "cudnn"), ("kernel cudnn", "use: aten-cpu")),
-    "option": (THREE_AND_ONE, ("--num-experts", "4"), ("--num-experts does not work", "train without it")),
+    "option": (THREE_AND_ONE, ("--sft",), ("--sft does not work", "train without it")),
 }
 
 
@@ -133,44 +132,6 @@ def test_a_mismatch_is_refused_with_both_values(plan, words, fragments, take):
     for fragment in fragments:
         assert fragment in message
     assert given_plan() is None
-
-
-# The words that make Megatron's parser set the option, where it is more than the flag alone.
-OPTION_WORDS = {
-    "--attention-dropout": ["--attention-dropout", "0.1"],
-    "--window-size": ["--window-size", "128,0"],
-    "--softmax-type": ["--softmax-type", "learnable"],
-    "--experimental-attention-variant": ["--experimental-attention-variant", "dsa"],
-    "--attention-backend": ["--attention-backend", "flash"],
-    "--position-embedding-type": ["--position-embedding-type", "mrope"],
-    "--num-experts": ["--num-experts", "4"],
-    "--mtp-num-layers": ["--mtp-num-layers", "1"],
-    "--hybrid-layer-pattern": ["--hybrid-layer-pattern", "M*"],
-    "--heterogeneous-layers-config-path": ["--heterogeneous-layers-config-path", "layers.json"],
-    "--cp-comm-type": ["--cp-comm-type", "a2a"],
-    "--hierarchical-context-parallel-sizes": ["--hierarchical-context-parallel-sizes", "2", "2"],
-    "--decoder-seq-length": ["--decoder-seq-length", "64"],
-    "--fp8-format": ["--fp8-format", "hybrid"],
-    "--fp4-format": ["--fp4-format", "e2m1"],
-    "--cuda-graph-impl": ["--cuda-graph-impl", "local"],
-    "--cpu-offloading-num-layers": ["--cpu-offloading-num-layers", "1"],
-    "--tensor-parallel-num-weight-shards": ["--tensor-parallel-num-weight-shards", "2"],
-    "--logits-load-dir": ["--logits-load-dir", "logits"],
-}
-
-
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
-def test_an_option_is_refused_by_its_real_name(refusal, take):
-    """Each entry is tried with Megatron's own parser, so that a renamed flag cannot slip through."""
-    words = OPTION_WORDS.get(refusal.option, [refusal.option])
-    with pytest.raises(HexiError, match=re.escape(f"{refusal.option} does not work with --hexi-plan")):
-        take(THREE_AND_ONE, *words)
-
-
-def test_a_yaml_configuration_beside_a_plan_is_refused_before_it_drops_the_plan():
-    with pytest.raises(HexiError, match="--yaml-cfg does not work with --hexi-plan"):
-        refuse_yaml_configuration(["pretrain_gpt.py", "--yaml-cfg=job.yaml", "--hexi-plan", "plan.yaml"])
-    refuse_yaml_configuration(["pretrain_gpt.py", "--yaml-cfg=job.yaml"])
 
 
 def test_a_kernel_without_a_plan_is_refused(take, monkeypatch):

@@ -1,0 +1,48 @@
+"""Checkpoints: nothing of ours is in them but the name of the plan, so that Megatron alone can go on.
+
+Weights and optimizer state do not know how a sequence was cut. Megatron saves its arguments beside them,
+and ours would be among those.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from megatron_hexi.megatron.session import given_plan
+from megatron_hexi.patching import Patch
+
+
+def _with_provenance(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def generate_state_dict(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
+        return original(without_ours(args), *rest, **kwargs)
+
+    return generate_state_dict
+
+
+def without_ours(args: Namespace) -> Namespace:
+    """A copy of Megatron's arguments without ours; ``hexi_plan`` says which plan it was, if there was one."""
+    saved = copy.copy(args)
+    for name in [name for name in vars(saved) if name.startswith("hexi_")]:
+        delattr(saved, name)
+    given = given_plan()
+    if given is not None:
+        saved.hexi_plan = f"{given.path} {given.digest}"
+    return saved
+
+
+CHECKPOINT_PATCHES = (
+    Patch(
+        target="megatron.training.checkpointing:generate_state_dict",
+        why="saves which plan it was in place of our arguments",
+        build=_with_provenance,
+        parameters=(
+            *("args", "model", "optimizer", "opt_param_scheduler", "rng_state", "iteration"),
+            *("optim_sd_kwargs", "model_sd_kwargs", "rerun_state"),
+        ),
+    ),
+)

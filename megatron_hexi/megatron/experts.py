@@ -1,0 +1,130 @@
+"""Mixture of experts: a router's losses count tokens, where Megatron counts ranks of equal size.
+
+Megatron takes the tokens of all ranks as the own ones times the number of ranks, in the balancing losses
+and in their scale under a mean over tokens. Both are silent where shards differ. It also counts every row,
+while a shard's padding rows are no tokens (but each is sent to experts: they need rows on every rank).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.patching import Patch
+
+
+def _without_padding(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    @functools.wraps(original)
+    def routing(self: Any, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        session = active_session()
+        if session is not None:
+            own = padding_rows(session, logits.shape[0], logits.device)
+            own = own[:, None].expand(logits.shape[:2])
+            padding_mask = own if padding_mask is None else own | padding_mask
+        return original(self, logits, padding_mask)
+
+    return routing
+
+
+def padding_rows(session: Session, rows: int, device: torch.device) -> Tensor:
+    """Which of a rank's rows are no tokens, [rows] of bool.
+
+    Under sequence parallelism its rows are a part of its shard's.
+
+    Args:
+        session: what this rank trains by.
+        rows: how many it has.
+        device: of the result.
+    """
+    from megatron.core import parallel_state
+
+    parts = session.shard.rows // rows
+    first = parallel_state.get_tensor_model_parallel_rank() * rows if parts > 1 else 0
+    return torch.arange(first, first + rows, device=device) >= session.shard.tokens
+
+
+def _counting_tokens(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _apply_expert_bias(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        if active_session() is not None and padding_mask is not None:
+            # Megatron 0.19 combines [rows, experts] with [rows], which fits by accident or not at all.
+            routing_map, padding_mask = routing_map & ~padding_mask[:, None], None
+        original(self, routing_map, padding_mask)
+
+    return _apply_expert_bias
+
+
+def _of_all_ranks(original: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:
+    @functools.wraps(original)
+    def get_tokens_per_expert_and_token_count(
+        routing_map: Tensor,
+        reduce_group: dist.ProcessGroup,
+        topk: int | None = None,
+        with_padding_mask: bool = False,
+    ) -> tuple[Any, Any, Any]:
+        per_expert, own, total = original(routing_map, reduce_group, topk, with_padding_mask)
+        if active_session() is not None:
+            # Megatron multiplies the second by the number of ranks, to scale a loss by the tokens of all.
+            own = total / dist.get_world_size(reduce_group)
+        return per_expert, own, total
+
+    return get_tokens_per_expert_and_token_count
+
+
+def _weighed(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def record(self: Any, name: str, value: Tensor, *args: Any, **kwargs: Any) -> None:
+        session = active_session()
+        if session is not None and name == "z_loss":
+            value = value * _share(session)
+        original(self, name, value, *args, **kwargs)
+
+    return record
+
+
+def _share(session: Session) -> float:
+    """This rank's tokens over those of an equal shard: what its mean weighs in a mean over ranks."""
+    from megatron.core import parallel_state
+
+    ranks = dist.get_world_size(session.attention.domain_group)
+    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
+    rows = session.shard.rows // tensor_parallel
+    tokens = rows - int(padding_rows(session, rows, torch.device("cpu")).sum())
+    return tokens * ranks * tensor_parallel / session.seq_length
+
+
+EXPERT_PATCHES = (
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter.routing",
+        why="padding rows do not count in the router's losses",
+        build=_without_padding,
+        parameters=("self", "logits", "padding_mask"),
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+        why="padding rows do not count in the expert bias",
+        build=_counting_tokens,
+        parameters=("self", "routing_map", "padding_mask"),
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+        why="the tokens of all ranks are not the own ones times the number of ranks",
+        build=_of_all_ranks,
+        parameters=("routing_map", "reduce_group", "topk", "with_padding_mask"),
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
+        why="logs the z-loss as a mean over tokens, not over ranks",
+        build=_weighed,
+        parameters=(
+            *("self", "name", "value", "layer_number", "num_layers", "reduce_group", "avg_group"),
+            "needs_dp_avg",
+        ),
+    ),
+)

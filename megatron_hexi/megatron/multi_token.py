@@ -1,0 +1,112 @@
+"""Multi-token prediction: its shift crosses the borders of shards, and its loss counts tokens.
+
+A head that predicts the token after the next takes tokens, labels and masks one position further on. These
+are a few bytes a token, so they are put together on every rank, shifted there, and cut again: what a
+plan's many small segments would need instead is a message for each of their ends.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hexi.megatron.session import active_session
+from megatron_hexi.patching import Patch
+
+
+def _over_borders(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def roll_tensor(
+        tensor: Tensor | None,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: dist.ProcessGroup | None = None,
+        packed_seq_params: Any = None,
+    ) -> Any:
+        session = active_session()
+        if session is None or tensor is None:
+            return original(tensor, shifts, dims, cp_group, packed_seq_params)
+        shard = session.shard
+        assert dims in (-1, tensor.dim() - 1), "tokens are the last dimension"
+        whole = tensor.new_zeros(*tensor.shape[:-1], session.seq_length)
+        whole[..., shard.positions[: shard.tokens]] = tensor[..., : shard.tokens]
+        dist.all_reduce(whole, group=session.attention.domain_group)
+        shifted, total = original(whole, shifts, dims)
+        rolled = shifted.index_select(-1, shard.positions)
+        rolled[..., shard.tokens :] = 0
+        return rolled, total
+
+    return roll_tensor
+
+
+def _over_all_tokens(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def process_mtp_loss(*args: Any, **kwargs: Any) -> Tensor:
+        session = active_session()
+        call = signature.bind(*args, **kwargs)
+        mask = call.arguments.get("loss_mask")
+        if session is not None and mask is not None:
+            # Megatron multiplies a head's mean loss by the tokens that count before the shift, so that the
+            # division by all tokens at the end leaves the mean; it takes them from this rank alone. Here they
+            # are those of all ranks, as are those of the mean, and come as part of the loss's factor.
+            counted = mask.sum()
+            dist.all_reduce(counted, group=session.attention.domain_group)
+            config = copy.copy(call.arguments["config"])
+            config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * counted
+            config.calculate_per_token_loss = False
+            call.arguments["config"] = config
+        return original(*call.args, **call.kwargs)
+
+    return process_mtp_loss
+
+
+def _summed(original: Any) -> Any:
+    function = original.__func__
+
+    @functools.wraps(function)
+    def save_metrics_to_tracker(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        session = active_session()
+        if session is not None:
+            # Megatron takes the mean over ranks; each has its part of the sum over the count of all.
+            loss = loss * dist.get_world_size(session.attention.domain_group)
+        function(loss, *args, **kwargs)
+
+    return staticmethod(save_metrics_to_tracker)
+
+
+_MODULE = "megatron.core.transformer.multi_token_prediction"
+
+MULTI_TOKEN_PATCHES = (
+    Patch(
+        target=f"{_MODULE}:roll_tensor",
+        why="shifts tokens over the borders of the plan's shards",
+        build=_over_borders,
+        parameters=("tensor", "shifts", "dims", "cp_group", "packed_seq_params"),
+    ),
+    Patch(
+        target=f"{_MODULE}:process_mtp_loss",
+        why="weighs the losses of further tokens by the counts of all ranks",
+        build=_over_all_tokens,
+        parameters=(
+            *("hidden_states", "labels", "loss_mask", "output_layer", "output_weight"),
+            *("runtime_gather_output", "is_training", "compute_language_model_loss", "config", "cp_group"),
+            *("tp_group", "packed_seq_params", "scale_logits_fn", "input_ids"),
+        ),
+    ),
+    Patch(
+        target=f"{_MODULE}:MTPLossLoggingHelper.save_metrics_to_tracker",
+        why="logs the losses of further tokens as means over tokens, not over ranks",
+        build=_summed,
+        parameters=(
+            *("loss", "correct", "total", "layer_number", "num_layers", "reduce_group", "avg_group"),
+        ),
+    ),
+)

@@ -1,0 +1,377 @@
+"""Options of Megatron beside a plan: each is either carried out, as a test shows, or refused by name.
+
+This is the one list that the checks, the documentation (docs/options.md) and the tests read. An option that
+meets context parallelism and stands in neither part of it is a mistake.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron_hexi.errors import PlanError
+
+_TRAINING = "tests/megatron/test_option_training.py::test_losses_and_gradient_norms_are_those_without_a_plan"
+_REFUSAL = "tests/megatron/test_option_refusals.py::test_an_option_is_refused_by_its_real_name"
+
+
+@dataclass(frozen=True)
+class Supported:
+    """Options that a plan carries out: the training is that without context parallelism.
+
+    Args:
+        flags: as on the command line, with a value where only that one is meant.
+        test: the test that shows it.
+        note: what else there is to know.
+    """
+
+    flags: str
+    test: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """One option that a plan does not carry out.
+
+    Args:
+        option: the flag, as on the command line.
+        used: whether the job uses it.
+        reason: why a plan cannot carry it out.
+        remedy: what to do instead.
+        values: which values of the option are refused; empty: any.
+    """
+
+    option: str
+    used: Callable[[Namespace], bool] = field(repr=False)
+    reason: str
+    remedy: str = "train without it"
+    values: str = ""
+
+    @property
+    def test(self) -> str:
+        """The test of its message."""
+        return f"{_REFUSAL}[{self.option}]"
+
+
+def _shown(flags: str, case: str, note: str = "") -> Supported:
+    """Shown by a case of the one test of real training, under plans that are uneven in different ways."""
+    return Supported(flags, f"{_TRAINING}[{case}]", note)
+
+
+def _given(option: str, reason: str, remedy: str = "train without it", name: str | None = None) -> Refused:
+    """Refused when set to anything but nothing; `name` is that of the argument, if not the flag's."""
+    name = name or option.removeprefix("--").replace("-", "_")
+    return Refused(option, lambda args: bool(getattr(args, name, None)), reason, remedy)
+
+
+def _other_than(usual: object, option: str, reason: str, remedy: str = "train without it") -> Refused:
+    """Refused when set to another value than the usual one."""
+    name = option.removeprefix("--").replace("-", "_")
+    return Refused(
+        option,
+        lambda args: getattr(args, name, usual) not in (usual, None),
+        reason,
+        remedy,
+        f"any but {usual[0] if isinstance(usual, list) else usual}",
+    )
+
+
+def _one_of(refused: Sequence[str], option: str, reason: str, remedy: str) -> Refused:
+    """Refused when set to one of some values, or to several of which one is refused."""
+    name = option.removeprefix("--").replace("-", "_")
+
+    def used(args: Namespace) -> bool:
+        value = getattr(args, name, None)
+        return any(item in refused for item in (value if isinstance(value, list) else [value]))
+
+    return Refused(option, used, reason, remedy, ", ".join(refused))
+
+
+def _gathers_or_is_flexible(args: Namespace) -> bool:
+    kind = args.moe_token_dispatcher_type
+    return kind == "flex" or (kind == "allgather" and args.expert_model_parallel_size > 1)
+
+
+def _hybrid_layers(args: Namespace) -> str:
+    return args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
+
+
+_UNSHOWN = "it was not shown to be exact under a plan yet"
+_DRAWS = "its draws would depend on the plan"
+_CAPTURE = "the exchange between groups is not captured yet"
+
+#: Every option that meets context parallelism, by what it is about.
+OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
+    "Attention": (
+        _shown("--group-query-attention, --num-query-groups", "recompute-full-groups"),
+        _shown("--qk-layernorm", "qk-norm-groups"),
+        _shown("--qk-l2-norm", "qk-l2-norm-groups"),
+        _shown("--attention-output-gate, --add-qkv-bias", "gated-attention-groups"),
+        _given("--attention-dropout", _DRAWS, "give --attention-dropout 0"),
+        _given("--window-size", "blocks between groups have no window yet"),
+        _other_than("vanilla", "--softmax-type", "sinks are not merged over blocks yet"),
+        _given("--multi-latent-attention", "keys and values of different size are not exchanged yet"),
+        _given("--experimental-attention-variant", "its layers are not cut by a plan"),
+        _given("--qk-clip", "the largest logit is not tracked over blocks"),
+        _given("--log-max-attention-logit", "the largest logit is not tracked over blocks"),
+        _given("--use-kitchen-attention", "a plan brings its own kernels", "choose one with --hexi-kernel"),
+        Refused(
+            "--attention-backend",
+            lambda args: getattr(getattr(args, "attention_backend", None), "name", "auto") != "auto",
+            "a plan brings its own kernels",
+            "choose one with --hexi-kernel",
+            "any but auto",
+        ),
+        _given("--batch-invariant-mode", "Megatron supports it without context parallelism only"),
+    ),
+    "Positions": (
+        _shown("--position-embedding-type rope", "recompute-full-groups"),
+        _shown("--rotary-percent, --rotary-base, --rotary-interleaved", "rope-variants-groups"),
+        _shown("--rotary-seq-len-interpolation-factor", "rope-variants-groups"),
+        _shown("--use-rope-scaling, --no-rope-freq", "rope-scaling-groups"),
+        _shown("--position-embedding-type yarn", "yarn-groups"),
+        _shown("--position-embedding-type learned_absolute", "learned-positions-groups"),
+        _shown("--position-embedding-type none", "no-positions-groups"),
+        _one_of(
+            ("mrope", "relative"),
+            "--position-embedding-type",
+            "mrope and relative positions are not taken at the plan's positions yet",
+            "use rope, yarn, learned_absolute or none",
+        ),
+    ),
+    "Masks and packing": (
+        _shown(
+            "--reset-position-ids, --eod-mask-loss",
+            "learned-positions-groups",
+            "positions count from the document's start where they are learned; rotary ones never do",
+        ),
+        _given("--reset-attention-mask", "document masks are not cut by a plan yet"),
+        _given("--sft", "packed sequences are not cut by a plan yet"),
+        _given("--dataloader-inter-document-masking", "document masks are not cut by a plan yet"),
+        _given("--decoder-seq-length", "a plan has one sequence length"),
+    ),
+    "Other ways to cut the sequence": (
+        _other_than(["p2p"], "--cp-comm-type", "the plan says how ranks exchange", "leave it out"),
+        _given("--hybrid-context-parallel", "the plan says which ranks share a sequence"),
+        _given("--max-seqlen-per-dp-cp-rank", "the plan says how many tokens a rank holds", "leave it out"),
+        _given("--hierarchical-context-parallel-sizes", "the plan says how ranks exchange", "leave it out"),
+    ),
+    "Tensor parallelism": (
+        _shown("--tensor-model-parallel-size", "tensor-parallel-groups"),
+        _shown(
+            "--sequence-parallel",
+            "sequence-parallel-groups",
+            "shards that the size does not divide are padded outside attention",
+        ),
+        _given("--tp-comm-overlap", "its buffers have the size of an equal shard"),
+        Refused(
+            "--tensor-parallel-num-weight-shards",
+            lambda args: (
+                (getattr(args, "tensor_parallel_num_weight_shards", None) or 0)
+                > args.tensor_model_parallel_size
+            ),
+            _UNSHOWN,
+            values="more than --tensor-model-parallel-size",
+        ),
+        Refused(
+            "--expert-tensor-parallel-num-weight-shards",
+            lambda args: (
+                (getattr(args, "expert_tensor_parallel_num_weight_shards", None) or 0)
+                > (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+            ),
+            _UNSHOWN,
+            values="more than --expert-tensor-parallel-size",
+        ),
+    ),
+    "Pipeline parallelism": (
+        _shown("--pipeline-model-parallel-size", "pipeline-groups"),
+        _shown("--num-layers-per-virtual-pipeline-stage", "virtual-pipeline-groups"),
+        _shown(
+            "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers", "uneven-stages-groups"
+        ),
+        _shown("--pipeline-model-parallel-layout", "stage-layout-groups"),
+        Refused(
+            "--use-tp-pp-dp-mapping",
+            lambda args: args.use_tp_pp_dp_mapping and args.pipeline_model_parallel_size > 1,
+            "Megatron deals ranks so without context parallelism only",
+            "leave it out",
+            "with --pipeline-model-parallel-size above 1",
+        ),
+    ),
+    "Data parallelism": (
+        _shown(
+            "several replicas",
+            "distributed-optimizer-replicas",
+            "as many ranks each; their groups, shards and heads may differ",
+        ),
+        _shown(
+            "--use-distributed-optimizer, --overlap-grad-reduce, --overlap-param-gather",
+            "distributed-optimizer-replicas",
+        ),
+        _shown("--ddp-bucket-size", "small-buckets-replicas"),
+        _other_than(1, "--num-distributed-optimizer-instances", _UNSHOWN),
+        _given("--ddp-average-in-collective", "it averages over ranks, a plan over tokens"),
+        _given("--use-torch-fsdp2", _UNSHOWN),
+        _given("--use-megatron-fsdp", _UNSHOWN),
+    ),
+    "Batches": (
+        _shown("--global-batch-size", "accumulation-replicas", "gradients of several micro-batches add up"),
+        _shown("--rampup-batch-size", "rampup-groups"),
+        Supported(
+            "--eval-iters, --eval-interval",
+            "tests/megatron/test_option_training.py::test_evaluation_gives_the_loss_without_a_plan",
+        ),
+        _given("--full-validation", _UNSHOWN),
+        _given("--multiple-validation-sets", _UNSHOWN),
+    ),
+    "Memory": (
+        _shown("--recompute-granularity full", "recompute-full-groups"),
+        _shown("--recompute-method block", "recompute-block-groups"),
+        _shown("--recompute-granularity selective", "recompute-selective-groups"),
+        _shown("--recompute-modules core_attn, mlp, moe", "recompute-modules-groups"),
+        _shown("--distribute-saved-activations", "saved-activations-groups"),
+        _given("--fine-grained-activation-offloading", _UNSHOWN),
+        _given("--cpu-offloading-num-layers", _UNSHOWN),
+        _shown("--mlp-chunks-for-training", "chunked-layers-groups"),
+    ),
+    "Mixture of experts": (
+        _shown("--num-experts, --moe-aux-loss-coeff", "experts-groups"),
+        _shown("--moe-router-load-balancing-type seq_aux_loss", "experts-seq-loss-groups"),
+        _shown("--moe-router-load-balancing-type global_aux_loss", "experts-global-loss-groups"),
+        _shown("--moe-z-loss-coeff", "experts-z-loss-groups"),
+        _shown("--moe-router-enable-expert-bias", "experts-bias-groups"),
+        _shown("--moe-token-dispatcher-type alltoall", "experts-groups"),
+        _shown("--expert-model-parallel-size", "experts-parallel-replicas"),
+        _shown("--expert-tensor-parallel-size", "experts-tensor-parallel-groups"),
+        _shown("--moe-shared-expert-intermediate-size", "experts-shared-groups"),
+        _shown(
+            "--moe-layer-freq, --moe-router-num-groups, --moe-router-group-topk", "experts-grouped-groups"
+        ),
+        _one_of(
+            ("sinkhorn", "quantile_balancing"),
+            "--moe-router-load-balancing-type",
+            "it balances the tokens of a rank, as if all had equal parts of a sequence",
+            "use aux_loss, seq_aux_loss, global_aux_loss or none",
+        ),
+        _shown("--moe-token-dispatcher-type allgather, experts on one rank", "experts-gathered-groups"),
+        Refused(
+            "--moe-token-dispatcher-type",
+            lambda args: bool(args.num_experts) and _gathers_or_is_flexible(args),
+            "it takes equal shards, or was not shown to be exact under a plan yet",
+            "give --moe-token-dispatcher-type alltoall",
+            "flex; allgather with --expert-model-parallel-size above 1",
+        ),
+        _given("--moe-expert-capacity-factor", "which tokens an expert drops would depend on the plan"),
+        _given("--moe-expert-rank-capacity-factor", "which tokens an expert drops would depend on the plan"),
+        _given("--moe-input-jitter-eps", _DRAWS),
+        _given("--moe-router-force-load-balancing", _DRAWS),
+        _given("--moe-router-force-biased", _DRAWS),
+        _given("--moe-enable-routing-replay", "recorded routes are not cut by a plan"),
+        _given("--moe-paged-stash", _UNSHOWN),
+        _given("--moe-shared-expert-overlap", _UNSHOWN),
+        _given("--overlap-moe-expert-parallel-comm", _UNSHOWN),
+    ),
+    "Layers and losses": (
+        _shown("--untie-embeddings-and-output-weights", "untied-groups"),
+        _shown("--cross-entropy-loss-fusion", "fused-loss-groups"),
+        _shown("--use-mup", "maximal-update-groups"),
+        _shown("--mtp-num-layers, --mtp-loss-scaling-factor", "multi-token-groups"),
+        Refused(
+            "--mtp-num-layers",
+            lambda args: bool(args.mtp_num_layers) and args.pipeline_model_parallel_size > 1,
+            "Megatron cannot save such a pipeline under the local layer spec, so nothing was shown",
+            "give --pipeline-model-parallel-size 1",
+            "with --pipeline-model-parallel-size above 1",
+        ),
+        _given("--hidden-dropout", _DRAWS, "give --hidden-dropout 0"),
+        _shown("--hybrid-layer-pattern of attention (*) and MLP (-) layers", "hybrid-model-groups"),
+        Refused(
+            "--hybrid-layer-pattern",
+            lambda args: not set(_hybrid_layers(args)) <= set("*-|"),
+            "its layers are not cut by a plan yet",
+            "use attention and MLP layers only",
+            "with other layers than * and -",
+        ),
+        Refused(
+            "--is-hybrid-model",
+            lambda args: args.is_hybrid_model and not _hybrid_layers(args),
+            "it does not say which layers there are",
+            "give --hybrid-layer-pattern",
+            "without --hybrid-layer-pattern",
+        ),
+        Refused(
+            "--heterogeneous-layers-config-path",
+            lambda args: bool(
+                getattr(args, "heterogeneous_layers_config_path", None)
+                or getattr(args, "heterogeneous_layers_config_encoded_json", None)
+            ),
+            "a plan has one number of heads for all layers",
+        ),
+        _given("--logits-load-dir", "the stored logits are not cut by a plan"),
+        _given("--logits-save-dir", "logits are stored by equal shards"),
+        _given("--perform-rl-step", "generation is not cut by a plan"),
+    ),
+    "Number formats and graphs": (
+        Supported(
+            "--bf16",
+            "tests/megatron/test_uneven_training.py::test_bf16_is_as_near_as_even_shards_are",
+            "as near to one rank as even shards are",
+        ),
+        _given("--fp8-format", "its rows are not padded to what fp8 needs yet", name="fp8"),
+        _given("--fp4-format", "its rows are not padded to what fp4 needs yet", name="fp4"),
+        _other_than("none", "--cuda-graph-impl", _CAPTURE),
+        _given("--enable-cuda-graph", _CAPTURE),
+        _given("--external-cuda-graph", _CAPTURE),
+    ),
+    "Checkpoints": (
+        Supported(
+            "--ckpt-format torch_dist",
+            "tests/megatron/test_checkpoints.py::test_training_goes_on_under_any_plan_and_parallelism[another-plan]",
+            "saved under any plan, loaded under any other or none",
+        ),
+        Supported(
+            "stock Megatron",
+            "tests/megatron/test_checkpoints.py::test_stock_megatron_loads_what_a_plan_saved",
+            "where this package cannot be imported: nothing of it is in a checkpoint",
+        ),
+    ),
+}
+
+
+def supported() -> list[Supported]:
+    """All that a plan carries out."""
+    return [option for options in OPTIONS.values() for option in options if isinstance(option, Supported)]
+
+
+def refused() -> list[Refused]:
+    """All that is refused."""
+    return [option for options in OPTIONS.values() for option in options if isinstance(option, Refused)]
+
+
+def refuse_yaml_configuration(argv: Sequence[str]) -> None:
+    """Refuse ``--yaml-cfg`` beside a plan, before Megatron parses: it drops every flag, ours too.
+
+    Raises:
+        PlanError: both are on the command line.
+    """
+    flags = {word.partition("=")[0] for word in argv}
+    if {"--yaml-cfg", "--hexi-plan"} <= flags:
+        raise PlanError(
+            "--yaml-cfg does not work with --hexi-plan: it replaces the command line that a plan is checked "
+            "against; give flags"
+        )
+
+
+def refuse_unsupported(args: Namespace) -> None:
+    """Refuse the first option of the job that a plan does not carry out.
+
+    Raises:
+        PlanError: with the option, the reason and the remedy.
+    """
+    for option in refused():
+        if option.used(args):
+            raise PlanError(
+                f"{option.option} does not work with --hexi-plan: {option.reason}; {option.remedy}"
+            )

@@ -1,0 +1,179 @@
+"""Training in ranks that are forked from one process which has imported Megatron already.
+
+Importing takes a rank some five seconds of a core, training a tiny model less than one. Started through
+`tests.megatron.launch`, a run is what a user starts; started here it is the same entry point in the same
+kind of process, several times as fast. `Forks` is used in the tests, the rest runs in the process that forks.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from megatron_hexi.plan import Plan, write_plan
+from tests.megatron.launch import REPOSITORY, TrainingLog, environment, read_metrics
+
+#: Seconds that the other ranks have to end after one has failed.
+GRACE = 5.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of a run ended.
+
+    Attributes:
+        codes: exit code of each; `None` of one that had to be killed.
+        output: what each printed.
+    """
+
+    codes: list[int | None]
+    output: list[str]
+
+    @property
+    def succeeded(self) -> bool:
+        return not any(code != 0 for code in self.codes)
+
+    def why(self) -> str:
+        """The end of what the first rank to fail printed; others only say that it is gone."""
+        failed = [log for log, code in zip(self.output, self.codes, strict=True) if code not in (0, None)]
+        telling = [log for log in failed if "Connection closed by peer" not in log[-2000:]]
+        return f"exit codes {self.codes}:\n" + (telling or failed or self.output)[0][-3000:]
+
+
+class Forks:
+    """A process that has imported Megatron, and forks the ranks of one run after another."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.megatron.forked", "--hexi-platform", "cpu"],
+            cwd=REPOSITORY,
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=30)
+
+    def launch(
+        self, folder: Path, *, ranks: int, args: Sequence[str | Path], timeout: float = 200.0
+    ) -> Outcome:
+        """Run our entry point on some ranks, and come back however they ended.
+
+        Args:
+            folder: the working directory.
+            ranks: processes to fork.
+            args: the entry point's arguments.
+            timeout: seconds after which all are killed.
+        """
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        job = {"folder": str(folder), "ranks": ranks, "args": [str(word) for word in args]}
+        print(json.dumps({**job, "timeout": timeout}), file=self._server.stdin, flush=True)
+        answer = self._server.stdout.readline()
+        assert answer, "the process that forks is gone"
+        codes = json.loads(answer)
+        logs = [_log(folder, rank) for rank in range(ranks)]
+        return Outcome(codes, [log.read_text() if log.exists() else "" for log in logs])
+
+    def train(
+        self,
+        folder: Path,
+        *,
+        ranks: int,
+        args: Sequence[str | Path],
+        plan: Plan | None = None,
+        timeout: float = 200.0,
+    ) -> TrainingLog:
+        """Train and read the metrics.
+
+        Raises:
+            AssertionError: the run failed; the message holds the end of its output.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics = folder / f"metrics-{len(list(folder.glob('metrics-*')))}.jsonl"
+        metrics.touch()
+        words = [*args, "--hexi-metrics", metrics]
+        if plan is not None:
+            path = metrics.with_suffix(".plan.yaml")
+            write_plan(plan, path)
+            words += ["--hexi-plan", path]
+        outcome = self.launch(folder, ranks=ranks, args=words, timeout=timeout)
+        assert outcome.succeeded, outcome.why()
+        return read_metrics(metrics, "".join(outcome.output))
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.log"
+
+
+def _serve() -> None:
+    """Fork the ranks of each job that comes in, a line each, and answer with their exit codes."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an import prints is no answer
+
+    # What takes the seconds that the ranks are spared.
+    import megatron_hexi.adaptor
+    import megatron_hexi.megatron.gpt  # noqa: F401
+
+    for line in sys.stdin:
+        print(json.dumps(_run(**json.loads(line))), file=answers, flush=True)
+
+
+def _run(folder: str, ranks: int, args: list[str], timeout: float) -> list[int | None]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    forks = multiprocessing.get_context("fork")
+    processes = [
+        forks.Process(target=_rank, args=(Path(folder), args, {**shared, "RANK": rank, "LOCAL_RANK": rank}))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout
+    waiting: list[Any] = list(processes)
+    while waiting and time.monotonic() < deadline:
+        multiprocessing.connection.wait([process.sentinel for process in waiting], timeout=0.2)
+        waiting = [process for process in waiting if process.is_alive()]
+        if any(process.exitcode for process in processes):
+            deadline = min(deadline, time.monotonic() + GRACE)
+    for process in waiting:
+        process.kill()
+        process.join()
+    return [None if process in waiting else process.exitcode for process in processes]
+
+
+def _rank(folder: Path, args: list[str], variables: dict[str, int | str]) -> None:
+    """Be one rank, as torchrun would have started it."""
+    from megatron_hexi.pretrain_gpt import main
+
+    with _log(folder, int(variables["RANK"])).open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.chdir(folder)
+    os.environ |= {name: str(value) for name, value in variables.items()}
+    sys.argv[:] = ["pretrain_gpt.py", *args]
+    main()
+
+
+# Saving a checkpoint spawns a process that imports this module again.
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,90 @@
+"""Every option that a plan does not carry out is refused: by its real name, with a reason and a remedy."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser
+
+import pytest
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.options import (
+    Refused,
+    refuse_unsupported,
+    refuse_yaml_configuration,
+    refused,
+)
+from tests.megatron.test_uneven_training import MODEL
+
+# The words that make Megatron's parser set the option, where it is more than the flag alone.
+OPTION_WORDS = {
+    "--attention-backend": "--attention-backend flash",
+    "--attention-dropout": "--attention-dropout 0.1",
+    "--cp-comm-type": "--cp-comm-type a2a",
+    "--cpu-offloading-num-layers": "--cpu-offloading-num-layers 1",
+    "--cuda-graph-impl": "--cuda-graph-impl local",
+    "--decoder-seq-length": "--decoder-seq-length 64",
+    "--experimental-attention-variant": "--experimental-attention-variant dsa",
+    "--expert-tensor-parallel-num-weight-shards": "--expert-tensor-parallel-num-weight-shards 2",
+    "--fp4-format": "--fp4-format e2m1",
+    "--fp8-format": "--fp8-format hybrid",
+    "--heterogeneous-layers-config-path": "--heterogeneous-layers-config-path layers.json",
+    "--hidden-dropout": "--hidden-dropout 0.1",
+    "--hierarchical-context-parallel-sizes": "--hierarchical-context-parallel-sizes 2 2",
+    "--hybrid-layer-pattern": "--hybrid-layer-pattern M*",
+    "--logits-load-dir": "--logits-load-dir logits",
+    "--logits-save-dir": "--logits-save-dir logits",
+    "--max-seqlen-per-dp-cp-rank": "--max-seqlen-per-dp-cp-rank 64",
+    "--moe-expert-capacity-factor": "--moe-expert-capacity-factor 1",
+    "--moe-expert-rank-capacity-factor": "--moe-expert-rank-capacity-factor 1",
+    "--moe-input-jitter-eps": "--moe-input-jitter-eps 0.1",
+    "--moe-router-force-biased": "--moe-router-force-biased 1",
+    "--moe-router-load-balancing-type": "--moe-router-load-balancing-type sinkhorn",
+    "--moe-token-dispatcher-type": "--num-experts 4 --moe-token-dispatcher-type flex",
+    "--mtp-num-layers": "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
+    "--num-distributed-optimizer-instances": "--num-distributed-optimizer-instances 2",
+    "--position-embedding-type": "--position-embedding-type mrope",
+    "--softmax-type": "--softmax-type learnable",
+    "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
+    "--use-tp-pp-dp-mapping": "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2",
+    "--window-size": "--window-size 128,0",
+}
+
+
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    """Megatron's own, so that a renamed flag cannot slip through."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+
+
+@pytest.mark.parametrize("option", refused(), ids=lambda option: option.option)
+def test_an_option_is_refused_by_its_real_name(option: Refused, parser: ArgumentParser):
+    words = OPTION_WORDS.get(option.option, option.option).split()
+    message = f"{option.option} does not work with --hexi-plan: {option.reason}; {option.remedy}"
+    with pytest.raises(HexiError, match=f"^{re.escape(message)}$"):
+        refuse_unsupported(parser.parse_args([*MODEL, *words]))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--moe-router-load-balancing-type aux_loss sinkhorn",
+        "--num-experts 4 --moe-token-dispatcher-type allgather --expert-model-parallel-size 2",
+        "--position-embedding-type relative",
+    ],
+)
+def test_so_is_each_of_its_values(words: str, parser: ArgumentParser):
+    with pytest.raises(HexiError, match="does not work with --hexi-plan"):
+        refuse_unsupported(parser.parse_args([*MODEL, *words.split()]))
+
+
+def test_what_is_not_refused_passes(parser: ArgumentParser):
+    refuse_unsupported(parser.parse_args(MODEL))
+
+
+def test_a_yaml_configuration_beside_a_plan_is_refused_before_it_drops_the_plan():
+    with pytest.raises(HexiError, match="--yaml-cfg does not work with --hexi-plan"):
+        refuse_yaml_configuration(["pretrain_gpt.py", "--yaml-cfg=job.yaml", "--hexi-plan", "plan.yaml"])
+    refuse_yaml_configuration(["pretrain_gpt.py", "--yaml-cfg=job.yaml"])

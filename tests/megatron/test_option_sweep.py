@@ -1,0 +1,171 @@
+"""Options two by two: every combination trains as without a plan, or is refused in one line.
+
+A sample runs always; all of them on request, in some twenty minutes: pytest -m slow with this file.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_hexi.megatron.options import refused
+from megatron_hexi.plan import write_plan
+from tests.megatron.option_cases import (
+    DEEPER,
+    EXPERTS,
+    FULL,
+    FURTHER_TOKENS,
+    OVERLAPPED,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    VIRTUAL,
+    Case,
+    balanced,
+)
+from tests.megatron.option_pairs import Choice, all_pairs
+from tests.megatron.test_option_refusals import OPTION_WORDS
+from tests.megatron.test_uneven_training import MODEL, largest_difference
+
+#: What a model may have, which the run without a plan has too.
+MODELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "layers": {"2": (), "4": DEEPER},
+    "positions": {
+        "rope": (),
+        "scaled": ("--use-rope-scaling", "--rope-scaling-factor", "4", "--no-rope-freq", "2"),
+        "partial": ("--rotary-percent", "0.5", "--rotary-interleaved"),
+        "learned": ("--position-embedding-type", "learned_absolute", "--reset-position-ids"),
+        "yarn": (
+            *("--position-embedding-type", "yarn", "--rotary-scaling-factor", "4"),
+            *("--yarn-original-max-position-embeddings", "64", "--yarn-beta-fast", "32"),
+            *("--yarn-beta-slow", "1", "--mscale", "1", "--mscale-all-dim", "1"),
+        ),
+        "none": ("--position-embedding-type", "none"),
+    },
+    "attention": {
+        "plain": (),
+        "qk-norm": ("--qk-layernorm",),
+        "qk-l2-norm": ("--qk-l2-norm",),
+        "gated": ("--attention-output-gate", "--add-qkv-bias"),
+    },
+    "experts": {
+        "none": (),
+        "aux": balanced("aux_loss"),
+        "seq": balanced("seq_aux_loss"),
+        "global": balanced("global_aux_loss"),
+        "z": (*balanced("aux_loss"), "--moe-z-loss-coeff", "0.01"),
+        "bias": (
+            *EXPERTS,
+            *("--moe-router-load-balancing-type", "none", "--moe-router-enable-expert-bias"),
+            *("--moe-router-score-function", "sigmoid"),
+        ),
+        "shared": (*balanced("aux_loss"), "--moe-shared-expert-intermediate-size", "64"),
+        "some": (*balanced("aux_loss"), "--moe-layer-freq", "2"),
+    },
+    "further-tokens": {"0": (), "2": FURTHER_TOKENS},
+    "batch": {"2 of 4": (), "1 of 8": ("--micro-batch-size", "1", "--global-batch-size", "8")},
+    "output": {"tied": (), "untied": ("--untie-embeddings-and-output-weights",)},
+    "mask": {"whole": (), "documents": ("--eod-mask-loss",)},
+}
+
+#: How a job under a plan may carry it out.
+JOBS: dict[str, dict[str, tuple[str, ...]]] = {
+    "parallel": {
+        "no": (),
+        "tensor": TENSOR,
+        "sequence": SEQUENCE,
+        "pipeline": PIPELINE,
+        "virtual": VIRTUAL,
+        "both": (*SEQUENCE, *PIPELINE),
+    },
+    "expert-parallel": {
+        "1": (),
+        "2": ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"),
+    },
+    "optimizer": {"plain": (), "distributed": ("--use-distributed-optimizer",), "overlapped": OVERLAPPED},
+    "recompute": {
+        "no": (),
+        "selective": ("--recompute-granularity", "selective"),
+        "uniform": (*FULL, "uniform"),
+        "block": (*FULL, "block"),
+    },
+}
+PLANS = ("groups", "no-heads", "no-tokens", "replicas", "replicas-without")
+
+
+def possible(choice: Choice) -> bool:
+    """Whether Megatron itself, without a plan, takes such a job."""
+    experts, parallel = choice.get("experts"), choice.get("parallel")
+    impossible = (
+        # Experts beside tensor parallelism need sequence parallelism; ranks can share only experts there are.
+        (parallel == "tensor" and experts not in (None, "none"))
+        or (choice.get("expert-parallel") == "2" and experts == "none")
+        # Two stages of two layers need four, and as many micro-batches as stages.
+        or (parallel == "virtual" and choice.get("layers") == "2")
+        or (
+            parallel == "virtual" and "replicas" in choice.get("plan", "") and choice.get("batch") == "2 of 4"
+        )
+        # Further tokens take rotary positions or none; beside a pipeline, Megatron cannot save them.
+        or (choice.get("further-tokens") == "2" and choice.get("positions") in ("learned", "yarn"))
+        or (choice.get("further-tokens") == "2" and parallel in ("pipeline", "virtual", "both"))
+        # An odd number of ranks in a domain cannot share experts two by two.
+        or (
+            choice.get("expert-parallel") == "2" and choice.get("plan") == "groups" and parallel != "sequence"
+        )
+    )
+    return not impossible
+
+
+VALUES = {name: tuple(values) for name, values in {**JOBS, **MODELS}.items()}
+COMBINATIONS = all_pairs({"plan": PLANS, **VALUES}, possible)
+SAMPLE = [row for row in COMBINATIONS if row["parallel"] in ("no", "sequence") and row["plan"] != "groups"][
+    :6
+]
+
+
+def shown(row: Choice) -> str:
+    """What of a combination is not usual."""
+    usual = {name: values[0] for name, values in VALUES.items()}
+    return " ".join(
+        value if name == "plan" else f"{name}-{value}"
+        for name, value in row.items()
+        if usual.get(name) != value
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=shown(row), marks=[] if row in SAMPLE else [pytest.mark.slow])
+        for row in COMBINATIONS
+    ],
+)
+def test_a_combination_trains_as_without_a_plan(row: Choice, forks, references, tmp_path):
+    model = tuple(word for name, values in MODELS.items() for word in values[row[name]])
+    job = tuple(word for name, values in JOBS.items() for word in values[row[name]])
+    case = Case((*model, "--calculate-per-token-loss"), job, replicas=row["plan"].startswith("replicas"))
+    plan = case.plans()[row["plan"]]
+    weights, reference = references(case.model, iterations=3, ranks=len(plan.replicas))
+    words = [*MODEL, *case.model, *case.job, "--train-iters", "3", "--load", weights, "--finetune"]
+    log = forks.train(tmp_path, ranks=plan.ranks * case.model_parallel, args=words, plan=plan)
+    assert largest_difference(log, reference) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["groups", "replicas"])
+@pytest.mark.parametrize("option", refused(), ids=lambda option: option.option)
+def test_a_refused_option_ends_every_rank_with_one_line(option, name, forks, tmp_path):
+    plan = Case(replicas=name == "replicas").plans()[name]
+    write_plan(plan, tmp_path / "plan.yaml")
+    words = [*MODEL, "--train-iters", "1", "--hexi-plan", tmp_path / "plan.yaml"]
+    words += OPTION_WORDS.get(option.option, option.option).split()
+    outcome = forks.launch(tmp_path, ranks=plan.ranks, args=words)
+    assert outcome.codes == [2] * plan.ranks
+    for output in outcome.output:
+        [line] = [line for line in output.splitlines() if line.startswith("hexi: error:")]
+        assert option.option in line
+        assert "Traceback" not in output
+
+
+def test_the_sweep_is_as_wide_as_it_should_be():
+    assert len(COMBINATIONS) + 2 * len(refused()) >= 150
+    assert len(SAMPLE) == 6

@@ -1,0 +1,78 @@
+"""Megatron's options beside uneven plans: the training is the one without context parallelism.
+
+One plan of each case runs always, the others on request: pytest -m "slow or not slow" with this file.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.megatron.option_cases import CASES, Case
+from tests.megatron.test_uneven_training import MODEL, largest_difference
+
+ITERATIONS = ("--train-iters", "10", "--log-interval", "1")
+
+RUNS = [
+    pytest.param(case, name, id=f"{job}-{name}", marks=[pytest.mark.slow] if case.slow or number else [])
+    for job, case in CASES.items()
+    for number, name in enumerate(case.plans())
+]
+
+
+@pytest.mark.parametrize(("case", "name"), RUNS)
+def test_losses_and_gradient_norms_are_those_without_a_plan(case: Case, name, forks, references, tmp_path):
+    weights, reference = references(case.model)
+    plan = case.plans()[name]
+    log = forks.train(
+        tmp_path,
+        ranks=plan.ranks * case.model_parallel,
+        args=[*MODEL, *ITERATIONS, "--load", weights, "--finetune", *case.model, *case.job],
+        plan=plan,
+    )
+    difference = largest_difference(log, reference)
+    print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
+    assert difference < 1e-5
+
+
+def logged(output: str, name: str) -> list[float]:
+    """What Megatron's log says of a loss, in order."""
+    return [float(value) for value in re.findall(rf"\b{name}: (\S+)", output)]
+
+
+@pytest.mark.parametrize(
+    ("job", "plan", "name"),
+    [
+        ("experts-seq-loss", "groups", "seq_load_balancing_loss"),
+        ("experts-z-loss", "groups", "z_loss"),
+        ("multi-token", "groups", "mtp_2 loss"),
+    ],
+)
+@pytest.mark.slow
+def test_other_losses_are_logged_as_without_a_plan(job, plan, name, forks, references, tmp_path):
+    case = CASES[job]
+    weights, reference = references(case.model)
+    log = forks.train(
+        tmp_path,
+        ranks=case.plans()[plan].ranks,
+        args=[*MODEL, *ITERATIONS, "--load", weights, "--finetune", *case.model],
+        plan=case.plans()[plan],
+    )
+    assert len(logged(reference.output, name)) == 10
+    assert logged(log.output, name) == pytest.approx(logged(reference.output, name), rel=1e-5)
+
+
+def test_evaluation_gives_the_loss_without_a_plan(forks, references, tmp_path):
+    plans = Case().plans()
+    weights, _ = references(())
+    args = [*MODEL, "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "2", "--load", weights]
+    losses = [
+        logged(
+            forks.train(tmp_path, ranks=ranks, args=[*args, "--finetune"], plan=plan).output, "lm loss value"
+        )
+        for ranks, plan in ((1, None), (3, plans["groups"]), (2, plans["no-tokens"]))
+    ]
+    assert len(losses[0]) >= 3  # after two iterations, after four, and of the test set
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=1e-6)

@@ -1,0 +1,33 @@
+"""The page of Megatron's options says what the registry says, and names tests that exist."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_hexi.megatron.options import OPTIONS, refused, supported
+from megatron_hexi.megatron.options_page import page
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_the_page_is_current():
+    assert (REPOSITORY / "docs" / "options.md").read_text() == page(), (
+        "run: python -m megatron_hexi.megatron.options_page > docs/options.md"
+    )
+
+
+def test_every_option_names_a_test_that_exists():
+    named = {option.test for options in OPTIONS.values() for option in options}
+    files = sorted({test.partition("::")[0] for test in named})
+    collecting = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "slow or not slow", *files]
+    result = subprocess.run(
+        collecting, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert named - set(result.stdout.splitlines()) == set()
+
+
+def test_an_option_is_listed_once():
+    for names in ([option.option for option in refused()], [option.flags for option in supported()]):
+        assert len(names) == len(set(names))
