@@ -3,7 +3,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test lint clean
+.PHONY: help environment demo test lint docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1: /p' Makefile | awk -F': ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -22,6 +22,10 @@ lint: environment  ## style, types, and the arrows between rooms
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
+
+docs: environment  ## write the generated pages, and build the site into build/site
+	$(BIN)/python -m scripts.docs
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/site
 
 clean:  ## remove .venv, builds and caches
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

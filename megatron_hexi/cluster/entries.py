@@ -31,7 +31,15 @@ PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class CurveEntry:
-    """A curve: `points` of (size, TFLOP/s), and either `source` (measured) or `estimate` (why and how)."""
+    """A curve of what is achieved: `points`, and either `source` or `estimate`.
+
+    Args:
+        points: pairs of a size (rows of a matrix product, tokens of a sequence) and TFLOP/s, sizes ascending.
+        source: who measured it.
+        estimate: that nobody did, and how the figures were derived.
+        half: size at which half the rate is reached, for what lies below the first point; an estimate by kind
+            of work if not given.
+    """
 
     points: Points
     source: Text | None = None
@@ -43,7 +51,12 @@ class CurveEntry:
 
 @dataclass(frozen=True)
 class PassesEntry:
-    """The two directions."""
+    """The two directions.
+
+    Args:
+        forward: the forward pass.
+        backward: the backward pass, which counts 2.5 times its FLOPs.
+    """
 
     forward: CurveEntry | None = None
     backward: CurveEntry | None = None
@@ -53,7 +66,15 @@ class PassesEntry:
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """The curves of one kernel: spelled out, or another GPU's (`like`) times a factor, with the reason."""
+    """The curves of one kernel: spelled out, or another GPU's (`like`) times a factor, with the reason.
+
+    Args:
+        causal: with a causal mask; counted as half the FLOPs of `full`.
+        full: without a mask.
+        like: a GPU whose curves of this kernel are taken.
+        times: how many times as fast as those.
+        estimate: why that should be right.
+    """
 
     causal: PassesEntry | None = None
     full: PassesEntry | None = None
@@ -66,7 +87,16 @@ class AttentionEntry:
 
 @dataclass(frozen=True)
 class LinkEntry:
-    """A link inside a node."""
+    """A link inside a node.
+
+    Args:
+        kind: for people: NVLink4, PCIe5, …
+        bandwidth_gb_s: achieved by each GPU, out and in each.
+        latency_us: of one message.
+        nominal_gb_s: by datasheet.
+        source: who measured it.
+        estimate: that nobody did, and how the figures were derived.
+    """
 
     kind: Text
     bandwidth_gb_s: Rate
@@ -80,7 +110,15 @@ class LinkEntry:
 
 @dataclass(frozen=True)
 class NominalEntry:
-    """Datasheet rates, dense, TFLOP/s."""
+    """Datasheet rates, dense, TFLOP/s.
+
+    Args:
+        bf16: in bf16; nothing where the GPU lacks it, and likewise below.
+        fp16: in fp16.
+        fp8: in fp8.
+        tf32: in tf32.
+        fp32: in fp32.
+    """
 
     bf16: Rate | None = None
     fp16: Rate | None = None
@@ -93,7 +131,20 @@ class NominalEntry:
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """A GPU; what an entry leaves out comes from the catalogue's GPU of that name."""
+    """A GPU; what an entry leaves out comes from the catalogue's GPU of that name.
+
+    Args:
+        memory_gb: as sold.
+        usable_gib: what a process finds free.
+        memory_gb_s: bandwidth of its memory by datasheet.
+        capability: CUDA compute capability, major and minor.
+        nominal: rates by datasheet.
+        link: to the GPUs of its node.
+        matmul: matrix products, against rows.
+        attention: each kernel's curves, against tokens, with heads of 128.
+        source: where its own figures come from.
+        note: what a user should know besides.
+    """
 
     memory_gb: Memory | None = None
     usable_gib: Memory | None = None

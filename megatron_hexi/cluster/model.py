@@ -32,7 +32,12 @@ _ONE_OR_MANY = re.compile(r"(?P<base>.+)-(?P<first>\d+)(\.\.(?P<last>\d+))?")
 
 @dataclass(frozen=True)
 class Intra:
-    """Links inside a node, in place of the catalogue's: each GPU's own, out and in."""
+    """Links inside a node, in place of the catalogue's: each GPU's own, out and in.
+
+    Args:
+        bandwidth_gb_s: of each GPU, out and in each.
+        latency_us: of one message; the catalogue's if not given.
+    """
 
     bandwidth_gb_s: Rate
     latency_us: Latency | None = None
@@ -88,9 +93,10 @@ class Level:
 
     Args:
         name: for people.
-        groups: nodes of each group, as ``h100`` (all of that name), ``h100-0`` or ``h100-0..3``.
+        groups: nodes of each group, as ``h100`` (all of that name), ``h100-0`` or ``h100-0..3``; each node
+            once, each group made of whole groups of the level before.
         bandwidth_gb_s: of what leaves a group for another one, and of what enters.
-        latency_us: added to a message that crosses.
+        latency_us: added to a message that crosses, on top of the levels inside.
         per: ``group``: shared by all of the group; ``node`` or ``gpu``: each has so much of its own.
     """
 
@@ -122,7 +128,16 @@ class Matrix:
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """A cluster file. With more than one node it has `network` (and perhaps `levels`), or `matrix`."""
+    """A cluster file. With more than one node it has `network` (and perhaps `levels`), or `matrix`.
+
+    Args:
+        name: for people.
+        nodes: entries of nodes that are alike; ranks are numbered in this order.
+        network: between nodes.
+        levels: above the node, from inside out: racks, fabrics, sites.
+        matrix: in place of `network` and `levels`, measured.
+        devices: your own GPUs and measured curves; fields left out stay the catalogue's.
+    """
 
     name: Name
     nodes: Annotated[tuple[NodeEntry, ...], Field(min_length=1)]

@@ -1,0 +1,43 @@
+"""Sphinx's settings: ``make docs`` builds the site into build/site, offline, with warnings as errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+
+import megatron_hexi
+
+project = "megatron-hexi"
+author = "the authors of megatron-hexi"
+copyright = author
+version = release = megatron_hexi.__version__
+
+extensions = ["myst_parser"]
+myst_heading_anchors = 4  # links to headings are checked, as those to pages are
+nitpicky = True
+highlight_language = "none"  # of blocks that name none
+
+html_theme = "furo"
+html_title = project
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+
+_REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def setup(app: Sphinx) -> None:
+    """Add what Sphinx does not do by itself."""
+    app.connect("doctree-read", _name_folders)
+
+
+def _name_folders(app: Sphinx, doctree: nodes.document) -> None:
+    """A link to a folder of the repository becomes its text: the site has files to show, and no folders."""
+    page = Path(app.env.doc2path(app.env.docname))
+    for link in list(doctree.findall(pending_xref)):
+        target = (page.parent / link["reftarget"]).resolve()
+        if link["reftype"] == "myst" and target.is_dir() and target.is_relative_to(_REPOSITORY):
+            link.replace_self(link.children)

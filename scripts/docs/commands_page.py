@@ -1,0 +1,96 @@
+"""The page of the command `hexi`: every subcommand, option, default and example, from the Typer app."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from megatron_hexi.cli.main import app
+from megatron_hexi.errors import EXIT_NO_PLAN, EXIT_USER_ERROR
+from megatron_hexi.testbed.lab import UntrueError
+from scripts.docs.markdown import GENERATED_FROM, code, one_line, paragraphs, table
+
+_HEAD = f"""\
+# The command `hexi`
+
+{GENERATED_FROM.format(source="the Typer app in megatron_hexi/cli")}
+
+`hexi COMMAND --help` shows the same in a terminal; `hexi --version` prints the version. Documents asked for
+with `--json` go to standard output, everything said besides to standard error.
+
+## Exit codes
+
+"""
+
+_EXIT_CODES = (
+    ("0", "done"),
+    ("1", "our fault: a traceback; report it"),
+    (
+        str(EXIT_USER_ERROR),
+        "the input is wrong, or `hexi doctor` found an error: one line with place and remedy",
+    ),
+    (str(EXIT_NO_PLAN), "no plan fits in memory: one line with the rank, the term, and what would fit"),
+    (str(UntrueError.exit_code), "`hexi testbed` was measured to be off by more than it may be"),
+    ("130", "interrupted"),
+)
+
+
+def commands_page() -> str:
+    """The page, in Markdown."""
+    parts = [_HEAD, table(("code", "meaning"), _EXIT_CODES)]
+    for name, command in commands():
+        parts.append(f"\n## {name}\n\n{paragraphs(command.help)}\n")
+        parts.append(f"\n```\n{_usage(name, command)}\n```\n\n")
+        parts.append(table(("option", "value", "default", "meaning"), map(_row, command.params)))
+        parts.append(f"\n{_example(command.epilog)}\n")
+    return "".join(parts)
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command that does something, with all of its words: ``hexi testbed run``."""
+
+    def below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            yield name, command
+        for word, one in (inner or {}).items():
+            yield from below(f"{name} {word}", one)
+
+    return below("hexi", typer.main.get_command(app))
+
+
+def _usage(name: str, command: Any) -> str:
+    needed = [_needed(parameter) for parameter in command.params if parameter.required]
+    return " ".join([name, "[options]", *needed])
+
+
+def _needed(parameter: Any) -> str:
+    if parameter.opts[0].startswith("-"):
+        return f"{parameter.opts[0]} {parameter.metavar}"
+    return str(parameter.metavar)
+
+
+def _row(parameter: Any) -> tuple[str, str, str, str]:
+    is_option = parameter.opts[0].startswith("-")
+    name = ", ".join(map(code, parameter.opts)) if is_option else code(parameter.metavar)
+    flag = getattr(parameter, "is_flag", False)
+    value = "" if flag or not is_option else code(parameter.metavar or parameter.name.upper())
+    return name, value, _default(parameter, flag=flag), one_line(parameter.help)
+
+
+def _default(parameter: Any, *, flag: bool) -> str:
+    if parameter.required:
+        return "**required**"
+    if flag or parameter.default is None:
+        return ""
+    values = parameter.default if isinstance(parameter.default, (list, tuple)) else [parameter.default]
+    return ", ".join(code(str(value)) for value in values)
+
+
+def _example(epilog: str) -> str:
+    before, _, example = epilog.partition("Example: ")
+    if before or not example:
+        raise SystemExit(f"a command's epilog is {epilog!r}; begin it with 'Example: '")
+    return f"Example:\n\n```\n{example}\n```"

@@ -1,0 +1,182 @@
+"""The pages of the plan file and of the cluster file: every field, from the types that files are read into.
+
+Types, limits and defaults come from pydantic's JSON schema, meanings from the docstrings' ``Args:``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from megatron_hexi.cluster import entries
+from megatron_hexi.cluster import model as cluster_model
+from megatron_hexi.cluster.model import ClusterFile
+from megatron_hexi.plan import Plan
+from megatron_hexi.plan import model as plan_model
+from scripts.docs.markdown import GENERATED_FROM, code, one_line, paragraphs, slug, table
+
+_PLAN = f"""\
+# Fields of the plan file
+
+{GENERATED_FROM.format(source="megatron_hexi/plan/model.py")}
+
+`hexi plan` and `hexi proportion` write plans, and `hexi validate` checks one; [concepts](../concepts.md)
+explains what they mean. Ranges are half open: `[0, 400]` is 0 to 399. Unknown fields are refused.
+"""
+
+_CLUSTER = f"""\
+# Fields of the cluster file
+
+{GENERATED_FROM.format(source="megatron_hexi/cluster/model.py and entries.py")}
+
+[The cluster file](../cluster-file.md) explains it by examples. GB are 10^9 bytes, GiB 2^30; bandwidths are a
+direction; rates are TFLOP/s. Unknown fields are refused.
+"""
+
+#: Where the word for a type takes its plural.
+_PLURAL = re.compile(r"^(list|name|(?:whole )?number)")
+_ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
+
+
+def plan_fields_page() -> str:
+    """The page, in Markdown."""
+    return _PLAN + _sections(Plan, vars(plan_model))
+
+
+def cluster_fields_page() -> str:
+    """The page, in Markdown."""
+    return _CLUSTER + _sections(ClusterFile, {**vars(entries), **vars(cluster_model)})
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A mapping of the file: where it stands, and its JSON schema."""
+
+    heading: str
+    name: str
+    schema: Mapping[str, Any]
+
+
+def _sections(kind: type[Any], types: Mapping[str, Any]) -> str:
+    schema = TypeAdapter(kind).json_schema(mode="validation")
+    found: dict[str, _Section] = {}
+    _find(kind.__name__, schema, "", schema.get("$defs", {}), found)
+    return "".join(_spell_section(section, types[section.name], found) for section in found.values())
+
+
+def _find(
+    name: str,
+    schema: Mapping[str, Any],
+    place: str,
+    known: Mapping[str, Any],
+    found: dict[str, _Section],
+) -> None:
+    """Each mapping once, where it stands first, from the top of the file down."""
+    if name in found:
+        return
+    found[name] = _Section(place or "The file", name, schema)
+    for field, value in schema["properties"].items():
+        for inner, suffix in _references(value):
+            _find(inner, known[inner], f"{place}.{field}{suffix}".lstrip("."), known, found)
+
+
+def _references(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names of the mappings that a value holds, with what has to be written behind its place."""
+    if "$ref" in schema:
+        yield schema["$ref"].rpartition("/")[2], ""
+    for choice in schema.get("anyOf", ()):
+        yield from _references(choice)
+    for inner, suffix in ((schema.get("items"), "[]"), (_values(schema), ".NAME")):
+        if isinstance(inner, dict):
+            for name, behind in _references(inner):
+                yield name, suffix + behind
+
+
+def _values(schema: Mapping[str, Any]) -> Any:
+    """The schema of a mapping's values, where its keys are free."""
+    patterns = schema.get("patternProperties")
+    return next(iter(patterns.values())) if patterns else schema.get("additionalProperties")
+
+
+def _spell_section(section: _Section, kind: type[Any], found: Mapping[str, _Section]) -> str:
+    meaning, arguments = _docstring(kind)
+    required = section.schema.get("required", ())
+    rows = []
+    for field, schema in section.schema["properties"].items():
+        if field not in arguments:
+            raise SystemExit(f"{kind.__module__}.{kind.__name__}: Args: does not say what {field} is; add it")
+        default = "**required**" if field in required else _default(schema)
+        rows.append((code(field), _type(schema, found), default, arguments[field]))
+    fields = table(("field", "value", "default", "meaning"), rows)
+    heading = section.heading if section.heading == "The file" else code(section.heading)
+    return f"\n## {heading}\n\n{meaning}\n\n{fields}"
+
+
+def _docstring(kind: type[Any]) -> tuple[str, dict[str, str]]:
+    """What a docstring in Google's style says of the whole, and of each argument."""
+    before, _, arguments = (inspect.getdoc(kind) or "").partition("\nArgs:\n")
+    return _spell(paragraphs(before)), {
+        name: _spell(one_line(text)) for name, text in _ARGUMENT.findall(arguments)
+    }
+
+
+def _spell(text: str) -> str:
+    """A docstring's text as Markdown of a file: there is no ``None`` in it."""
+    return text.replace("``None``", "not given").replace("``", "`")
+
+
+def _default(schema: Mapping[str, Any]) -> str:
+    match schema.get("default"):
+        case None | "" | [] | dict():
+            return ""
+        case str(word):
+            return code(word)
+        case value:
+            return code(json.dumps(value))
+
+
+def _type(schema: Mapping[str, Any], found: Mapping[str, _Section]) -> str:
+    """A value's type in words."""
+    if "$ref" in schema:
+        heading = found[schema["$ref"].rpartition("/")[2]].heading
+        return f"[{code(heading)}](#{slug(heading)})"
+    if "anyOf" in schema:
+        return " or ".join(_type(choice, found) for choice in schema["anyOf"] if choice != {"type": "null"})
+    if "const" in schema:
+        return code(json.dumps(schema["const"]))
+    if "enum" in schema:
+        return " or ".join(code(value) for value in schema["enum"])
+    match schema["type"]:
+        case "array":
+            return _list(schema, found)
+        case "object":
+            return f"by name: {_type(_values(schema), found)}"
+        case "integer":
+            return f"whole number{_limits(schema)}"
+        case "number":
+            return f"number{_limits(schema)}"
+        case "boolean":
+            return "`true` or `false`"
+        case "string":
+            return "name" if "pattern" in schema else "text"
+        case other:
+            raise SystemExit(f"no words for the type {other} in {schema}; add them to {__name__}")
+
+
+def _list(schema: Mapping[str, Any], found: Mapping[str, _Section]) -> str:
+    if "prefixItems" in schema:
+        return f"[{', '.join(_type(item, found) for item in schema['prefixItems'])}]"
+    return f"list of {_PLURAL.sub(r'\1s', _type(schema['items'], found), count=1)}"
+
+
+def _limits(schema: Mapping[str, Any]) -> str:
+    """Lower limits; upper ones only catch mistakes in units."""
+    if "exclusiveMinimum" in schema:
+        return f" above {schema['exclusiveMinimum']:g}"
+    return f" from {schema['minimum']:g}" if "minimum" in schema else ""

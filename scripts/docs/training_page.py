@@ -1,0 +1,71 @@
+"""The page of what training reads: our group of Megatron's command line, and environment variables."""
+
+from __future__ import annotations
+
+from argparse import Action, ArgumentParser
+
+from megatron_hexi.megatron.arguments import add_hexi_arguments
+from scripts.docs.markdown import GENERATED_FROM, code, one_line, table
+
+_HEAD = f"""\
+# Flags and variables of training
+
+{GENERATED_FROM.format(source="megatron_hexi/megatron/arguments.py and scripts/docs/training_page.py")}
+
+Without `--hexi-plan`, Megatron trains as it does without this package. What a plan does with Megatron's own
+options is in [its options beside a plan](../options.md).
+
+## Flags
+
+"""
+
+_VARIABLES_HEAD = """
+## Environment variables
+
+torchrun sets those in the first four rows. Under `srun`, where they are not set, they are taken from SLURM's.
+The package has no variables of its own.
+
+"""
+
+#: Name, and what it is read for.
+VARIABLES = (
+    ("RANK, WORLD_SIZE", "number of the process, and how many there are"),
+    ("LOCAL_RANK", "which GPU of its node a rank takes"),
+    ("LOCAL_WORLD_SIZE", "ranks on this node; on the CPU, what Megatron is told of GPUs"),
+    ("MASTER_ADDR, MASTER_PORT", "where rank 0 is reached"),
+    ("SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_GTIDS", "in place of the first four variables"),
+    (
+        "SLURM_HET_JOB_ID, SLURM_JOB_ID",
+        "in place of `MASTER_PORT`: a port that two jobs on a node are unlikely to share",
+    ),
+    (
+        "SLURM_JOB_NODELIST_HET_GROUP_0, SLURM_STEP_NODELIST, SLURM_NODELIST, SLURM_JOB_NODELIST",
+        "in place of `MASTER_ADDR`: the first host of the first that is set",
+    ),
+    (
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "set to 1, if not set, with tensor or context parallelism: Megatron asks for it before Blackwell",
+    ),
+    ("GLOO_SOCKET_IFNAME, NCCL_*, CUDA_VISIBLE_DEVICES", "read by the libraries; `hexi doctor` judges them"),
+    ("OMP_NUM_THREADS", "read by torch; 1 a rank on the CPU, where ranks share cores"),
+)
+
+
+def training_page() -> str:
+    """The page, in Markdown."""
+    flags = table(("flag", "value", "default", "meaning"), map(_row, _actions()))
+    rows = [(", ".join(map(code, names.split(", "))), meaning) for names, meaning in VARIABLES]
+    return _HEAD + flags + _VARIABLES_HEAD + table(("variable", "meaning"), rows)
+
+
+def _actions() -> list[Action]:
+    """What our group adds to Megatron's parser."""
+    parser = ArgumentParser(add_help=False)
+    add_hexi_arguments(parser)
+    return parser._actions  # argparse has no public way to list them
+
+
+def _row(action: Action) -> tuple[str, str, str, str]:
+    value = " or ".join(map(code, action.choices)) if action.choices else code(str(action.metavar))
+    default = "" if action.default is None else code(str(action.default))
+    return code(action.option_strings[0]), value, default, one_line(action.help or "")
