@@ -1,0 +1,105 @@
+"""docs/results/measured.md: what was measured, beside what was predicted."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from benchmarks.measured.picture import draw_scenarios
+from benchmarks.measured.results import Measured, ScenarioResult
+from megatron_hexi.yaml_file import write_text_atomically
+
+_INTRODUCTION = """# Measured
+
+Written by `python -m benchmarks.measured`; do not edit. Real Megatron training (`megatron_hexi.pretrain_gpt`,
+CPU platform, gloo, fp32) on mixed clusters that `hexi testbed` emulates on one machine
+([../testbed.md](../testbed.md)). The cluster is probed once (`hexi probe`); plan, baselines and predictions
+come from the probe's file alone; then all layouts train in turn, round by round, the same model on the same
+data, and their losses must agree.
+
+**What is emulated.** *Paced*: matrix products and attention really run, then wait until the time that the
+cluster file's curves give them is over; element-wise work is free as long as it fits in the head-room.
+Networks (namespaces, htb), overlap, the order of events and all numbers are real. *Quota*: ranks are slowed
+by CPU quotas instead; nothing is modelled.
+"""
+
+
+def write_page(results: Mapping[str, ScenarioResult], folder: Path) -> None:
+    """Write the page and its picture.
+
+    Args:
+        results: all.
+        folder: where to.
+    """
+    text = [_INTRODUCTION]
+    if results:
+        (folder / "measured").mkdir(parents=True, exist_ok=True)
+        picture = folder / "measured" / "layouts.png"
+        draw_scenarios(results).savefig(picture, dpi=110, metadata={"Software": None})
+        text += [
+            "![Tokens/s of each layout, measured and predicted](measured/layouts.png)\n",
+            "## In short\n",
+        ]
+        text += [f"- {line}" for line in findings(results)]
+        text += [line for result in results.values() for line in _scenario(result)]
+    write_text_atomically(folder / "measured.md", "\n".join(text) + "\n")
+
+
+def findings(results: Mapping[str, ScenarioResult]) -> list[str]:
+    """What the figures say, one sentence each."""
+    lines = []
+    for name, result in results.items():
+        if result.plan.median_s is None:
+            lines.append(f"{name}: the plan did not run: {result.plan.failed.splitlines()[0]}")
+            continue
+        ceiling, rival = f"{result.of_ceiling:.1%} of the ceiling", result.rival
+        if rival is None or result.speed_up is None:
+            lines.append(f"{name}: {ceiling}; nothing else runs")
+            continue
+        what = "the best uniform layout" if rival.uniform else "the best other layout; no uniform one fits"
+        lines.append(f"{name}: {result.speed_up:.2f} times the tokens/s of {what} ({rival.name}), {ceiling}")
+    errors = [abs(one.error) for one in _every(results) if one.error is not None]
+    if errors:
+        lines.append(
+            f"iteration times are predicted within {max(errors):.1%} in {len(errors)} layouts, "
+            f"{statistics.median(errors):.1%} in the median (paced runs)"
+        )
+    return lines
+
+
+def _every(results: Mapping[str, ScenarioResult]) -> Iterator[Measured]:
+    for result in results.values():
+        if result.speeds == "paced":
+            yield from result.layouts
+
+
+def _scenario(result: ScenarioResult) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    yield f"\n## {result.name}{'' if result.speeds == 'paced' else f' ({result.speeds})'}\n"
+    yield (
+        f"Scarce: {result.decides}. {result.seq_length} tokens; attention is {result.attention_share:.0%} of "
+        f"the compute. Ceiling {result.ceiling_tokens_per_s:.0f} tokens/s: the probe's speeds added up, no "
+        f"communication. Speeds: {result.speeds}. {result.date}, {versions}.\n"
+    )
+    columns = ("layout", "GPUs", "tokens/s", "of the ceiling", "plan's gain", "iteration, s")
+    yield f"| {' | '.join((*columns, 'rounds apart', 'predicted, s', 'error'))} |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for layout in result.layouts:
+        yield _row(result, layout)
+    for name, why in result.missing.items():
+        yield f"| {name} | | none: {why} | | | | | | |"
+
+
+def _row(result: ScenarioResult, layout: Measured) -> str:
+    text = f": {layout.text}" if layout.text else ""
+    uniform = " (uniform)" if layout.uniform else ""
+    head = f"| **{layout.name}**{uniform}{text} | {layout.gpus} |"
+    if layout.median_s is None:
+        return f"{head} failed: {layout.failed.splitlines()[0]} | | | | | {layout.predicted_s:.3f} | |"
+    gain = layout.median_s / result.plan.median_s if result.plan.median_s else float("nan")
+    rate = result.tokens_per_s(layout)
+    return (
+        f"{head} {rate:.0f} | {rate / result.ceiling_tokens_per_s:.1%} | {gain:.2f} | {layout.median_s:.3f} "
+        f"| {layout.spread:.1%} | {layout.predicted_s:.3f} | {layout.error:+.1%} |"
+    )

@@ -1,0 +1,108 @@
+"""The clusters and the jobs that are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_hexi.cost import Job, Model
+from megatron_hexi.cost.megatron_arguments import model_from_arguments
+
+#: Where the emulated clusters are described.
+CLUSTERS = Path("scripts/testbed")
+
+#: Narrow, so that gradients are small beside a long sequence's attention, with many heads to deal out.
+MODEL = {
+    "--num-layers": 2,
+    "--hidden-size": 256,
+    "--num-attention-heads": 8,
+    "--kv-channels": 64,
+    "--group-query-attention": None,
+    "--num-query-groups": 4,
+    "--ffn-hidden-size": 768,
+    "--vocab-size": 512,
+    "--max-position-embeddings": 2**17,
+    "--position-embedding-type": "rope",
+    "--normalization": "RMSNorm",
+    "--swiglu": None,
+    "--disable-bias-linear": None,
+    "--untie-embeddings-and-output-weights": None,
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One cluster, one job.
+
+    Args:
+        name: of its results.
+        cluster: the cluster file's name.
+        seq_length: tokens of a sequence.
+        decides: what is scarce, for people.
+    """
+
+    name: str
+    cluster: str
+    seq_length: int
+    decides: str
+
+    @property
+    def file(self) -> Path:
+        """Its cluster file."""
+        return CLUSTERS / f"{self.cluster}.yaml"
+
+    @property
+    def job(self) -> Job:
+        """What is trained, as the planner takes it."""
+        return Job(
+            model=read_model(),
+            seq_length=self.seq_length,
+            micro_batch_size=1,
+            global_batch_size=1,
+            precision="fp32",
+            distributed_optimizer=False,
+            overlap_gradients=True,
+        )
+
+    def arguments(self, iterations: int) -> dict[str, object]:
+        """What is trained, as Megatron takes it."""
+        return {
+            **MODEL,
+            "--seq-length": self.seq_length,
+            "--micro-batch-size": 1,
+            "--global-batch-size": 1,
+            "--train-iters": iterations,
+            "--lr": 1e-4,
+            "--lr-decay-style": "constant",
+            "--eval-iters": 0,
+            "--eval-interval": 1_000_000,
+            "--log-interval": 1,
+            # A layer's gradients travel while the one before it is computed.
+            "--overlap-grad-reduce": None,
+            "--ddp-bucket-size": 300_000,
+            "--attention-dropout": 0,
+            "--hidden-dropout": 0,
+            "--mock-data": None,
+            "--tokenizer-type": "NullTokenizer",
+            "--make-vocab-size-divisible-by": 1,
+            "--num-workers": 0,
+            "--hexi-platform": "cpu",
+        }
+
+
+SCENARIOS = (
+    Scenario("two-fast-two-slow", "two-fast-two-slow", 6144, "speed, 2 : 1, and the link between the pairs"),
+    Scenario("memory-decides", "memory-decides", 6144, "memory: all run alike, and two have little of it"),
+    Scenario("three-speeds", "three-speeds", 6144, "three speeds on three nodes"),
+)
+
+
+def read_model() -> Model:
+    """The model."""
+    return model_from_arguments(" ".join(words(MODEL)), Path("benchmarks/measured/scenarios.py"))
+
+
+def words(options: Mapping[str, object]) -> list[str]:
+    """Options as a command line has them."""
+    return [str(word) for option in options.items() for word in option if word is not None]
