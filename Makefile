@@ -15,7 +15,7 @@ demo: environment  ## train a small model unevenly on this machine's CPU, and co
 	$(BIN)/python scripts/quickstart/demo.py $(ARGS)
 
 test: lint  ## every check that CI runs; make test ARGS='-k plan' hands words to pytest
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: environment  ## style, types, and the arrows between rooms
 	$(BIN)/python -m ruff check .

@@ -86,6 +86,7 @@ setup(
             "myst-parser>=5,<6",
             "pytest>=9,<10",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff>=0.17,<0.18",
             "setuptools>=77",  # builds wheels without isolation in the tests
             "sphinx>=9.1,<10",

@@ -43,7 +43,7 @@ def main(words: list[str] | None = None) -> int:
     results, failed = read_results(file), False
     logs = options.logs or Path(tempfile.mkdtemp(prefix="hexi-measured-"))
     for scenario in () if options.page else chosen:
-        name = scenario.name if options.speeds == "paced" else f"{scenario.name}, {options.speeds}"
+        name = scenario.name
         print(f"{name}: logs in {logs / name}", file=sys.stderr)
         try:
             results[name] = measure(
@@ -51,7 +51,6 @@ def main(words: list[str] | None = None) -> int:
                 logs / name,
                 rounds=options.rounds,
                 iterations=options.iterations,
-                speeds=options.speeds,
                 probed=options.cluster,
                 say=lambda text, name=name: print(f"{name}: {text}", file=sys.stderr, flush=True),  # type: ignore[misc]
             )
@@ -72,9 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--page", action="store_true", help="run nothing: write page and pictures again")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each layout (default %(default)s)")
     parser.add_argument("--iterations", type=int, default=3, help="timed in each (default %(default)s)")
-    parser.add_argument(
-        "--speeds", choices=("paced", "quota"), default="paced", help="how ranks are slowed (default paced)"
-    )
     parser.add_argument("--cluster", type=Path, help="the file of an earlier probe, in place of a new one")
     parser.add_argument("--logs", type=Path, help="a folder for logs (default: a temporary one)")
     parser.add_argument(

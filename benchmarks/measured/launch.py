@@ -40,7 +40,7 @@ class Run:
     testbed: dict[str, Any]
 
 
-def train(scenario: Scenario, layout: Layout, folder: Path, iterations: int, speeds: str) -> Run:
+def train(scenario: Scenario, layout: Layout, folder: Path, iterations: int) -> Run:
     """Train by a layout.
 
     Args:
@@ -48,7 +48,6 @@ def train(scenario: Scenario, layout: Layout, folder: Path, iterations: int, spe
         layout: how.
         folder: new; logs go there.
         iterations: timed ones.
-        speeds: how the testbed makes ranks slow.
 
     Raises:
         RunFailed: the job or the testbed failed.
@@ -63,7 +62,7 @@ def train(scenario: Scenario, layout: Layout, folder: Path, iterations: int, spe
         "--hexi-metrics": metrics,
     }
     program = ["-m", "megatron_hexi.pretrain_gpt", *words(options)]
-    on_testbed(scenario.file, folder / "testbed", program, speeds, layout.gpus)
+    on_testbed(scenario.file, folder / "testbed", program, scenario.speeds, layout.gpus)
     ranks = [_read(Path(str(metrics).format(rank=rank))) for rank in range(len(layout.gpus))]
     steps = [max(rank[step]["seconds"] for rank in ranks) for step in range(WARM_UP + iterations)]
     return Run(

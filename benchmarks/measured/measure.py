@@ -28,7 +28,6 @@ def measure(
     *,
     rounds: int,
     iterations: int,
-    speeds: str,
     probed: Path | None,
     say: Say,
 ) -> ScenarioResult:
@@ -39,7 +38,6 @@ def measure(
         folder: for logs; new.
         rounds: how often every layout is run; they take turns.
         iterations: timed in each run.
-        speeds: how the testbed makes ranks slow.
         probed: a cluster file from an earlier probe; ``None``: probe now.
         say: told of every run.
     """
@@ -49,7 +47,7 @@ def measure(
         probed = folder.resolve() / "probed.yaml"
         options = ("--precision", "fp32", "--quick", "-o", str(probed))
         probe = ["-m", "megatron_hexi.cli.main", "probe", *options]
-        on_testbed(scenario.file, folder / "probe", probe, "paced")
+        on_testbed(scenario.file, folder / "probe", probe, scenario.speeds)
     cluster = read_cluster(probed)
     planned = find_plan(scenario.job, cluster, data_parallel=1, with_baselines=True)
     layouts, missing = find_layouts(planned, cluster)
@@ -62,7 +60,7 @@ def measure(
             say(f"round {number + 1} of {rounds}: {layout.name}")
             here = folder / f"{number}-{layout.name.replace(', ', '+')}"
             try:
-                runs[layout.name].append(train(scenario, layout, here, iterations, speeds))
+                runs[layout.name].append(train(scenario, layout, here, iterations))
             except RunFailed as problem:
                 failed[layout.name] = str(problem)
                 say(f"{layout.name}: {problem}")
@@ -71,7 +69,7 @@ def measure(
         name=scenario.name,
         decides=scenario.decides,
         seq_length=scenario.seq_length,
-        speeds=speeds,
+        speeds=scenario.speeds,
         ceiling_tokens_per_s=ceiling_tokens_per_s(scenario.job, [rank.device for rank in cluster.ranks]),
         attention_share=_attention_share(scenario, cluster),
         layouts=[_measured(layout, runs[layout.name], failed.get(layout.name, "")) for layout in layouts],

@@ -76,7 +76,7 @@ def _every(results: Mapping[str, ScenarioResult]) -> Iterator[Measured]:
 
 def _scenario(result: ScenarioResult) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    yield f"\n## {result.name}{'' if result.speeds == 'paced' else f' ({result.speeds})'}\n"
+    yield f"\n## {result.name}\n"
     yield (
         f"Scarce: {result.decides}. {result.seq_length} tokens; attention is {result.attention_share:.0%} of "
         f"the compute. Ceiling {result.ceiling_tokens_per_s:.0f} tokens/s: the probe's speeds added up, no "

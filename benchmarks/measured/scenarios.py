@@ -40,12 +40,14 @@ class Scenario:
         cluster: the cluster file's name.
         seq_length: tokens of a sequence.
         decides: what is scarce, for people.
+        speeds: how the testbed makes ranks slow: ``paced`` or ``quota``.
     """
 
     name: str
     cluster: str
     seq_length: int
     decides: str
+    speeds: str = "paced"
 
     @property
     def file(self) -> Path:
@@ -95,6 +97,7 @@ SCENARIOS = (
     Scenario("two-fast-two-slow", "two-fast-two-slow", 6144, "speed, 2 : 1, and the link between the pairs"),
     Scenario("memory-decides", "memory-decides", 6144, "memory: all run alike, and two have little of it"),
     Scenario("three-speeds", "three-speeds", 6144, "three speeds on three nodes"),
+    Scenario("by quotas", "two-fast-two-slow-quota", 6144, "as in two-fast-two-slow", "quota"),
 )
 
 
