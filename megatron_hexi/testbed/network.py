@@ -157,5 +157,5 @@ def _cap(name: str, port: str, bandwidth: float) -> None:
         run(*tc, "class", "add", "dev", port, "parent", "1:1", "classid", which, "htb", *limits)
         run(*tc, "qdisc", "add", "dev", port, "parent", which, "bfifo", "limit", str(_QUEUE_BYTES))
     small = ("u32", "match", "u16", "0", "0xff80", "at", "2")  # IP packets of less than 128 bytes
-    which = ("parent", "1:", "protocol", "ip", "prio", "1")
-    run(*tc, "filter", "add", "dev", port, *which, *small, "flowid", "1:10")
+    on_root = ("parent", "1:", "protocol", "ip", "prio", "1")
+    run(*tc, "filter", "add", "dev", port, *on_root, *small, "flowid", "1:10")
