@@ -38,6 +38,8 @@ _FEWEST = 3
 _NEAR = 1.3
 #: Memory that is full enough to keep tokens from where they would be done fastest.
 _TIGHT = 0.97
+#: Where memory is short by this factor, no small change makes the best layout fit.
+_HOPELESS = 2.0
 #: Memory overdrawn by so little is mended when finalists are balanced; more of it at once, in a few rounds,
 #: the later ones with fewer keys in flight, for these take memory too.
 _SLIGHT = 0.01
@@ -77,7 +79,7 @@ class DomainSearch:
                 narrow = self._judge.try_out(self._fleet, trial.layouts, 1)
                 balanced.append(balance(self._judge, self._rates, narrow, _ROUNDS))
         best, *others = sorted(balanced, key=_order)
-        if not polished:
+        if not polished or best.fullness > _HOPELESS:
             return best
         units = len(self._fleet.units)
         rivals = [
