@@ -142,6 +142,7 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
     received, sent, wire = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(2)
     #: Each unit's work of its last step, or its own block where it has none.
     last_step, steps, distance = own.forward.copy(), plan.groups_beside[plan.group] - 1, 0
+    last_ones = set(steps.tolist()) if plan.in_halves else set()
     for chunk in exchange_chunks(plan):
         work = _chunk_times(plan, job, stage, chunk)
         there, home = _message_seconds(job, stage, links, chunk)
@@ -159,14 +160,13 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
             forward.step(out)
             backward.step(back)
             distance += 1
-            if plan.in_halves and (steps == distance).any():
+            if distance in last_ones:
                 whole = sum((part.compute for part in out), start=np.zeros(len(rows)))
                 last_step = np.where(steps == distance, whole, last_step)
             if again is not None:
                 again.step(out)
-            for part in out:
-                longest = part.there.max(initial=0.0)
-                wire += (longest, longest + part.home.max(initial=0.0))
+        out_s, home_s = (_longest(chunk, seconds) for seconds in (there, home))
+        wire += (out_s, out_s + home_s)
         attention[0] += work.forward.sum(axis=0)
         attention[1] += work.backward.sum(axis=0)
         received = np.maximum(received, chunk.received.max(axis=0)[plan.group] * plan.kv)
@@ -246,6 +246,13 @@ def _message_seconds(job: Job, stage: Stage, links: LinkTable, chunk: Chunk) -> 
     owner, user = stage.gpus[chunk.owner], stage.gpus[chunk.user]
     there = links.message_seconds(owner, user, size, chunk.part, tp)
     return there, links.message_seconds(user, owner, size, chunk.part, tp)
+
+
+def _longest(chunk: Chunk, seconds: Floats) -> float:
+    """The longest messages of all parts, one after the other."""
+    longest = np.zeros(len(chunk.keys))
+    np.maximum.at(longest, chunk.part, seconds)
+    return float(longest.sum())
 
 
 def _most_sent(chunk: Chunk, units: int) -> Floats:
