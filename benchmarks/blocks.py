@@ -24,8 +24,9 @@ from torch import Tensor
 
 from megatron_hexi.errors import user_errors
 from megatron_hexi.plan import Plan, Schedule, build_schedule, read_plan
-from megatron_hexi.runtime import DomainAttention, attention, exchange
-from megatron_hexi.runtime.all_to_all import HeadTable, Moving
+from megatron_hexi.runtime import exchange, select_kernel
+from megatron_hexi.runtime.all_to_all import Moving
+from megatron_hexi.runtime.passes import Layer, Saved, attend, attend_backward
 from megatron_hexi.runtime.wire import Transfers
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -61,11 +62,11 @@ class Row:
     peak_gib: float
 
 
-class _Alone(DomainAttention):
-    """A rank whose tensors are in the heads' layout already, and stay there."""
+class _Alone(Layer):
+    """A rank whose tensors stay in the heads' layout."""
 
-    def to_tokens(self, parts: Sequence[Tensor], tables: Sequence[HeadTable]) -> Moving:
-        return Moving(None, [[part] for part in parts])
+    def leave(self, half: int, query: Tensor, *keys: Tensor) -> Moving:
+        return Moving(None, [[part] for part in (query, *keys)])
 
 
 def measure(plan: Plan, device: torch.device, dtype: torch.dtype, kernel: str, repeats: int) -> list[Row]:
@@ -102,9 +103,9 @@ def _measure(
     repeats: int,
 ) -> Row:
     workload, scale = plan.workload, 1 / math.sqrt(plan.workload.head_dim)
-    domain = _Alone(
-        workload, schedule, mock.sentinel.domain, mock.sentinel.group, plan.exchange.window, kernel
-    )
+    chosen = select_kernel(kernel, device, dtype, workload.head_dim)
+    groups = mock.sentinel.domain, mock.sentinel.group
+    layer = _Alone(schedule, chosen, scale, *groups, plan.exchange.window)
 
     def made(heads: int, tokens: int = schedule.group_tokens) -> Tensor:
         """[G, B, heads, D]."""
@@ -115,14 +116,13 @@ def _measure(
     queries, gradients = [made(heads) for heads in halves], [made(heads) for heads in halves]
     key, value = made(kv_heads), made(kv_heads)
 
-    def forward() -> tuple[Tensor, ...]:
+    def forward() -> Saved:
         arriving = [Moving(None, [[part]]) for part in queries]
         arriving[0] = Moving(None, [[queries[0]], [key], [value]])
-        return attention._attend(domain, arriving, scale)[0]
+        return attend(layer, arriving, None)[0]
 
     with _nothing_sent():
         saved = forward()
-        chosen = domain.kernel(saved[0])
         side = max(1, round(math.sqrt(2 * _area(schedule))))
         square = [
             torch.randn(1, heads, side, workload.head_dim, device=device, dtype=dtype)
@@ -137,7 +137,7 @@ def _measure(
 
         def backward() -> object:
             moving = [Moving(None, [[part]]) for part in gradients]
-            return attention._attend_backward(domain, moving, saved, scale)
+            return attend_backward(layer, moving, saved, None)
 
         peak = _peak_gib(device, lambda: (forward(), backward()))
         times = _in_turns(
@@ -167,9 +167,8 @@ def _measure(
 
 def _area(schedule: Schedule) -> float:
     """Pairs of a query and a key that one head sees."""
-    own = schedule.group_tokens**2 / (2 if schedule.causal else 1)
-    far = sum((b.queries[1] - b.queries[0]) * b.keys for step in schedule.steps for b in step.blocks)
-    return own + far
+    blocks = [block for step in schedule.steps for block in step.blocks]
+    return float(sum(block.area for block in (*schedule.own, *schedule.own_beside, *blocks)))
 
 
 @contextmanager

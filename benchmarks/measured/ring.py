@@ -26,7 +26,7 @@ try:
 except ImportError:  # before torch 2.12
     from torch.distributed.tensor.experimental import _attention as torch_ring  # type: ignore[no-redef]
 
-from megatron_hexi.plan import Workload, build_schedule, proportional_plan
+from megatron_hexi.plan import Schedules, Workload, proportional_plan
 from megatron_hexi.runtime import DomainAttention
 
 _TEMPLATES: Any = torch_ring
@@ -48,9 +48,9 @@ def ours(workload: Workload, groups: Sequence[int]) -> _Run:
     everyone = dist.group.WORLD
     assert everyone is not None
     assert isinstance(a2a, dist.ProcessGroup)
-    schedule = build_schedule(workload, domain, rank, plan.exchange.parts)
-    attention = DomainAttention(workload, schedule, everyone, a2a, plan.exchange.window)
-    shapes = [(schedule.tokens, 1, heads, workload.head_dim) for heads in _heads(workload)]
+    schedules = Schedules(workload, domain, rank, plan.exchange.parts)
+    attention = DomainAttention(workload, schedules, everyone, a2a, plan.exchange.window)
+    shapes = [(schedules().tokens, 1, heads, workload.head_dim) for heads in _heads(workload)]
 
     def run() -> object:
         query, key, value = (torch.randn(shape, requires_grad=True) for shape in shapes)

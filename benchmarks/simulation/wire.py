@@ -23,7 +23,7 @@ from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
 from megatron_hexi.cost.plan_arrays import PlanArrays, plan_arrays
-from megatron_hexi.plan import Domain, Plan, Workload, build_schedule
+from megatron_hexi.plan import Domain, Plan, Schedules, Workload
 from megatron_hexi.runtime import all_to_all, attention, exchange
 from megatron_hexi.runtime.attention import DomainAttention
 from megatron_hexi.runtime.kernels import MathKernel
@@ -147,11 +147,12 @@ def check_wire(plan: Plan, job: Job, ranks: Iterable[int] | None = None) -> Wire
 def carry_out(plan: Plan, domain: Domain, index: int, job: Job) -> _Recorder:
     """One rank's attention layer, forward and backward, on tensors without contents."""
     workload = plan.workload
-    schedule = build_schedule(workload, domain, index, plan.exchange.parts)
+    schedules = Schedules(workload, domain, index, plan.exchange.parts)
+    schedule = schedules()
     ranks = [member.rank for member in domain.members]
     recorder = _Recorder(ranks, [ranks[member] for member in schedule.members], ranks[index])
     layer = DomainAttention(
-        workload, schedule, mock.sentinel.domain, mock.sentinel.group, plan.exchange.window
+        workload, schedules, mock.sentinel.domain, mock.sentinel.group, plan.exchange.window
     )
     with _nothing_sent(recorder):
         query, key, value = _tensors(workload, schedule.tokens, job)

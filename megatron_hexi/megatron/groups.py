@@ -26,7 +26,7 @@ from megatron_hexi.megatron.session import (
     set_given_plan,
 )
 from megatron_hexi.patching import Patch
-from megatron_hexi.plan import build_schedule
+from megatron_hexi.plan import Schedules
 from megatron_hexi.runtime import NO_PLAN, DomainAttention, agree_on_plan
 
 #: Ranks import Megatron and read their plan before this; minutes apart only where something is wrong.
@@ -70,7 +70,8 @@ def start_session(given: GivenPlan, device: torch.device) -> Session:
             f"{given.path}: replica {replica} has {len(domain.members)} ranks, Megatron's context-parallel "
             f"group {dist.get_world_size(domain_group)}; make the two equal"
         )
-    schedule = build_schedule(given.plan.workload, domain, index, given.plan.exchange.parts)
+    schedules = Schedules(given.plan.workload, domain, index, given.plan.exchange.parts)
+    schedule = schedules()
     job_ranks = dist.get_process_group_ranks(domain_group)
     # Groups of different size cannot be made by all ranks in one order, so each is made by its members
     # alone. A rank that is alone makes one too: torch names groups by how many a process has made, and
@@ -83,7 +84,7 @@ def start_session(given: GivenPlan, device: torch.device) -> Session:
     assert isinstance(a2a_group, dist.ProcessGroup), "this rank is a member"
     attention = DomainAttention(
         given.plan.workload,
-        schedule,
+        schedules,
         domain_group,
         a2a_group,
         window=given.plan.exchange.window,

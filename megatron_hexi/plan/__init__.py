@@ -1,6 +1,8 @@
 """The plan: what every rank does, its layout arithmetic, its checks, its file. No torch here."""
 
+from megatron_hexi.plan.blocks import Block, Shape
 from megatron_hexi.plan.file import dump_plan, plan_dict, plan_digest, read_plan, validate_plan, write_plan
+from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import (
     Domain,
     Estimate,
@@ -14,7 +16,7 @@ from megatron_hexi.plan.model import (
     Workload,
 )
 from megatron_hexi.plan.proportion import proportional_domain, proportional_plan
-from megatron_hexi.plan.schedule import Block, Schedule, Step, Transfer, build_schedule
+from megatron_hexi.plan.schedule import Schedule, Schedules, Step, Transfer, build_schedule
 from megatron_hexi.plan.traffic import Traffic, backward_traffic, forward_traffic
 
 __all__ = [
@@ -23,11 +25,14 @@ __all__ = [
     "Estimate",
     "Exchange",
     "Group",
+    "Mask",
     "Member",
     "Plan",
     "Provenance",
     "Replica",
     "Schedule",
+    "Schedules",
+    "Shape",
     "Stage",
     "Step",
     "Traffic",

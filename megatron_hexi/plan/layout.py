@@ -79,8 +79,3 @@ def shard_segments(group: Group, member: int) -> tuple[Range, ...]:
     """The positions of the sequence that the group's member holds."""
     start, stop = consecutive(m.tokens for m in group.members)[member]
     return slice_segments(group.segments, start, stop)
-
-
-def tokens_before(segments: Sequence[Range], position: int) -> int:
-    """How many tokens of `segments` stand before `position`."""
-    return sum(max(0, min(stop, position) - start) for start, stop in segments)

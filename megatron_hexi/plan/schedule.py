@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
+from megatron_hexi.plan.blocks import Block, Visible, exchange_blocks, own_blocks
 from megatron_hexi.plan.heads import (
     HeadSpan,
     head_parts,
@@ -25,21 +26,10 @@ from megatron_hexi.plan.heads import (
     overlap,
     spans_in_two,
 )
-from megatron_hexi.plan.layout import merge_segments, shard_segments, tokens_before
+from megatron_hexi.plan.layout import shard_segments
+from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import Domain, Group, Range, Workload
-
-
-@dataclass(frozen=True)
-class Block:
-    """A rectangle of unmasked attention: some queries of a group against a prefix of another's keys.
-
-    Args:
-        queries: range of the user's group tokens, ascending.
-        keys: length of the prefix of the owner's group tokens, ascending.
-    """
-
-    queries: Range
-    keys: int
+from megatron_hexi.plan.packing import packed_domain
 
 
 @dataclass(frozen=True)
@@ -49,12 +39,17 @@ class Transfer:
     Args:
         peer: the other rank, as an index into the domain's ranks.
         kv: KV heads that travel, counted over the layer.
-        keys: tokens that travel: a prefix of the owner's group tokens.
+        rows: tokens that travel, of the owner's group tokens, ascending.
     """
 
     peer: int
     kv: Range
-    keys: int
+    rows: tuple[Range, ...]
+
+    @property
+    def keys(self) -> int:
+        """How many tokens travel."""
+        return sum(stop - start for start, stop in self.rows)
 
 
 @dataclass(frozen=True)
@@ -128,7 +123,8 @@ class Schedule:
         halves: query heads of each member that travel together in the all-to-alls: all of them, or in two.
         spans: its own query heads beside the KV heads they read, for the kernels.
         spans_in_two: the same heads in two parts, as the backward pass takes the block of its own group.
-        causal: whether the block of its own group is causal (the others never need a mask).
+        own: blocks of its own group's keys that cover every query exactly once.
+        own_beside: what a window leaves of its own group's keys beside them.
         steps: the exchange with the other groups.
     """
 
@@ -142,7 +138,8 @@ class Schedule:
     halves: tuple[tuple[Range, ...], ...]
     spans: tuple[HeadSpan, ...]
     spans_in_two: tuple[tuple[HeadSpan, ...], tuple[HeadSpan, ...]]
-    causal: bool
+    own: tuple[Block, ...]
+    own_beside: tuple[Block, ...]
     steps: tuple[Step, ...]
 
     @property
@@ -167,7 +164,9 @@ class Schedule:
         return self.kv[self.position]
 
 
-def build_schedule(workload: Workload, domain: Domain, index: int, parts: int) -> Schedule:
+def build_schedule(
+    workload: Workload, domain: Domain, index: int, parts: int, mask: Mask | None = None
+) -> Schedule:
     """The split tables of one rank, for a plan that passed its checks.
 
     Args:
@@ -176,7 +175,13 @@ def build_schedule(workload: Workload, domain: Domain, index: int, parts: int) -
         index: the rank, as an index into the domain's ranks.
         parts: in how many parts the first step of the exchange travels at most; more than one also cuts the
             all-to-alls in two.
+        mask: what a query sees; ``None``: as the workload says. With documents the domain's groups hold
+            other segments (`packed_domain`), as many tokens as before.
     """
+    mask = Mask(causal=workload.causal) if mask is None else mask
+    if mask.documents is not None:
+        domain = packed_domain(domain, mask.documents)
+    seq_length = workload.seq_length
     ratio = workload.queries_per_kv
     members = domain.members
     rank = members[index].rank
@@ -192,17 +197,18 @@ def build_schedule(workload: Workload, domain: Domain, index: int, parts: int) -
     for distance in range(1, others):
         source = domain.groups[(number - distance) % others]
         target = domain.groups[(number + distance) % others]
-        blocks = exchange_blocks(group, source, workload.causal) if heads[0] < heads[1] else ()
+        seen = exchange_blocks(group, source, mask, seq_length)
+        shown = exchange_blocks(target, group, mask, seq_length)
         most = parts if distance == 1 else 1
         own = head_parts(heads, ratio, most)
         asked = [(user, head_parts(user.heads, ratio, most)) for user in target.members]
         step = []
         for place in range(max(len(own), *(len(ranges) for _, ranges in asked))):
             sends = [
-                Transfer(indices[user.rank], transfer.kv, transfer.keys)
+                Transfer(indices[user.rank], transfer.kv, transfer.rows)
                 for user, ranges in asked
                 if place < len(ranges)
-                for transfer in _incoming(ranges[place], target, group, indices, workload)
+                for transfer in _incoming(ranges[place], shown, group, indices, ratio)
                 if transfer.peer == index
             ]
             mine = own[place] if place < len(own) else (heads[1], heads[1])
@@ -217,11 +223,12 @@ def build_schedule(workload: Workload, domain: Domain, index: int, parts: int) -
                         ((low - heads[0], high - heads[0]), head_spans((low, high), ratio, origin=mine[0]))
                         for low, high in itertools.pairwise(cuts)
                     ),
-                    receives=_incoming(mine, group, source, indices, workload),
+                    receives=_incoming(mine, seen, source, indices, ratio),
                     sends=tuple(sends),
                 )
             )
-        steps.append(Step(tuple(step), blocks))
+        steps.append(Step(tuple(step), seen.blocks if heads[0] < heads[1] else ()))
+    own, own_beside = own_blocks(group, mask, seq_length) if group.tokens else ((), ())
     return Schedule(
         index=index,
         members=tuple(indices[member.rank] for member in group.members),
@@ -233,9 +240,29 @@ def build_schedule(workload: Workload, domain: Domain, index: int, parts: int) -
         halves=halves,
         spans=head_spans(heads, ratio),
         spans_in_two=spans_in_two(heads, ratio),
-        causal=workload.causal,
+        own=own,
+        own_beside=own_beside,
         steps=tuple(steps),
     )
+
+
+class Schedules:
+    """One rank's split tables for every mask: derived when they are asked for, the latest kept.
+
+    Args:
+        workload: of the plan.
+        domain: of the plan.
+        index: the rank, as an index into the domain's ranks.
+        parts: in how many parts the first step of the exchange travels at most.
+    """
+
+    def __init__(self, workload: Workload, domain: Domain, index: int, parts: int) -> None:
+        # Layers have few windows, but every sequence may have documents of its own.
+        self._for = lru_cache(maxsize=16)(partial(build_schedule, workload, domain, index, parts))
+
+    def __call__(self, mask: Mask | None = None) -> Schedule:
+        """The split tables; ``None``: without window and documents."""
+        return self._for(mask)
 
 
 def _halves(group: Group, ratio: int, parts: int) -> tuple[tuple[Range, ...], ...]:
@@ -248,26 +275,6 @@ def _halves(group: Group, ratio: int, parts: int) -> tuple[tuple[Range, ...], ..
         tuple((heads[0], middle) for heads, middle in zip(whole, middles, strict=True)),
         tuple((middle, heads[1]) for heads, middle in zip(whole, middles, strict=True)),
     )
-
-
-def exchange_blocks(group: Group, source: Group, causal: bool) -> tuple[Block, ...]:
-    """The rectangles that `group`'s queries see of `source`'s keys.
-
-    The groups' segments are disjoint, so a query segment sees each key segment whole or not at all:
-    its visible keys are a prefix. Neighbouring queries with the same prefix are one rectangle.
-    """
-    blocks: list[Block] = []
-    offset = 0
-    for start, stop in merge_segments(group.segments):
-        queries = (offset, offset + stop - start)
-        offset = queries[1]
-        keys = tokens_before(source.segments, start) if causal else source.tokens
-        if keys == 0:
-            continue
-        if blocks and blocks[-1].keys == keys and blocks[-1].queries[1] == queries[0]:
-            queries = (blocks.pop().queries[0], queries[1])
-        blocks.append(Block(queries, keys))
-    return tuple(blocks)
 
 
 @lru_cache(maxsize=2**14)
@@ -296,15 +303,12 @@ def kv_owners(heads: Range, owners: tuple[Range, ...], ratio: int) -> tuple[tupl
 
 
 def _incoming(
-    heads: Range, group: Group, source: Group, indices: dict[int, int], workload: Workload
+    heads: Range, seen: Visible, source: Group, indices: dict[int, int], ratio: int
 ) -> tuple[Transfer, ...]:
-    """What a rank of `group` with these query heads is sent by the members of `source`."""
-    blocks = exchange_blocks(group, source, workload.causal)
-    ratio = workload.queries_per_kv
-    transfers: list[Transfer] = []
-    if not blocks:
+    """What a rank with these query heads is sent by the members of `source`, of which it sees so much."""
+    if not seen.blocks:
         return ()
-    keys = max(block.keys for block in blocks)
-    for position, kv in kv_owners(heads, tuple(member.heads for member in source.members), ratio):
-        transfers.append(Transfer(indices[source.members[position].rank], kv, keys))
-    return tuple(transfers)
+    return tuple(
+        Transfer(indices[source.members[position].rank], kv, seen.rows)
+        for position, kv in kv_owners(heads, tuple(member.heads for member in source.members), ratio)
+    )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Schedule
+from megatron_hexi.plan.traffic import exchanges_heads
 from megatron_hexi.runtime.wire import Transfers, all_to_all
 
 #: For one tensor: the heads of each member of the group.
@@ -52,6 +53,8 @@ def tokens_to_heads(
     Returns:
         For each part one tensor [G, B, h, D], tokens ascending; views of one buffer.
     """
+    if not exchanges_heads(schedule):
+        return Moving(None, [[part] for part in parts])
     batch = parts[0].shape[1]
     pieces = []
     for member in range(len(schedule.members)):
@@ -87,6 +90,8 @@ def heads_to_tokens(
     Returns:
         For each part a tensor [T, B, h, D] from each member; `join_heads` makes one of them.
     """
+    if not exchanges_heads(schedule):
+        return Moving(None, [[part] for part in parts])
     batch = parts[0].shape[1]
     sent = torch.cat([part.flatten(2) for part in parts], dim=2)
     sent_sizes = [tokens * batch * sent.shape[2] for tokens in schedule.shards]

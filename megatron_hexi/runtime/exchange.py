@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class KeyExchange:
 
     def __init__(self, keys: Tensor, schedule: Schedule, group: dist.ProcessGroup, window: int) -> None:
         self._keys = keys
-        self._prefixes: dict[int, Tensor] = {}
+        self._seen: dict[tuple[Range, ...], Tensor] = {}
         self._schedule = schedule
         self._group = group
         self._waiting = deque(schedule.steps)
@@ -62,16 +63,17 @@ class KeyExchange:
         received = _buffer(self._keys, part)
         receives = [Message(transfer.peer, _heads(received, transfer, part.kv)) for transfer in part.receives]
         sends = [
-            Message(transfer.peer, _heads(self._prefix(transfer.keys), transfer, self._schedule.own_kv))
+            Message(transfer.peer, _heads(self._rows(transfer.rows), transfer, self._schedule.own_kv))
             for transfer in part.sends
         ]
         return received, post(receives, sends, self._group, tag=2 * part.number)
 
-    def _prefix(self, tokens: int) -> Tensor:
-        """The first tokens of the own keys, contiguous; layouts use few lengths, so each is kept."""
-        if tokens not in self._prefixes:
-            self._prefixes[tokens] = self._keys[:, :, :tokens].contiguous()
-        return self._prefixes[tokens]
+    def _rows(self, rows: tuple[Range, ...]) -> Tensor:
+        """Some tokens of the own keys, contiguous; groups ask for few selections, so each is kept."""
+        if rows not in self._seen:
+            parts = [self._keys[:, :, slice(*part)] for part in rows]
+            self._seen[rows] = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=2)
+        return self._seen[rows]
 
 
 class GradientReturn:
@@ -135,7 +137,10 @@ class GradientReturn:
         for arriving, transfers in self._under_way.popleft():
             transfers.wait()
             for sent, buffer in arriving:
-                _heads(self._total, sent, self._schedule.own_kv)[:, :, : sent.keys].add_(buffer)
+                total = _heads(self._total, sent, self._schedule.own_kv)
+                sizes = [stop - start for start, stop in sent.rows]
+                for rows, part in zip(sent.rows, buffer.split(sizes, dim=2), strict=True):
+                    total[:, :, slice(*rows)].add_(part)
 
 
 def _buffer(keys: Tensor, part: Part) -> Tensor | None:

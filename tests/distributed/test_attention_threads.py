@@ -10,11 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from megatron_hexi.plan import Workload, proportional_plan
+from megatron_hexi.plan import Mask, Workload, proportional_plan
 from megatron_hexi.runtime import exchange
 from megatron_hexi.runtime.kernels import MathKernel
 from megatron_hexi.runtime.wire import Transfers
-from tests.support.plans import RAGGED, SPARSE, TORN, examples, plans, workloads
+from tests.support.plans import RAGGED, SPARSE, TORN, examples, masks, plans, workloads
 from tests.support.reference import (
     plain_attention,
     plain_low_precision_results,
@@ -24,12 +24,12 @@ from tests.support.reference import (
     rms_error,
 )
 
-NAMES = ("output", "grad_query", "grad_key", "grad_value")
+NAMES = ("output", "grad_query", "grad_key", "grad_value", "grad_sinks")
 SEEDS = st.integers(0, 2**24 - 1)
 
 
 def assert_close(results, expected, tolerance):
-    for name, result, truth in zip(NAMES, results, expected, strict=True):
+    for name, result, truth in zip(NAMES[: len(expected)], results, expected, strict=True):
         say = functools.partial("{}: {}".format, name)
         torch.testing.assert_close(result, truth, atol=tolerance, rtol=tolerance, msg=say)
 
@@ -47,6 +47,32 @@ def assert_close(results, expected, tolerance):
 @examples(430)
 def test_any_plan_gives_the_output_and_the_gradients_of_one_device(plan, batch, scale, kernel, seed):
     problem = random_problem(plan.workload, batch, scale=scale, seed=seed)
+    assert_close(planned_results(plan, problem, kernel), plain_results(problem), tolerance=1e-10)
+
+
+@st.composite
+def masked_plans(draw):
+    """Any plan, with any mask that its workload allows."""
+    plan = draw(plans())
+    return plan, draw(masks(plan.workload))
+
+
+@given(
+    case=masked_plans(),
+    batch=st.integers(1, 2),
+    has_sinks=st.booleans(),
+    kernel=st.sampled_from(["auto", "auto", "math"]),
+    seed=SEEDS,
+)
+@example(
+    case=(RAGGED, Mask(window=7, documents=(20, 1, 0, 20))), batch=2, has_sinks=True, kernel="auto", seed=0
+)
+@examples(300)
+def test_windows_documents_and_sinks_under_any_plan_are_those_of_one_device(
+    case, batch, has_sinks, kernel, seed
+):
+    plan, mask = case
+    problem = random_problem(plan.workload, batch, seed=seed, mask=mask, has_sinks=has_sinks)
     assert_close(planned_results(plan, problem, kernel), plain_results(problem), tolerance=1e-10)
 
 
@@ -71,7 +97,7 @@ def low_precision_ratios(plan, batch, dtype, seed):
     plain = plain_low_precision_results(problem)
     return {
         name: rms_error(mine, exact) / rms_error(theirs, exact)
-        for name, mine, theirs, exact in zip(NAMES, ours, plain, truth, strict=True)
+        for name, mine, theirs, exact in zip(NAMES[:4], ours, plain, truth, strict=True)
     }
 
 
@@ -85,7 +111,7 @@ def test_bf16_is_at_most_twice_as_far_from_the_truth_as_in_one_block(plan, batch
 def test_eight_groups_cost_little_precision_since_their_parts_are_added_up_in_fp32():
     plan = proportional_plan(Workload(256, 4, 4, 16, causal=False), [[[1]] * 8])
     tries = [low_precision_ratios(plan, 1, torch.bfloat16, seed) for seed in range(4)]
-    means = {name: statistics.mean(ratios[name] for ratios in tries) for name in NAMES}
+    means = {name: statistics.mean(ratios[name] for ratios in tries) for name in NAMES[:4]}
     # 1.25 for the query's gradient, and 1.8 if its parts were added up in bf16.
     assert max(means.values()) <= 1.4, means
 
@@ -146,7 +172,7 @@ def test_recomputing_the_activations_changes_nothing(plan, seed):
     kept = planned_results(plan, problem)
     for reentrant in (False, True):
         again = planned_results(plan, problem, layer=functools.partial(recomputed, reentrant=reentrant))
-        for name, result, expected in zip(NAMES, again, kept, strict=True):
+        for name, result, expected in zip(NAMES[:4], again, kept, strict=True):
             assert torch.equal(result, expected), (name, reentrant)
 
 
@@ -156,8 +182,8 @@ def test_recomputing_the_activations_changes_nothing(plan, seed):
 def test_two_layers_in_sequence_do_not_disturb_each_other(plan, seed):
     problem = random_problem(plan.workload, batch=1, seed=seed)
 
-    def two_layers(attend, query, key, value, *mode):
-        return attend(attend(query, key, value, *mode).tanh(), 2 * value, key, *mode)
+    def two_layers(attend, query, key, value, *mode, **named):
+        return attend(attend(query, key, value, *mode, **named).tanh(), 2 * value, key, *mode, **named)
 
     planned = planned_results(plan, problem, layer=two_layers)
     plain = plain_results(problem, functools.partial(two_layers, plain_attention))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan import Group, Member, Workload, build_schedule, plan_digest, proportional_plan
+from megatron_hexi.plan import Group, Member, Schedules, Workload, plan_digest, proportional_plan
 from megatron_hexi.runtime import NO_PLAN, DomainAttention, agree_on_plan
 from tests.support.plans import TORN, one_replica
 from tests.support.processes import connect, run_processes, serve
@@ -48,13 +48,14 @@ def carry_out_plans(rank, store):
     for name, plan in PLANS.items():
         domain = plan.replicas[0].domain
         agree_on_plan(dist.PrefixStore(name, store), rank, 4, plan_digest(plan), name, timedelta(seconds=60))
-        schedule = build_schedule(plan.workload, domain, rank, plan.exchange.parts)
+        schedules = Schedules(plan.workload, domain, rank, plan.exchange.parts)
+        schedule = schedules()
         everyone = dist.new_group(list(range(4)), use_local_synchronization=True)
         # Alone or not: torch names groups by how many it was asked for, which must stay alike on all ranks.
         a2a = dist.new_group(list(schedule.members), use_local_synchronization=True)
         assert isinstance(everyone, dist.ProcessGroup)
         assert isinstance(a2a, dist.ProcessGroup)
-        attention = DomainAttention(plan.workload, schedule, everyone, a2a, plan.exchange.window)
+        attention = DomainAttention(plan.workload, schedules, everyone, a2a, plan.exchange.window)
         problem = random_problem(plan.workload, batch=2)
         mine = positions_of(schedule.segments)
         inputs = [t[mine].requires_grad_() for t in (problem.query, problem.key, problem.value)]
@@ -220,7 +221,7 @@ def told_with(shape_of):
 
     def work(rank):
         attention = rank.attention(TORN)
-        shape, dtype = shape_of(rank.rank, attention.schedule.tokens)
+        shape, dtype = shape_of(rank.rank, attention.schedules().tokens)
         tensors = [torch.zeros(*shape, heads, 4, dtype=dtype) for heads in (6, 2, 2)]
         try:
             attention(*tensors)
@@ -263,7 +264,7 @@ def test_a_wrong_number_of_kv_heads_is_named_with_both_shapes(name):
     def work(rank):
         attention = rank.attention(TORN)
         heads = {"query": 6, "key": 2, "value": 2, name: 3}
-        attention(*(torch.zeros(attention.schedule.tokens, 1, count, 4) for count in heads.values()))
+        attention(*(torch.zeros(attention.schedules().tokens, 1, count, 4) for count in heads.values()))
 
     with pytest.raises(
         PlanError, match=rf"{name} has the shape \[9, 1, 3, 4\], the plan says \[9, 1, 2, 4\]"
@@ -275,7 +276,7 @@ def test_a_kind_that_was_agreed_on_is_not_asked_for_again():
     def work(rank):
         attention = rank.attention(TORN)
         for batch in (1, 2, 1, 2):
-            attention(*(torch.zeros(attention.schedule.tokens, batch, heads, 4) for heads in (6, 2, 2)))
+            attention(*(torch.zeros(attention.schedules().tokens, batch, heads, 4) for heads in (6, 2, 2)))
         return len(attention._agreed)
 
     assert run_ranks(5, work) == [2] * 5

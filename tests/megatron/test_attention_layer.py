@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron.session import GivenPlan, Session, local_shard, set_active_session
 from megatron_hexi.patching import PatchSet
-from megatron_hexi.plan import Plan, Workload, build_schedule, plan_digest, proportional_plan
+from megatron_hexi.plan import Plan, Schedules, Workload, plan_digest, proportional_plan
 from megatron_hexi.platform import select_platform
 from megatron_hexi.runtime import DomainAttention
 
@@ -45,11 +45,11 @@ def megatron(tmp_path):
 
 def activate(plan: Plan) -> None:
     given = GivenPlan(plan, "plan.yaml", plan_digest(plan), "auto", row_multiple=1)
-    schedule = build_schedule(plan.workload, plan.replicas[0].domain, 0, plan.exchange.parts)
+    schedules = Schedules(plan.workload, plan.replicas[0].domain, 0, plan.exchange.parts)
     alone = dist.group.WORLD
     assert alone is not None
-    attention = DomainAttention(plan.workload, schedule, alone, alone)
-    set_active_session(Session(given, attention, local_shard(schedule, 1, torch.device("cpu"))))
+    attention = DomainAttention(plan.workload, schedules, alone, alone)
+    set_active_session(Session(given, attention, local_shard(schedules(), 1, torch.device("cpu"))))
 
 
 def build_layer(core_attention, mask="causal", **changes):

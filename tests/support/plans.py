@@ -8,7 +8,18 @@ from random import Random
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload, validate_plan
+from megatron_hexi.plan import (
+    Domain,
+    Exchange,
+    Group,
+    Mask,
+    Member,
+    Plan,
+    Replica,
+    Stage,
+    Workload,
+    validate_plan,
+)
 from megatron_hexi.plan.layout import merge_segments
 
 #: Any length; the shortest, where most are left empty, more often.
@@ -78,6 +89,17 @@ def plans(draw, workload=None, most_ranks=8, most_replicas=1):
     plan = Plan(workload, tuple(replicas), Exchange(random.randint(1, 3), random.randint(1, 4)))
     validate_plan(plan)
     return plan
+
+
+@st.composite
+def masks(draw, workload):
+    """A mask for a workload: any window, any documents, or neither."""
+    random = draw(RANDOMS)
+    if not workload.causal:
+        return Mask(causal=False)
+    window = random.choice([None, 0, 1, random.randint(1, 12), random.randint(1, 200)])
+    lengths = [stop - start for start, stop in _cuts(random, workload.seq_length, random.randint(1, 9))]
+    return Mask(window=window, documents=random.choice([None, tuple(lengths)]))
 
 
 def _cuts(random, total, parts):

@@ -6,38 +6,41 @@ Shape letters: S sequence, B batch, H query heads, K KV heads, D head size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_hexi.plan import build_schedule
+from megatron_hexi.plan import Mask, build_schedule
 from megatron_hexi.runtime.kernels.aten_cpu import AtenCpuKernel
 from tests.support.threads import run_ranks
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Query [S, B, H, D], key and value [S, B, K, D], and the gradient of the output [S, B, H, D]."""
+    """Query [S, B, H, D], key and value [S, B, K, D], the gradient of the output [S, B, H, D], sinks [H]."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     grad_output: torch.Tensor
-    causal: bool
+    mask: Mask
     scale: float
+    sinks: torch.Tensor | None = None
+
+    @property
+    def inputs(self):
+        """What has a gradient."""
+        inputs = self.query, self.key, self.value, self.sinks
+        return [tensor for tensor in inputs if tensor is not None]
 
     def to(self, dtype):
-        return Problem(
-            self.query.to(dtype),
-            self.key.to(dtype),
-            self.value.to(dtype),
-            self.grad_output.to(dtype),
-            self.causal,
-            self.scale,
-        )
+        tensors = {
+            name: value.to(dtype) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **tensors)
 
 
-def random_problem(workload, batch, dtype=torch.float64, scale=None, seed=0):
+def random_problem(workload, batch, dtype=torch.float64, scale=None, seed=0, mask=None, has_sinks=False):
     """Normal values that `dtype` holds exactly, in that dtype."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [workload.local_heads, workload.local_kv_heads, workload.local_kv_heads, workload.local_heads]
@@ -48,27 +51,46 @@ def random_problem(workload, batch, dtype=torch.float64, scale=None, seed=0):
         for heads in shapes
     )
     scale = workload.head_dim**-0.5 if scale is None else scale
-    return Problem(query, key, value, grad_output, workload.causal, scale)
+    sinks = torch.randn(workload.local_heads, generator=generator, dtype=torch.float64).to(dtype)
+    mask = mask or Mask(causal=workload.causal)
+    return Problem(query, key, value, grad_output, mask, scale, sinks if has_sinks else None)
 
 
-def plain_attention(query, key, value, causal, scale):
-    """softmax(Q K^T scale) V as it stands in the paper, differentiable, in the type that it is given."""
+def plain_attention(query, key, value, sinks=None, *, mask, scale):
+    """softmax(Q K^T scale) V as it stands in the paper, differentiable, in the type that it is given.
+
+    A sink is one more column of the scores, of which the softmax's result is dropped.
+    """
     sharing = query.shape[2] // key.shape[2]
     key, value = (tensor.repeat_interleave(sharing, dim=2) for tensor in (key, value))
     scores = torch.einsum("qbhd,sbhd->bhqs", query, key) * scale
-    if causal:
-        rows, columns = torch.arange(scores.shape[2])[:, None], torch.arange(scores.shape[3])
-        scores = scores.masked_fill(columns > rows, -math.inf)
-    return torch.einsum("bhqs,sbhd->qbhd", torch.softmax(scores, dim=-1), value)
+    scores = scores.masked_fill(~visible(mask, scores.shape[2]), -math.inf)
+    if sinks is not None:
+        column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=3)
+    weights = torch.softmax(scores, dim=-1)[..., : value.shape[0]]
+    return torch.einsum("bhqs,sbhd->qbhd", weights, value)
+
+
+def visible(mask, seq_length):
+    """Which keys [.., S] each query [S, ..] sees."""
+    row, column = torch.arange(seq_length)[:, None], torch.arange(seq_length)
+    seen = torch.ones(seq_length, seq_length, dtype=torch.bool)
+    if mask.causal:
+        seen &= column <= row
+    if mask.window is not None:
+        seen &= column >= row - mask.window
+    if mask.documents is not None:
+        document = torch.repeat_interleave(torch.tensor(mask.documents))
+        seen &= document[:, None] == document
+    return seen
 
 
 def plain_results(problem, function=None):
-    """Output and gradients of query, key and value on one device."""
-    query, key, value = (
-        tensor.clone().requires_grad_() for tensor in (problem.query, problem.key, problem.value)
-    )
-    output = (function or plain_attention)(query, key, value, problem.causal, problem.scale)
-    return output.detach(), *torch.autograd.grad(output, (query, key, value), problem.grad_output)
+    """Output and gradients of query, key, value and sinks on one device."""
+    leaves = [tensor.clone().requires_grad_() for tensor in problem.inputs]
+    output = (function or plain_attention)(*leaves, mask=problem.mask, scale=problem.scale)
+    return output.detach(), *torch.autograd.grad(output, leaves, problem.grad_output)
 
 
 def plain_low_precision_results(problem):
@@ -78,7 +100,8 @@ def plain_low_precision_results(problem):
         tensor.permute(1, 2, 0, 3).contiguous()
         for tensor in (problem.query, problem.key, problem.value, problem.grad_output)
     )
-    mode = {"causal": problem.causal, "scale": problem.scale}
+    assert problem.mask == Mask(problem.mask.causal), "kernels know no other masks"
+    mode = {"causal": problem.mask.causal, "scale": problem.scale}
     output, log_sum_exp = kernel.forward(query, key, value, **mode)
     grads = kernel.backward(grad, query, key, value, output, log_sum_exp, **mode)
     return tuple(tensor.permute(2, 0, 1, 3) for tensor in (output, *grads))
@@ -97,11 +120,17 @@ def planned_results(plan, problem, kernel="auto", layer=None):
         problem: the whole sequence.
         kernel: name of the kernel.
         layer: what to compute from attention, query, key, value and scale; one attention if not given.
+
+    Gradients of sinks are those of all ranks, added up.
     """
     domain = plan.replicas[0].domain
-    layer = layer or (lambda attention, query, key, value, scale: attention(query, key, value, scale))
+    layer = layer or (
+        lambda attention, query, key, value, scale, sinks=None: attention(
+            query, key, value, scale, problem.mask, sinks
+        )
+    )
     places = [
-        positions_of(build_schedule(plan.workload, domain, index, plan.exchange.parts).segments)
+        positions_of(build_schedule(plan.workload, domain, index, plan.exchange.parts, problem.mask).segments)
         for index in range(len(domain.members))
     ]
 
@@ -111,9 +140,10 @@ def planned_results(plan, problem, kernel="auto", layer=None):
         inputs = [
             tensor[mine].clone().requires_grad_() for tensor in (problem.query, problem.key, problem.value)
         ]
-        output = layer(attention, *inputs, problem.scale)
+        sinks = [problem.sinks.clone().requires_grad_()] if problem.sinks is not None else []
+        output = layer(attention, *inputs, problem.scale, *sinks)
         output.backward(problem.grad_output[mine])
-        return output.detach(), *(tensor.grad for tensor in inputs)
+        return output.detach(), *(tensor.grad for tensor in [*inputs, *sinks])
 
     parts = run_ranks(len(domain.members), work)
     whole = []
@@ -123,6 +153,8 @@ def planned_results(plan, problem, kernel="auto", layer=None):
             assert part[number].dtype == like.dtype
             tensor[mine] = part[number]
         whole.append(tensor)
+    if problem.sinks is not None:
+        whole.append(sum(part[4] for part in parts))
     return tuple(whole)
 
 

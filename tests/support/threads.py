@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron_hexi.plan import Plan, build_schedule
+from megatron_hexi.plan import Plan, Schedules
 from megatron_hexi.runtime import DomainAttention
 
 _TIMEOUT = timedelta(seconds=60)
@@ -54,10 +54,10 @@ class ThreadRank:
     def attention(self, plan: Plan, kernel: str = "auto", replica: int = 0) -> DomainAttention:
         """This rank's part of a plan, with the groups that it needs."""
         domain = plan.replicas[replica].domain
-        schedule = build_schedule(plan.workload, domain, self.rank, plan.exchange.parts)
+        schedules = Schedules(plan.workload, domain, self.rank, plan.exchange.parts)
         everyone = self.new_group("domain", range(len(domain.members)))
-        a2a = self.new_group("a2a", schedule.members)
-        return DomainAttention(plan.workload, schedule, everyone, a2a, plan.exchange.window, kernel)
+        a2a = self.new_group("a2a", schedules().members)
+        return DomainAttention(plan.workload, schedules, everyone, a2a, plan.exchange.window, kernel)
 
 
 def run_ranks(count: int, work: Callable[[ThreadRank], Any]) -> list[Any]:

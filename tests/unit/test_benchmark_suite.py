@@ -117,18 +117,16 @@ def test_one_byte_more_is_noticed(monkeypatch, counts):
 
 
 def test_split_tables_that_move_a_token_more_are_noticed(monkeypatch):
-    honest = build_schedule
-
-    def longer(workload, domain, index, parts):
-        schedule = honest(workload, domain, index, parts)
+    def longer(*arguments):
+        schedule = build_schedule(*arguments)
         step = schedule.steps[0]
         part, *others = step.parts
-        sends = tuple(dataclasses.replace(send, keys=send.keys + 1) for send in part.sends)
+        sends = tuple(dataclasses.replace(send, rows=(*send.rows, (0, 1))) for send in part.sends)
         part = dataclasses.replace(part, sends=sends)
         steps = (dataclasses.replace(step, parts=(part, *others)), *schedule.steps[1:])
         return dataclasses.replace(schedule, steps=steps)
 
-    monkeypatch.setattr(wire, "build_schedule", longer)
+    monkeypatch.setattr(wire, "Schedules", lambda *arguments: lambda mask=None: longer(*arguments, mask))
     with pytest.raises(WireError, match="sends"):
         check_wire(RAGGED, job_for(RAGGED))
 

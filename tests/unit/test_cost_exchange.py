@@ -59,7 +59,7 @@ def check_against_schedules(plan):
                 if schedule.own_heads:
                     group = arrays.group[rank]
                     blocks = [(int(q), int(k)) for q, k in zip(queries[group], keys[group], strict=True) if k]
-                    assert blocks == [(b.queries[1] - b.queries[0], b.keys) for b in step.blocks]
+                    assert blocks == [(b.queries[1] - b.queries[0], b.keys[1]) for b in step.blocks]
             assert [m for m in messages if m[1] in ranks] == sorted(expected)
         for rank, schedule in zip(ranks, schedules, strict=True):
             is_cut = schedule.steps or len(schedule.halves) > 1

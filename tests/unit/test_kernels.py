@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_hexi.errors import PlatformError
+from megatron_hexi.plan import Block, Shape
 from megatron_hexi.plan.heads import head_spans, kv_range, spans_in_two
 from megatron_hexi.runtime import KERNEL_NAMES, select_kernel
 from megatron_hexi.runtime.blocks import BlockAttention, Merger
@@ -173,6 +174,46 @@ def test_a_block_on_some_rows_leaves_the_others_as_they_were():
     assert changed.tolist() == [False, False, False, True, True, False, False, False]
 
 
+@pytest.mark.parametrize("shape", Shape)
+@pytest.mark.parametrize("size", [5, 1100])
+def test_blocks_of_one_size_are_one_call_if_they_are_small(shape, size, monkeypatch):
+    """Three blocks of a sequence: their results are those of each alone."""
+    query, key, value, grad = inputs((4, 2, 3 * size, 3 * size, False), torch.float64, batch=2)
+    starts = (0, size), (2 * size, 0), (size, size)
+    blocks = [Block((q, q + size), (k, k + size), shape) for q, k in starts]
+    calls = []
+    kernel = MathKernel()
+    monkeypatch.setattr(MathKernel, "forward", log_calls(MathKernel.forward, calls))
+    together = BlockAttention(kernel, head_spans((0, 4), 2), 0.3)
+    found = {block: results for block, *results in together.forward(query, key, value, blocks)}
+    small = size < 1000
+    assert len(calls) == (1 if small else 3)
+    for block in blocks:
+        rows, keys = slice(*block.queries), slice(*block.keys)
+        q, g = query[:, :, rows], grad[:, :, rows]
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, key[:, :, keys], value[:, :, keys])]
+        seen = {Shape.FULL: lambda s: s, Shape.CAUSAL: torch.tril, Shape.WINDOW_EDGE: torch.triu}[shape]
+        hidden = ~seen(torch.ones(size, size, dtype=torch.bool))
+        wide = [leaf.repeat_interleave(2, 1) for leaf in leaves[1:]]
+        scores = (leaves[0] @ wide[0].mT * 0.3).masked_fill(hidden, -math.inf)
+        output = scores.softmax(-1) @ wide[1]
+        assert_close(found[block], (output, scores.logsumexp(-1)), 1e-12)
+        expected = torch.autograd.grad(output, leaves, g)
+        whole = [torch.zeros_like(tensor) for tensor in (grad, grad, scores.new_zeros(2, 4, 3 * size))]
+        whole[0][:, :, rows], whole[1][:, :, rows], whole[2][:, :, rows] = g, *found[block]
+        sums = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        together.add_backward(sums, whole[0], query, key, value, *whole[1:], [block])
+        assert_close([sums[0][:, :, rows], *(total[:, :, keys] for total in sums[1:])], expected, 1e-11)
+
+
+def log_calls(function, calls):
+    def logged(*args, **kwargs):
+        calls.append(kwargs)
+        return function(*args, **kwargs)
+
+    return logged
+
+
 @pytest.mark.parametrize("heads", [(0, 8), (1, 8), (3, 9), (2, 6), (5, 6), (0, 12)])
 def test_heads_may_be_cut_anywhere(heads):
     """A member's heads of a layer with 12 query heads over 3 KV heads: those of the whole layer."""
@@ -182,19 +223,18 @@ def test_heads_may_be_cut_anywhere(heads):
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     output, log_sum_exp = attention(*leaves, causal=True, scale=scale)
     grad_query, grad_key, grad_value = torch.autograd.grad(output[:, own], leaves, grad[:, own])
+    own_block = Block((0, 9), (0, 9), Shape.CAUSAL)
     blocks = BlockAttention(BY_NAME["aten-cpu"], head_spans(heads, 4), scale)
     parts = query[:, own], key[:, kv], value[:, kv]
-    found = blocks.forward(*parts, causal=True)
+    ((_, *found),) = blocks.forward(*parts, [own_block])
     assert_close(found, (output[:, own], log_sum_exp[:, own]), 1e-12)
-    grads = blocks.backward(grad[:, own], *parts, *found, causal=True)
     expected = grad_query[:, own], grad_key[:, kv], grad_value[:, kv]
-    assert_close(grads, expected, 1e-12)
     # The same added up in two parts, onto what is there already.
     ones_query, ones_key, ones_value = (torch.ones_like(gradient) for gradient in expected)
     sums = ones_query, ones_key, ones_value
     for spans in spans_in_two(heads, 4):
         part = BlockAttention(BY_NAME["aten-cpu"], spans, scale)
-        part.add_backward(sums, grad[:, own], *parts, *found, causal=True)
+        part.add_backward(sums, grad[:, own], *parts, *found, [own_block])
     assert_close(sums, [1 + gradient for gradient in expected], 1e-12)
 
 

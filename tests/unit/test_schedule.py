@@ -1,13 +1,13 @@
 """Split tables against the mask written out: nothing is missing, nothing twice, both ends agree."""
 
-import itertools
 from collections import Counter
 
 from hypothesis import given
 
 from megatron_hexi.plan import Group, Member, Plan, Replica, Stage, Workload, build_schedule
+from megatron_hexi.plan.blocks import Block
 from megatron_hexi.plan.model import Domain
-from megatron_hexi.plan.schedule import Block, Transfer, exchange_blocks
+from megatron_hexi.plan.schedule import Transfer
 from tests.support.plans import examples, plans
 
 
@@ -31,37 +31,6 @@ def group_of(plan, index):
 
 def sees(workload, query, key):
     return key <= query or not workload.causal
-
-
-@given(plans())
-@examples(150)
-def test_blocks_are_the_mask_between_two_groups(plan):
-    for group in plan.replicas[0].domain.groups:
-        for source in plan.replicas[0].domain.groups:
-            if source is group:
-                continue
-            queries, keys = positions(group.segments), positions(source.segments)
-            covered = Counter(
-                (queries[row], keys[column])
-                for block in exchange_blocks(group, source, plan.workload.causal)
-                for row in range(*block.queries)
-                for column in range(block.keys)
-            )
-            visible = {(q, k) for q in queries for k in keys if sees(plan.workload, q, k)}
-            assert covered == Counter(dict.fromkeys(visible, 1))
-
-
-@given(plans())
-@examples(80)
-def test_blocks_are_as_few_as_can_be(plan):
-    for group in plan.replicas[0].domain.groups:
-        for source in plan.replicas[0].domain.groups:
-            if source is group:
-                continue
-            blocks = exchange_blocks(group, source, plan.workload.causal)
-            assert all(block.keys > 0 and block.queries[0] < block.queries[1] for block in blocks)
-            for before, after in itertools.pairwise(blocks):
-                assert before.keys != after.keys or before.queries[1] < after.queries[0]
 
 
 @given(plans())
@@ -144,11 +113,11 @@ def test_every_query_head_meets_every_visible_key_of_its_kv_head_once(plan):
                 assert held[0] <= part.kv[0] < part.kv[1] <= held[1], "a rank sends what it holds"
                 for kv in range(*part.kv):
                     assert kv not in arrived, "one KV head arrives once"
-                    arrived[kv] = positions(source.segments)[: part.keys]
+                    arrived[kv] = [positions(source.segments)[row] for row in positions(part.rows)]
             for block in step.blocks:
                 for head in heads:
-                    keys = arrived[head // ratio][: block.keys]
-                    assert len(keys) == block.keys
+                    keys = arrived[head // ratio][slice(*block.keys)]
+                    assert len(keys) == block.keys[1] - block.keys[0]
                     met.update((head, query, key) for query in queries[slice(*block.queries)] for key in keys)
     everything = {
         (head, query, key)
@@ -169,7 +138,7 @@ def test_what_a_rank_receives_is_its_own_kv_heads_in_order_and_no_key_too_many(p
                 assert step.receives == ()
                 continue
             assert [kv for part in step.receives for kv in range(*part.kv)] == list(range(*schedule.own_kv))
-            assert {part.keys for part in step.receives} == {max(block.keys for block in step.blocks)}
+            assert {part.keys for part in step.receives} == {max(block.keys[1] for block in step.blocks)}
             assert {part.keys for part in step.parts if part.receives} == {step.receives[0].keys}
 
 
@@ -198,15 +167,15 @@ def test_two_groups_by_hand():
     )
     outer, second, inner = (build_schedule(workload, domain, index, 1) for index in range(3))
     # The outer group's back half sees all of the inner keys; its front half sees none of them.
-    assert outer.steps[0].blocks == (Block((3, 6), 6),)
-    assert outer.steps[0].receives == (Transfer(2, (0, 1), 6),)
-    assert second.steps[0].receives == (Transfer(2, (0, 2), 6),)
+    assert outer.steps[0].blocks == (Block((3, 6), (0, 6)),)
+    assert outer.steps[0].receives == (Transfer(2, (0, 1), ((0, 6),)),)
+    assert second.steps[0].receives == (Transfer(2, (0, 2), ((0, 6),)),)
     # All inner queries see the outer front half: KV head 0 is held twice, and comes from the one that shares
     # the most of the query heads, or the first.
-    assert inner.steps[0].blocks == (Block((0, 6), 3),)
-    assert inner.steps[0].receives == (Transfer(0, (0, 1), 3), Transfer(1, (1, 2), 3))
-    assert outer.steps[0].sends == (Transfer(2, (0, 1), 3),)
-    assert inner.steps[0].sends == (Transfer(0, (0, 1), 6), Transfer(1, (0, 2), 6))
+    assert inner.steps[0].blocks == (Block((0, 6), (0, 3)),)
+    assert inner.steps[0].receives == (Transfer(0, (0, 1), ((0, 3),)), Transfer(1, (1, 2), ((0, 3),)))
+    assert outer.steps[0].sends == (Transfer(2, (0, 1), ((0, 3),)),)
+    assert inner.steps[0].sends == (Transfer(0, (0, 1), ((0, 6),)), Transfer(1, (0, 2), ((0, 6),)))
     assert (outer.kv, outer.segments, second.segments) == (((0, 1), (0, 2)), ((0, 3), (9, 10)), ((10, 12),))
 
 
@@ -218,7 +187,7 @@ def test_groups_cut_alike_are_served_by_their_counterparts():
         Group(((8, 16),), (Member(2, 4, (0, 2)), Member(3, 4, (2, 4)))),
     )
     peers = [build_schedule(workload, domain, index, 1).steps[0].receives for index in range(4)]
-    assert peers == [(Transfer(peer, (0, 1), 8),) for peer in (2, 3, 0, 1)]
+    assert peers == [(Transfer(peer, (0, 1), ((0, 8),)),) for peer in (2, 3, 0, 1)]
 
 
 @given(plans())

@@ -1,0 +1,228 @@
+"""Blocks: the visible part of a mask, in pieces that attention kernels take.
+
+Groups hold disjoint segments, so a segment of queries sees each segment of keys before it whole, and none
+after it: without a window all is rectangles, and one causal triangle for each document in the own group's
+part. A window cuts what is too far behind off. Its edge runs diagonally, and is covered by triangles that are
+causal ones seen from behind, so that every kernel can compute them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_hexi.plan.layout import merge_segments
+from megatron_hexi.plan.mask import Mask
+from megatron_hexi.plan.model import Group, Range
+
+
+class Shape(Enum):
+    """Which pairs of a block are visible."""
+
+    FULL = "full"
+    #: As many queries as keys; query i sees keys up to i.
+    CAUSAL = "causal"
+    #: As many queries as keys; query i sees keys from i on.
+    WINDOW_EDGE = "window edge"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some queries of a group against some keys.
+
+    Args:
+        queries: range of the user's group tokens, ascending.
+        keys: range of the keys at hand: the own group's tokens, or those received from another.
+        shape: which pairs are visible.
+    """
+
+    queries: Range
+    keys: Range
+    shape: Shape = Shape.FULL
+
+    @property
+    def area(self) -> int:
+        """Visible pairs."""
+        rows = self.queries[1] - self.queries[0]
+        if self.shape is Shape.FULL:
+            return rows * (self.keys[1] - self.keys[0])
+        return rows * (rows + 1) // 2
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What a group's queries see of another group's keys.
+
+    Args:
+        rows: the other group's tokens that are seen at all, ascending: they travel.
+        blocks: their keys count from the first of these.
+    """
+
+    rows: tuple[Range, ...]
+    blocks: tuple[Block, ...]
+
+    @property
+    def keys(self) -> int:
+        """How many keys travel."""
+        return sum(stop - start for start, stop in self.rows)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A segment within one document: `[start, stop)` of the sequence, from the group's token `offset` on."""
+
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """The group's token after its last."""
+        return self.offset + self.stop - self.start
+
+    def rows(self, start: int, stop: int) -> Range:
+        """These positions as tokens of the group."""
+        return self.offset + start - self.start, self.offset + stop - self.start
+
+
+def own_blocks(group: Group, mask: Mask, seq_length: int) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """The visible part of a group's own keys.
+
+    Args:
+        group: a group with tokens.
+        mask: the mask.
+        seq_length: tokens of the sequence.
+
+    Returns:
+        Blocks that cover every query exactly once, and what a window leaves beside them.
+    """
+    if not mask.causal:
+        return (Block((0, group.tokens), (0, group.tokens)),), ()
+    first: list[Block] = []
+    others: list[Block] = []
+    for pieces in _by_document(group, mask.ranges(seq_length)).values():
+        rows = pieces[0].offset, pieces[-1].end
+        if mask.window is None or pieces[-1].stop - pieces[0].start <= mask.window + 1:
+            first.append(Block(rows, rows, Shape.CAUSAL))
+            continue
+        short = [cut for piece in pieces for cut in _cut(piece, mask.window + 1)]
+        for number, piece in enumerate(short):
+            rows = piece.rows(piece.start, piece.stop)
+            first.append(Block(rows, rows, Shape.CAUSAL))
+            others += _before(piece, short[:number], mask.window)
+    return tuple(first), tuple(others)
+
+
+def exchange_blocks(group: Group, source: Group, mask: Mask, seq_length: int) -> Visible:
+    """What `group`'s queries see of `source`'s keys; neighbouring queries that see the same are one block.
+
+    Args:
+        group: the user.
+        source: another group.
+        mask: the mask.
+        seq_length: tokens of the sequence.
+    """
+    if not mask.causal:
+        whole = Block((0, group.tokens), (0, source.tokens))
+        return _compressed([whole] if whole.area else [])
+    documents = mask.ranges(seq_length)
+    keys = _by_document(source, documents)
+    blocks: list[Block] = []
+    for document, pieces in _by_document(group, documents).items():
+        for piece in pieces:
+            for block in _before(piece, keys.get(document, []), mask.window):
+                blocks.append(
+                    _joined(blocks.pop(), block) if blocks and _are_one(blocks[-1], block) else block
+                )
+    return _compressed(blocks)
+
+
+def _are_one(block: Block, following: Block) -> bool:
+    return (block.keys, block.queries[1], block.shape, following.shape) == (
+        following.keys,
+        following.queries[0],
+        Shape.FULL,
+        Shape.FULL,
+    )
+
+
+def _joined(block: Block, following: Block) -> Block:
+    return Block((block.queries[0], following.queries[1]), block.keys)
+
+
+def _before(queries: _Piece, keys: Sequence[_Piece], window: int | None) -> list[Block]:
+    """What a piece of queries sees of its document's pieces of keys that end before it."""
+    keys = [piece for piece in keys if piece.stop <= queries.start]
+    if not keys:
+        return []
+    if window is None:  # neighbours in the group, too, so one range
+        return [
+            Block(
+                queries.rows(queries.start, queries.stop),
+                (keys[0].offset, keys[-1].end),
+            )
+        ]
+    blocks: list[Block] = []
+    for piece in keys:
+        # The last query that sees the first of these keys, the last that sees any.
+        whole, any_of_it = piece.start + window + 1, piece.stop + window
+        rows = queries.start, min(queries.stop, whole)
+        if rows[0] < rows[1]:
+            blocks.append(Block(queries.rows(*rows), piece.rows(piece.start, piece.stop)))
+        edge = max(queries.start, whole), min(queries.stop, any_of_it)
+        if edge[0] >= edge[1]:
+            continue
+        first, last = edge[0] - window, edge[1] - window
+        blocks.append(Block(queries.rows(*edge), piece.rows(first, last), Shape.WINDOW_EDGE))
+        if last < piece.stop:
+            blocks.append(Block(queries.rows(*edge), piece.rows(last, piece.stop)))
+    return blocks
+
+
+def _by_document(group: Group, documents: Sequence[Range]) -> dict[int, list[_Piece]]:
+    """The group's pieces of each document of which it has any, all ascending."""
+    found: dict[int, list[_Piece]] = {}
+    document = offset = 0
+    for start, stop in merge_segments(group.segments):
+        while start < stop:
+            while documents[document][1] <= start:
+                document += 1
+            end = min(stop, documents[document][1])
+            found.setdefault(document, []).append(_Piece(start, end, offset))
+            offset += end - start
+            start = end
+    return found
+
+
+def _cut(piece: _Piece, most: int) -> list[_Piece]:
+    """The piece in parts of at most so many tokens."""
+    return [
+        _Piece(start, min(start + most, piece.stop), piece.offset + start - piece.start)
+        for start in range(piece.start, piece.stop, most)
+    ]
+
+
+def _compressed(blocks: Sequence[Block]) -> Visible:
+    """Blocks whose keys count the group's tokens, with keys that count those that travel."""
+    rows = _union(block.keys for block in blocks)
+    starts = [start for start, _ in rows]
+    offsets = [0, *itertools.accumulate(stop - start for start, stop in rows)]
+    moved = []
+    for block in blocks:
+        place = bisect.bisect_right(starts, block.keys[0]) - 1
+        shift = offsets[place] - starts[place]
+        moved.append(Block(block.queries, (block.keys[0] + shift, block.keys[1] + shift), block.shape))
+    return Visible(rows, tuple(moved))
+
+
+def _union(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    merged: list[Range] = []
+    for start, stop in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
