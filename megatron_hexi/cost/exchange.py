@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class Chunk:
     kv: Ints
     sent: Ints
 
-    @property
+    @cached_property
     def received(self) -> Ints:
         """Tokens that each group is sent of each KV head, [C, N]."""
         return self.keys.max(axis=2)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hexi.cluster import Cluster
+from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
-from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.cost.compute import Speeds, device_speeds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Stage, layer_times
 from megatron_hexi.cost.memory import GIB, Holdings, stage_memory, stage_params
@@ -27,7 +27,7 @@ from megatron_hexi.cost.plan_arrays import PlanArrays, plan_arrays
 from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
 from megatron_hexi.cost.stage import StageCost, exposed_synchronisation, optimizer_times, stage_cost
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan import Plan
+from megatron_hexi.plan import Plan, deal_micro_batches
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,10 @@ class CostModel:
         self.cluster = cluster
         self.shards = shards
         self.links = LinkTable(cluster)
+        nodes = [cluster.nodes[rank.node] for rank in cluster.ranks]
+        self._bandwidth = np.array([node.bandwidth for node in nodes])
+        self._latency = np.array([node.latency_s for node in nodes])
+        self._speeds: dict[int, Speeds] = {}
 
     def estimate(self, plan: Plan, gpus: Sequence[int] | None = None) -> IterationCost:
         """What the plan costs.
@@ -205,14 +209,16 @@ class CostModel:
         )
 
     def _stages(self, placement: Placement) -> list[Stage]:
-        speeds = tuple(device_speeds(device, self.job) for device in placement.devices)
-        stages = []
-        for gpus, kinds in zip(placement.gpus[:, :, 0], placement.kinds, strict=True):
-            nodes = [self.cluster.nodes[node] for node in self.links.nodes[gpus]]
-            bandwidth = np.array([node.bandwidth for node in nodes])
-            latency = np.array([node.latency_s for node in nodes])
-            stages.append(Stage(gpus, kinds, speeds, bandwidth, latency))
-        return stages
+        speeds = tuple(map(self._device_speeds, placement.devices))
+        return [
+            Stage(gpus, kinds, speeds, self._bandwidth[gpus], self._latency[gpus])
+            for gpus, kinds in zip(placement.gpus[:, :, 0], placement.kinds, strict=True)
+        ]
+
+    def _device_speeds(self, device: Device) -> Speeds:
+        if id(device) not in self._speeds:
+            self._speeds[id(device)] = device_speeds(device, self.job)
+        return self._speeds[id(device)]
 
 
 def estimate(plan: Plan, job: Job, cluster: Cluster, gpus: Sequence[int] | None = None) -> IterationCost:
@@ -227,8 +233,9 @@ def check_job(plan: Plan, job: Job) -> Ints:
         PlanError: they differ; with both values.
     """
     wanted = job.workload()
-    for field in ("seq_length", "heads", "kv_heads", "head_dim", "layers", "hidden_size", "tensor_parallel"):
-        planned, asked = getattr(plan.workload, field), getattr(wanted, field)
+    fields = "seq_length", "heads", "kv_heads", "head_dim", "layers", "hidden_size", "tensor_parallel"
+    pairs = [(field, getattr(plan.workload, field), getattr(wanted, field)) for field in fields]
+    for field, planned, asked in (*pairs, ("value_dim", plan.workload.value_size, wanted.value_size)):
         if planned is not None and planned != asked:
             raise PlanError(
                 f"workload.{field}: the plan is for {planned}, the job has {asked} (model {job.model.name}); "
@@ -240,21 +247,8 @@ def check_job(plan: Plan, job: Job) -> Ints:
             f"replicas: the plan has {replicas}, the job has data_parallel = {job.data_parallel}; "
             "make them equal"
         )
-    shares = [replica.micro_batches for replica in plan.replicas]
-    together = job.global_batch_size // job.micro_batch_size
-    if None in shares and together % replicas:
-        raise PlanError(
-            f"global_batch_size = {job.global_batch_size}: {replicas} replicas cannot share {together} "
-            f"micro-batches of {job.micro_batch_size} equally; give another, or state each micro_batches"
-        )
-    counts = np.array([together // replicas if share is None else share for share in shares])
-    taken = int(counts.sum())
-    if taken != together:
-        raise PlanError(
-            f"replicas take {taken} micro-batches, a global batch of {job.global_batch_size} has {together} "
-            f"of {job.micro_batch_size}; give a global_batch_size of {taken * job.micro_batch_size}"
-        )
-    return counts
+    shares = deal_micro_batches(plan, job.global_batch_size, job.micro_batch_size)
+    return np.array([share.count for share in shares])
 
 
 def _replica_phases(stages: Sequence[Phases], micro_batches: int) -> Phases:

@@ -46,10 +46,13 @@ class Phases:
     @property
     def by_name(self) -> dict[str, float]:
         """The phases by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in _NAMES}
 
     def __add__(self, other: Phases) -> Phases:
         return Phases(*(a + b for a, b in zip(self.by_name.values(), other.by_name.values(), strict=True)))
 
     def __mul__(self, count: float) -> Phases:
         return Phases(*(count * part for part in self.by_name.values()))
+
+
+_NAMES = tuple(field.name for field in fields(Phases))

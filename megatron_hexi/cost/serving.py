@@ -40,7 +40,8 @@ class Serving:
     kv: Ints
 
 
-def serving(classes: Sequence[Sequence[Range]], queries_per_kv: int) -> Serving:
+@lru_cache(maxsize=64)  # a search moves tokens more often than heads
+def serving(classes: tuple[tuple[Range, ...], ...], queries_per_kv: int) -> Serving:
     """For each pair of classes what the members of the one are served by the other's.
 
     A KV head comes from the owner that shares the most of the user's query heads of it, the first of several;

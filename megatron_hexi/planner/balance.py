@@ -43,6 +43,8 @@ def balance(judge: Judge, rates: Rates, trial: Trial, rounds: int) -> Trial:
         trial = judge.try_out(trial.fleet, [following], trial.window)
         if trial.order < best.order:
             best = trial
+        elif trial.fits:
+            break
     return best
 
 

@@ -13,7 +13,12 @@ and that is at most tau. So a unit in such a piece holds `Pieces.most` at most. 
 of its heads: h / H adds up to 1 over them, and to the number of groups N over all. So a plan with N
 groups needs units that each pick a piece (n, h), with h / (H n) adding up to N, and hold the whole sequence.
 Everything else is relaxed; the sum is bounded by Lagrangian duality with one multiplier for N, and tau
-found by bisection.
+found by branch and bound over N (demand.py).
+
+Gradients and weights go round in rings that hide behind the last backward and the first forward pass, in the
+time that these leave the wire free. All units wait for the busiest wire, so plans are told apart by what uses
+it most: no unit's all-to-alls and keys take more than that, and every unit waits for a ring that hides in the
+rest only.
 
 Shards are laid out as the nested zigzag, so a group's attention area is its tokens x S / 2. A piece holds the
 same part of its group's tokens as of its heads: one that does not must send the difference over its
@@ -25,10 +30,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_hexi.cost import Job
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner.choose import single_sites
-from megatron_hexi.planner.demand import ANY_DEPTH, DEPTHS, Demand, Site, Span
+from megatron_hexi.planner.demand import Box, Demand, Site
 from megatron_hexi.planner.gradients import Ring, least_ring
 from megatron_hexi.planner.links import Links, best_links
 from megatron_hexi.planner.piece import Pieces
@@ -91,12 +97,17 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
         _stage_s(fleet, stage, data_parallel, (least_s, found_s), crosses, ring, prices)
         for stage in range(job.pipeline_parallel)
     ]
-    if data_parallel is None:  # the ring is counted in each replica's micro-batches
+    if _counts_ring(job, data_parallel):
         return max(plain, Bound(min(found_s, max(stages)), _ALL), key=lambda bound: bound.iteration_s)
     # 1F1B: all micro-batches pass the slowest stage, one of them the others besides.
     longest = max(stages)
     layers_s = longest + (sum(stages) - longest) / turns
     return max(plain, Bound(whole(layers_s), _ALL), key=lambda bound: bound.iteration_s)
+
+
+def _counts_ring(job: Job, data_parallel: int | None) -> bool:
+    """Whether the ring of gradients is counted in each replica's micro-batches; if not, after all stages."""
+    return data_parallel is None or job.pipeline_parallel == 1
 
 
 def _stage_s(
@@ -115,17 +126,13 @@ def _stage_s(
         job=job,
         sites=list(_sites(fleet, stage, crosses, prices)),
         turns=[together // data_parallel] if data_parallel else list(range(1, min(together, _TURNS) + 1)),
-        ring=ring if data_parallel is None else Ring(0.0, 0.0, 0.0),
+        ring=ring if _counts_ring(job, data_parallel) else Ring(),
         several=data_parallel != 1,
         prices=prices.parts,
         more_turns=data_parallel is None and together > _TURNS,
     )
     least_s, found_s = between
-    spans = _intervals(len(fleet.units)) if data_parallel == 1 else [(1, len(fleet.units))]
-    low, spans = demand.least_s(spans, ANY_DEPTH, least_s, found_s)
-    if demand.depth_matters(spans[0], low):
-        low, _ = demand.least_s(spans, DEPTHS, low, found_s)
-    return low
+    return demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
 
 
 def _sites(fleet: Fleet, stage: int, crosses: bool, prices: Prices) -> Iterator[Site]:
@@ -140,13 +147,3 @@ def _sites(fleet: Fleet, stage: int, crosses: bool, prices: Prices) -> Iterator[
         usable = device.usable_gib * GIB
         pieces = Pieces(fleet.job, speeds, links, size, stage, usable, len(fleet.units))
         yield Site(len(units), pieces, fleet.kinds[kind].tokens_per_s, prices.extra.get(kind, 0.0))
-
-
-def _intervals(units: int) -> list[Span]:
-    """Numbers of groups, from one to a group for each unit: singly at first, then by halves of octaves."""
-    spans, first = [], 1
-    while first <= units:
-        last = min(units, first + max(0, first // 2 - 1))
-        spans.append((first, last))
-        first = last + 1
-    return spans

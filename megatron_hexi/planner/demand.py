@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isqrt
 
 import numpy as np
 
@@ -13,7 +16,9 @@ from megatron_hexi.planner.gradients import Ring
 from megatron_hexi.planner.piece import Pieces
 
 #: The bound is found to this part.
-_PRECISION = 1e-3
+_PRECISION = 1e-4
+#: What rounding may take away.
+_ROUNDING = 1e-9
 #: What a group's depth among the nested ones may be: anything, or one of these intervals.
 ANY_DEPTH = [(0.0, 1.0)]
 DEPTHS = [(number / 8, (number + 1) / 8) for number in range(8)]
@@ -22,12 +27,45 @@ _TILTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 _MATTERS = 0.003
 #: Sections of the interval in which the price of a group is sought.
 _SECTIONS = 18
-
+#: What uses the wire, as a part of the time that there is for it, is told apart in so many octaves.
+_WIRES = 8
+_STEP = 1 / 2
 
 #: The fewest and the most groups; the least and the greatest depth; what units of a kind can do.
 Span = tuple[int, int]
 _Depth = tuple[float, float]
 _Offer = tuple[int, Floats, Floats, Floats]
+
+
+@dataclass(frozen=True)
+class Box:
+    """Plans that are alike.
+
+    Args:
+        groups: the fewest and the most.
+        wire: how much of the wire is in use, from the most, 0, to the least, `_WIRES`, in steps of `_STEP`.
+    """
+
+    groups: Span
+    wire: Span = (0, _WIRES)
+
+    @property
+    def wires(self) -> tuple[float, float]:
+        """The least and the most of the time for it that uses the wire."""
+        most, least = self.wire
+        return 0.0 if least == _WIRES else _STEP**least, 1.0 if most == 0 else _STEP**most
+
+    def halves(self, by_wire: bool) -> list[Box]:
+        """Two parts of it; none where it is as small as is worth while."""
+        fewest, most = self.groups
+        if most - fewest > fewest // 12:
+            middle = isqrt(fewest * most)
+            return [replace(self, groups=(fewest, middle)), replace(self, groups=(middle + 1, most))]
+        first, last = self.wire
+        if by_wire and last - first > 1:
+            middle = (first + last) // 2
+            return [replace(self, wire=(middle, last)), replace(self, wire=(first, middle))]
+        return []
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,52 +113,64 @@ class Demand:
         """Tokens of an iteration."""
         return self.job.seq_length * (self.job.global_batch_size // self.job.micro_batch_size)
 
-    def least_s(
-        self, spans: list[Span], depths: Sequence[_Depth], low: float, high: float
-    ) -> tuple[float, list[Span]]:
-        """Seconds, between two, that no plan stays below, and the numbers of groups that come closest."""
+    def least_s(self, box: Box, low: float, high: float) -> float:
+        """Seconds, between two, that no plan of a box stays below: branch and bound."""
+        least, open_boxes, number = high, [(0.0, 0, box)], itertools.count(1)
+        while open_boxes:
+            _, _, box = heapq.heappop(open_boxes)
+            reach = self.reach(least, box)
+            if reach < 1:
+                continue
+            by_wire = self.ring.may_show(least / max(self.turns))
+            # What several replicas have in common is little: their boxes are not cut.
+            halves = [] if self.several else box.halves(by_wire)
+            for half in halves:
+                heapq.heappush(open_boxes, (-reach, next(number), half))
+            if not halves:
+                # Where a ring must hide, what uses the wire is told apart: depths would be too many boxes.
+                depths = ANY_DEPTH if by_wire else self._depths(box, least, reach)
+                reach = reach if depths is ANY_DEPTH else self.reach(least, box, depths)
+                least = self._least_of(box, depths, low, least, reach) if reach >= 1 else least
+        return least
+
+    def _least_of(self, box: Box, depths: Sequence[_Depth], low: float, high: float, reach: float) -> float:
+        """The same of a box that is not cut, and can do `reach` times all tokens in the time given."""
+        guess = high / reach
         while high - low > _PRECISION * high:
-            middle = (low + high) / 2
-            enough = next(
-                (
-                    place
-                    for place, span in enumerate(spans)
-                    if self.capacity(middle, span, depths) >= self.tokens
-                ),
-                None,
-            )
-            if enough is None:
-                low = middle
-            else:
-                # Those before it are not enough now, so not in less time either. It is asked first next time.
-                high, spans = middle, spans[enough:]
-        return low, spans
+            middle = guess * (1 - _PRECISION / 2)
+            middle = middle if low < middle < high else (low + high) / 2
+            reach = self.reach(middle, box, depths)
+            low, high = (low, middle) if reach >= 1 else (middle, high)
+            guess = middle / reach if reach > 0 else (low + high) / 2
+            if 1 - _PRECISION < reach < 1:
+                break
+        return low
 
-    def depth_matters(self, span: Span, seconds: float) -> bool:
-        """Whether units could do less if all groups saw as many keys as they do on average."""
-        free, average = (self.capacity(seconds, span, [(0.0, depth)]) for depth in (1.0, 0.5))
-        return average < (1 - _MATTERS) * free
+    def _depths(self, box: Box, seconds: float, free: float) -> Sequence[_Depth]:
+        """All of them, where units could do less if all groups saw as many keys as they do on average."""
+        return DEPTHS if self.reach(seconds, box, [(0.0, 0.5)]) < (1 - _MATTERS) * free else ANY_DEPTH
 
-    def capacity(self, seconds: float, groups: Span, depths: Sequence[_Depth]) -> float:
-        """Tokens of an iteration that units can do at most.
+    def reach(self, seconds: float, box: Box, depths: Sequence[_Depth] = ANY_DEPTH) -> float:
+        """What units can do at most in all micro-batches, as a part of what there is to do.
 
         Args:
             seconds: of all micro-batches.
-            groups: the fewest and the most.
+            box: what plans are looked at.
             depths: where a group may be among the nested ones, as intervals that cover [0, 1].
         """
-        offers = [self._offers(site, seconds, groups[0], depths) for site in self.sites]
+        offers = [self._offers(site, seconds, box, depths) for site in self.sites]
         same = all((held == done).all() for _, held, done, _ in offers)
         prices = self.prices[:1] if same else self.prices
         tilts = (0.0,) if len(depths) == 1 else _TILTS
-        return min(price(offers, groups, depths, part, tilt) for part in prices for tilt in tilts)
+        most = min(price(offers, box.groups, depths, part, tilt) for part in prices for tilt in tilts)
+        return most / self.tokens * (1 + _ROUNDING)
 
-    def _offers(self, site: Site, seconds: float, groups: int, depths: Sequence[_Depth]) -> _Offer:
-        layers = self.job.stage_layers
+    def _offers(self, site: Site, seconds: float, box: Box, depths: Sequence[_Depth]) -> _Offer:
+        layers, groups = self.job.stage_layers, box.groups[0]
         held: list[Floats] = []
         attended: list[Floats] = []
         for _, deepest in depths:
-            limits = [self.ring.micro_batch_s(seconds, count) / layers for count in self.turns]
+            limits = [self.ring.limits(seconds, count, box.wires).per_layer(layers) for count in self.turns]
             most = [site.pieces.most(limit, groups, deepest, self.several) for limit in limits]
             for which, values in enumerate((held, attended)):
                 each = [count * pair[which] for count, pair in zip(self.turns, most, strict=True)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -17,6 +18,36 @@ _ROWS = 2.0**14
 #: The same of attention: backward passes count 2.5 times as many FLOPs and run no faster.
 _ATTENTION_FORWARD = 1 / 3.5
 
+#: Part of the time of a pass in which the wire is free in any plan that is worth while.
+_MOSTLY_FREE = 0.3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What each of the micro-batches of a replica may take.
+
+    Args:
+        whole: seconds.
+        turns: with the ring of gradients, so many of them,
+        and_wire: and what else uses the wire while the ring should hide, take so many seconds at most;
+            ``None``: there is no ring to hide.
+        wire: the least and the most of what uses the wire besides, over all units; seconds.
+        forward: whether the ring hides behind a forward pass too.
+    """
+
+    whole: float
+    turns: float = 1.0
+    and_wire: float | None = None
+    wire: tuple[float, float] = (0.0, inf)
+    forward: bool = True
+
+    def per_layer(self, layers: int) -> Limits:
+        """The same for one of the layers."""
+        if self.and_wire is None:
+            return replace(self, whole=self.whole / layers)
+        wire = self.wire[0] / layers, self.wire[1] / layers
+        return replace(self, whole=self.whole / layers, and_wire=self.and_wire / layers, wire=wire)
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -26,22 +57,39 @@ class Ring:
         seconds: both together.
         shown: what cannot hide at all.
         share: of a micro-batch's time, the most that they can hide behind.
+        forward: whether they hide behind a forward pass too.
     """
 
-    seconds: float
-    shown: float
-    share: float
+    seconds: float = 0.0
+    shown: float = 0.0
+    share: float = 0.0
+    forward: bool = True
 
     def wait_s(self, micro_batch_s: float) -> float:
         """Seconds that they add to an iteration with micro-batches that long, at least."""
         return max(self.shown, self.seconds - self.share * micro_batch_s)
 
-    def micro_batch_s(self, iteration_s: float, count: int) -> float:
-        """The longest that each of `count` micro-batches may take in an iteration."""
-        longest = (iteration_s - self.shown) / count
-        if count > self.share:
-            longest = min(longest, (iteration_s - self.seconds) / (count - self.share))
-        return max(longest, 0.0)
+    def may_show(self, micro_batch_s: float) -> bool:
+        """Whether a plan whose other traffic leaves the wire free most of the time might wait for them."""
+        return self.seconds > _MOSTLY_FREE * self.share * micro_batch_s > 0
+
+    def limits(self, iteration_s: float, count: int, wire: tuple[float, float]) -> Limits:
+        """What each of `count` micro-batches may take in an iteration of T seconds, each of m seconds.
+
+        The ring hides behind the last backward and the first forward pass, in the time that they leave the
+        wire free: count x m + ring - (share x m - wire) <= T.
+
+        Args:
+            iteration_s: T.
+            count: of micro-batches.
+            wire: the least and the most that uses the wire, as parts of what there is time for.
+        """
+        whole = (iteration_s - self.shown) / count
+        if not self.may_show(whole):
+            late = (iteration_s - self.seconds) / (count - self.share) if count > self.share else whole
+            return Limits(min(whole, late))
+        free = iteration_s - self.seconds
+        return Limits(whole, count - self.share, free, (wire[0] * free, wire[1] * free), self.forward)
 
 
 def least_ring(fleet: Fleet, found_s: float, crosses: bool) -> Ring:
@@ -57,7 +105,7 @@ def least_ring(fleet: Fleet, found_s: float, crosses: bool) -> Ring:
     job = fleet.job
     units = _fewest_units(fleet, found_s)
     if units < 2:
-        return Ring(0.0, 0.0, 0.0)
+        return Ring()
     links = [best_links(fleet, unit, crosses) for unit in range(len(fleet.units))]
     if crosses:
         bandwidth = max(one.outside / (job.tensor_parallel if one.shared else 1) for one in links)
@@ -70,7 +118,7 @@ def least_ring(fleet: Fleet, found_s: float, crosses: bool) -> Ring:
     params = max(stage_params(job, stage) for stage in range(job.pipeline_parallel))
     seconds = (units - 1) / units * params * (gradient + weight) / bandwidth
     shown = seconds / job.stage_layers if job.overlap_gradients else seconds
-    return Ring(seconds, shown, share if job.overlap_gradients else 0.0)
+    return Ring(seconds, shown, share if job.overlap_gradients else 0.0, job.distributed_optimizer)
 
 
 def _fewest_units(fleet: Fleet, found_s: float) -> int:

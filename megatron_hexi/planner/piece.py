@@ -14,6 +14,7 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import (
     Speeds,
+    Times,
     keys_merge_times,
     logits_times,
     merge_times,
@@ -22,11 +23,13 @@ from megatron_hexi.cost.compute import (
     token_times,
 )
 from megatron_hexi.cost.memory import Flights, Holdings, stage_memory
+from megatron_hexi.planner.gradients import Limits
 from megatron_hexi.planner.links import Links
 
 #: How a piece's tokens are sought: rounds of scaling, what is added then, halvings where that does not do.
-_ROUNDS = 4
-_SLACKS = (3e-4, 3e-3, 3e-2)
+_ROUNDS = 6
+_CLOSE = 3e-5
+_SLACKS = (5e-5, 5e-4, 3e-3, 3e-2)
 _HALVINGS = 20
 
 
@@ -63,11 +66,16 @@ class Pieces:
         self._element = float(job.micro_batch_size * job.model.head_dim * job.element_bytes)
         self._size = size
         self._whole = job.seq_length * self.share
+        #: What was found last: a search asks for much the same again and again.
+        self._near = self._whole
         self._memory_cap = self._find_memory_cap()
         # Queries and outputs travel in halves at best, one of which is hidden on each way.
         columns = self._all_heads + 2 * self._all_kv
         #: Of a token's queries, keys, values and outputs: what shows, over all passes and all heads.
         self._token_bytes = (self._again + 1) * columns * self._element
+        #: What a pass moves of them, shown or hidden, as a part of that.
+        self._of_a_pass = (1 + self._all_heads / columns) / (self._again + 1)
+        self._move_each, self._move_latency = self._all_to_all()
         self._move_seconds = self._token_bytes / links.outside if links.outside else 0.0
 
     @property
@@ -75,7 +83,7 @@ class Pieces:
         """Of each piece: its part of its group's heads, a unit."""
         return self._heads / (self._all_heads * self._units)
 
-    def most(self, seconds: float, groups: int, depth: float, several: bool = False) -> tuple[Floats, Floats]:
+    def most(self, limits: Limits, groups: int, depth: float, several: bool = False) -> tuple[Floats, Floats]:
         """Tokens that a unit of each piece holds at most, and tokens whose attention it does at most.
 
         The two are the same, but where memory has no room for so many tokens, and attention of other sites'
@@ -83,17 +91,17 @@ class Pieces:
         hold other sites'. Attention of a token means of all heads.
 
         Args:
-            seconds: of all passes of a layer.
+            limits: of all passes of a layer.
             groups: of a domain, at least.
             depth: where the group's middle is among the nested ones, from 0, outermost, to 1, at most.
             several: whether there are several replicas, so that a site may have any number of units of one.
         """
-        free = self._last(self._whole, seconds, lambda most: self._seconds(most, most, groups, 0.0))
+        free = self._last(self._whole, lambda most: self._load(limits, most, most, groups, 0.0))
         tokens = np.zeros(len(free))
         for least, most in _beside(self._size) if several else [(self._size, self._size)]:
             # A replica has a sequence: with so many units of it on a site, each holds its part at most.
             part = self._job.seq_length / least if several else np.inf
-            done = np.minimum(self._exchanging(free, seconds, groups, depth, most), part)
+            done = np.minimum(self._exchanging(free, limits, groups, depth, most), part)
             tokens = np.maximum(tokens, done)
             if (tokens == free).all():
                 break
@@ -104,7 +112,7 @@ class Pieces:
         spare = (tokens >= self._whole) & (self._heads < self._all_heads)
         if spare.any():
             most_held = self._job.seq_length / self._units
-            more = self._last(most_held, seconds, lambda most: self._seconds(most, self._whole, groups, 0.0))
+            more = self._last(most_held, lambda most: self._load(limits, most, self._whole, groups, 0.0))
             held = np.minimum(np.where(spare, np.maximum(more, tokens), tokens), self._memory_cap)
         else:
             held = np.minimum(tokens, self._memory_cap)
@@ -112,63 +120,92 @@ class Pieces:
         if not short.any():
             return held, tokens
         # What other sites' tokens bring has to come over the site's links.
-        attended = self._last(self._whole, seconds, lambda most: self._seconds(held, most, groups, 0.0))
+        attended = self._last(self._whole, lambda most: self._load(limits, held, most, groups, 0.0))
         return held, np.where(short, np.maximum(attended, tokens), tokens)
 
-    def _exchanging(self, free: Floats, seconds: float, groups: int, depth: float, units: int) -> Floats:
+    def _exchanging(self, free: Floats, limits: Limits, groups: int, depth: float, units: int) -> Floats:
         """Tokens at most with the exchange, where a site has so many units of a replica.
 
         The more tokens a piece and its site hold, the fewer keys are missing: what is missing at the most
         tokens that are possible without any exchange is missing at any smaller number.
         """
         wire = self._wire(free, units * float(free.max()), depth)
-        forward, backward = self._attention(free / self.share, groups)
-        if (wire <= forward).all() and (2 * wire <= backward).all():
-            return free
-        return self._last(free, seconds, lambda most: self._seconds(most, most, groups, wire))
+        if limits.and_wire is None:
+            forward, backward = self._attention(free / self.share, groups)
+            if (wire <= forward).all() and (2 * wire <= backward).all():
+                return free
+        return self._last(free, lambda most: self._load(limits, most, most, groups, wire))
 
-    def _last(self, most: Floats, seconds: float, needed: Callable[[Floats], Floats]) -> Floats:
-        """The largest number up to `most` that can be done in time, or a little more."""
-        found = most
+    def _last(self, most: Floats, load: Callable[[Floats], Floats]) -> Floats:
+        """The largest number up to `most` whose load is 1, or a little more."""
+        # All tokens of the sequence may be less to do than nearly all: then there is no exchange.
+        whole = load(most) <= 1 + _SLACKS[0]
+        if whole.all():
+            return most
+        found = np.where(whole, most, np.minimum(most, self._near))
         for _ in range(_ROUNDS):
-            found = np.minimum(most, found * seconds / needed(found))
+            before, found = found, np.where(whole, most, np.minimum(most, found / load(found)))
+            if (np.abs(found - before) <= _CLOSE * found).all():
+                break
+        self._near = np.maximum(found, 1.0)
         # Scaling comes close to where the time is up; a little above, it must be.
         above = np.full(len(found), False)
         for slack in _SLACKS:
             found = np.where(above, found, np.minimum(most, found * (1 + slack)))
-            above |= (needed(found) > seconds) | (found == most)
+            above |= (load(found) > 1) | (found == most)
             if above.all():
                 return found
         low, high = np.where(above, 0.0, found), np.where(above, found, most)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            done = needed(middle) <= seconds
+            done = load(middle) <= 1
             low, high = np.where(done, middle, low), np.where(done, high, middle)
         return np.where(above, found, high)
 
-    def _seconds(self, tokens: Floats, attended: Floats, groups: int, wire: Floats | float) -> Floats:
-        """All passes of a layer; grows with the tokens and with what is attended."""
-        forward, backward = self._attention(attended / self.share, groups)
-        passes = self._again * np.maximum(forward, wire) + np.maximum(backward, 2 * wire)
-        moved = self._all_to_all_seconds(tokens)
-        if self._links.outside:
-            moved = moved + np.maximum(attended - tokens, 0.0) * self._move_seconds
-        return self._token_seconds(tokens) + moved + passes
+    def _load(
+        self, limits: Limits, tokens: Floats, attended: Floats, groups: int, wire: Floats | float
+    ) -> Floats:
+        """The part of the limits that a layer takes; grows with the tokens and with what is attended."""
+        attention = self._attention(attended / self.share, groups)
+        forward, backward = np.maximum(attention[0], wire), np.maximum(attention[1], 2 * wire)
+        token = self._token_times(tokens)
+        moved = self._move_each * tokens + self._move_latency
+        beyond = np.maximum(attended - tokens, 0.0) * self._move_seconds
+        again = 2 if self._job.recompute == "full" else 1
+        whole = again * token.forward + token.backward + moved + beyond + self._again * forward + backward
+        whole = whole + self._logits_seconds(tokens)
+        load = whole / limits.whole if limits.whole > 0 else np.full(len(whole), np.inf)
+        if limits.and_wire is None:
+            return load
+        if limits.and_wire <= 0:
+            return np.full(len(whole), np.inf)
+        # The wire is taken to be free for as long as the pass is longer than what uses it.
+        used = self._move_each * tokens * self._of_a_pass
+        shown = moved / (self._again + 1)
+        busy = np.minimum(used + 2 * wire, token.backward + shown + backward)
+        if limits.forward:
+            busy = busy + np.minimum(used + wire, token.forward + shown + forward)
+        least, most = limits.wire
+        load = np.maximum(load, busy / most)
+        return np.maximum(load, (limits.turns * whole + np.maximum(busy, least)) / limits.and_wire)
 
-    def _token_seconds(self, tokens: Floats) -> Floats:
-        """All passes, with the layer's part of the vocabulary on the last stage."""
+    def _token_times(self, tokens: Floats) -> Times:
+        """Both directions, with the sums inside a unit."""
         job, rows = self._job, self._job.micro_batch_size * tokens
         times = token_times(self._speeds, job, rows)
-        whole = 2 if job.recompute == "full" else 1
-        total = whole * times.forward + times.backward
-        if job.tensor_parallel > 1:
-            bandwidth, latency = np.array(self._links.inside), np.array(self._links.inside_s)
-            sums = tensor_parallel_seconds(job, rows, bandwidth, latency)
-            total = total + 2 * (whole + 1) * sums
-        if self._stage == job.pipeline_parallel - 1:
-            logits = logits_times(self._speeds, job, rows)
-            total = total + (logits.forward + logits.backward) / job.stage_layers
-        return total
+        if job.tensor_parallel == 1:
+            return times
+        bandwidth, latency = np.array(self._links.inside), np.array(self._links.inside_s)
+        sums = 2 * tensor_parallel_seconds(job, rows, bandwidth, latency)
+        return Times(times.forward + sums, times.backward + sums)
+
+    def _logits_seconds(self, tokens: Floats) -> Floats | float:
+        """The layer's part of the vocabulary, on the last stage."""
+        job = self._job
+        if self._stage < job.pipeline_parallel - 1:
+            return 0.0
+        logits = logits_times(self._speeds, job, job.micro_batch_size * tokens)
+        return (logits.forward + logits.backward) / job.stage_layers
 
     def _attention(self, group: Floats, groups: int) -> tuple[Floats, Floats]:
         """Forward and backward pass of the busiest member: own block, rectangles, merging."""
@@ -188,14 +225,14 @@ class Pieces:
         backward = self._most_heads * (own.backward + far.backward + merges.backward + gradients)
         return forward, backward
 
-    def _all_to_all_seconds(self, tokens: Floats) -> Floats:
-        """What is not of a unit's own heads leaves it; what is not of its site's, leaves the site.
+    def _all_to_all(self) -> tuple[Floats, Floats]:
+        """Seconds a token and latency of what is not hidden, all passes.
 
-        Query, key and value in, output back, and the same again in the backward pass: 2 H + 2 K a pass, of
-        which H can hide: half of the queries on the way in, the other half of the outputs on the way back.
+        What is not of a unit's own heads leaves it; what is not of its site's, leaves the site. Query, key
+        and value in, output back, and the same again in the backward pass: 2 H + 2 K a pass, of which H can
+        hide: half of the queries on the way in, the other half of the outputs on the way back.
         """
-        links, passes = self._links, self._again + 1
-        volume = self._token_bytes * tokens
+        links, passes, volume = self._links, self._again + 1, self._token_bytes
         elsewhere = 1 - self._most_heads / self._all_heads
         abroad = 1 - self._heads / self._all_heads
         time = elsewhere * volume / np.where(abroad > 0, links.inside + links.outside, links.inside)
@@ -204,7 +241,7 @@ class Pieces:
             sharing = self._units * self._job.tensor_parallel if links.shared else 1.0
             time = np.maximum(time, abroad * volume * sharing / links.outside)
             latency = np.where(abroad > 0, links.outside_s, latency)
-        return time + 2 * passes * latency
+        return time, 2 * passes * latency
 
     def _wire(self, tokens: Floats, site_tokens: float, depth: float) -> Floats:
         """One way of the exchange: keys and values of other groups, over all links and over the site's.

@@ -167,7 +167,7 @@ def _planned(
 
 
 def _notes(fleet: Fleet, best: Trial) -> tuple[str, ...]:
-    """What has nothing to do, and why; what training cannot carry out yet."""
+    """What has nothing to do, and why."""
     cluster, notes = fleet.cluster, []
     if fleet.left_out:
         names = ", ".join(cluster.rank_name(gpu) for gpu in fleet.left_out[:4])
@@ -178,14 +178,4 @@ def _notes(fleet: Fleet, best: Trial) -> tuple[str, ...]:
         notes.append(
             f"{idle} of {len(fleet.units)} units left out: nothing found with them fits and is faster"
         )
-    replicas = best.plan.replicas
-    ranks = [member.rank for replica in replicas for member in replica.domain.members]
-    alike = {(len(replica.domain.members), replica.micro_batches) for replica in replicas}
-    if len(alike) > 1 or ranks != sorted(ranks):
-        what = (
-            "replicas of different size or share"
-            if len(alike) > 1
-            else "replicas that mix ranks of several nodes"
-        )
-        notes.append(f"{what}: the plan can be compared and simulated, but not trained by yet")
     return tuple(notes)

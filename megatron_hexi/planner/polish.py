@@ -25,6 +25,8 @@ _FEW = 5
 _VERY_FEW = 3
 #: Steps by which shares are changed, the largest first.
 _STEPS = (1.0, 0.3, 0.1, 0.03, 0.01)
+#: A step changes the time of the other groups by a part of it, this one at least.
+_LEVERAGE = 5.0
 
 
 def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
@@ -47,9 +49,9 @@ def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
         return better
 
     if len(trial.layouts[0].parts) > 1:
-        for window in _WINDOWS:
-            if window != trial.window and window < len(trial.layouts[0].parts):
-                keep(trial.layouts[0], window)
+        for window in _other_windows(trial):
+            if not keep(trial.layouts[0], window):
+                break
         layout = trial.layouts[0]
         orders = (
             itertools.permutations(layout.parts) if len(layout.parts) <= _VERY_FEW else [layout.parts[::-1]]
@@ -57,12 +59,30 @@ def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
         for parts in orders:
             if parts != layout.parts:
                 keep(replace(layout, parts=tuple(parts)), trial.window)
-    for step in _STEPS:
+    for step in _worthwhile_steps(trial):
         for change in _changes(trial.fleet, trial.layouts[0]):
             for factor in (1 + step, 1 / (1 + step)):
                 while keep(change(trial.layouts[0], factor), trial.window):
                     pass
     return trial
+
+
+def _other_windows(trial: Trial) -> Iterator[int]:
+    """More keys in flight, as long as that makes it faster; where memory is short, fewer.
+
+    A larger window never makes a layout slower, nor a smaller one faster.
+    """
+    if not trial.fits:
+        yield from (window for window in reversed(_WINDOWS) if window < trial.window)
+    elif trial.timing.phases.exchange > 0:
+        most = len(trial.layouts[0].parts)
+        yield from (window for window in _WINDOWS if trial.window < window < most)
+
+
+def _worthwhile_steps(trial: Trial) -> list[float]:
+    """Steps that could pay: groups whose work grows by a step wait for less communication at best."""
+    phases = trial.timing.phases
+    return [step for step in _STEPS if step <= _LEVERAGE * phases.communication / phases.total]
 
 
 _Change = Callable[[Layout, float], Layout]

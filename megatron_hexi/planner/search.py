@@ -41,8 +41,10 @@ _TIGHT = 0.97
 #: Where memory is short by this factor, no small change makes the best layout fit.
 _HOPELESS = 2.0
 #: Memory overdrawn by so little is mended when finalists are balanced; more of it at once, in a few rounds,
-#: the later ones with fewer keys in flight, for these take memory too.
+#: the later ones with fewer keys in flight, for these take memory too. Mending makes a layout slower: one
+#: that takes this factor of the best already is left alone.
 _SLIGHT = 0.01
+_BEHIND = 1.1
 _MENDS = (_WINDOW, 1, 1)
 _ROUNDS = 3
 
@@ -62,6 +64,7 @@ class DomainSearch:
         self._micro_batches = micro_batches
         self._rates = Rates(fleet)
         self._tried: dict[Grouping, Trial] = {}
+        self._best: Trial | None = None
 
     def run(self, polished: bool = True) -> Trial:
         """The best found; without the last small changes if not `polished`."""
@@ -139,13 +142,21 @@ class DomainSearch:
         if name not in self._tried:
             best = trial = self._judge.try_out(self._fleet, [layout], _WINDOW)
             for window in _MENDS:
-                if trial.excess <= _SLIGHT:
+                if trial.excess <= _SLIGHT or self._is_behind(trial):
                     break
                 trial = self._judge.try_out(self._fleet, [rebalanced(self._rates, trial)], window)
                 best = min(best, trial, key=lambda trial: trial.promise)
-            trial = best
-            self._tried[name] = trial
+            self._tried[name] = best
+            if self._best is None or best.promise < self._best.promise:
+                self._best = best
         return self._tried[name]
+
+    def _is_behind(self, trial: Trial) -> bool:
+        """Whether it cannot be the best by far; of a handful of units, every grouping gets its chance."""
+        if self._best is None or len(self._fleet.units) <= EXHAUSTIVE:
+            return False
+        short, seconds = self._best.promise
+        return not short and trial.iteration_s > _BEHIND * seconds
 
     def _nested(self, grouping: Grouping) -> Layout:
         """Groups in an order that mixes sizes evenly.

@@ -84,11 +84,11 @@ def check_random(seed, layouts, steps, **changes):
 
 def test_no_layout_whatever_beats_it():
     # Groups of any units, uneven, some without tokens or heads, replicas of any size, recomputation, TP, PP.
-    assert sum(check_random(seed, 4, 25) for seed in range(30)) > 600
+    assert sum(check_random(seed, 4, 25) for seed in range(12)) > 240
 
 
 def test_no_layout_of_up_to_16_gpus_beats_it():
-    assert sum(check_random(seed, 4, 25, gpus=(12, 16), batches=(2, 4)) for seed in range(200, 206)) > 100
+    assert sum(check_random(seed, 4, 25, gpus=(12, 16), batches=(2, 4)) for seed in range(200, 203)) > 50
 
 
 @pytest.mark.slow  # five minutes
@@ -97,7 +97,7 @@ def test_hundreds_of_clusters_and_a_longer_climb():
     assert total > 50_000
 
 
-@pytest.mark.parametrize("seed", [*range(6), *HARD])
+@pytest.mark.parametrize("seed", [*range(3), *HARD])
 def test_no_change_of_the_planner_s_own_plan_beats_it(seed):
     text, known, job = random_parallel_case(seed, gpus=(2, 3, 4, 5, 6, 8))
     random = Random(seed)
@@ -115,6 +115,11 @@ def test_no_change_of_the_planner_s_own_plan_beats_it(seed):
 
 
 # Where it is easily wrong.
+
+
+def test_a_plan_that_fills_the_bound_to_the_last_token_is_within_it():
+    # One group that holds the whole sequence: what units can do and what there is to do differ by rounding.
+    assert check_random(3008, 6, 80, gpus=(2, 3, 4, 5, 6, 8, 12))
 
 
 def climbed_from_plan(job, known, steps=40):
@@ -180,6 +185,14 @@ def test_who_has_no_room_for_tokens_may_still_attend(memory):
     few = 4096 if memory == 3 else 8192
     layout = Layout((Part((0, 1), (2**17 - few, few), (2, 2)),), 1)
     assert check(Judge(fleet).try_out(fleet, [layout], 1), 1, "room", text)
+
+
+def test_gradients_are_known_to_wait_for_keys_on_the_wire():
+    # A node of each kind, a group on each: keys take a part of the wire that gradients would hide behind.
+    # Without it the bound would be 6.4 % below the plan.
+    nodes = [("a", "H100-SXM-80GB", 4), ("b", "A100-SXM-80GB", 4)]
+    job = Job(presets()["gpt-3b"], 2**15, recompute="full")
+    assert find_plan(job, cluster(nodes, bandwidth=25)).gap < 0.05
 
 
 # By hand.

@@ -94,7 +94,7 @@ def _baseline(
     uniform = name in UNIFORM
     if standing is None:
         return Baseline(name, None, _no_layout(name, fleet, alone, data_parallel), "", uniform)
-    too_slow = f"than {faster_than:.4g} s an iteration: computing alone takes {standing.least_s:.4g} s"
+    too_slow = f"than {faster_than:.4g} s an iteration: its work and keys take {standing.least_s:.4g} s"
     if standing.best is None:
         assert standing.passed is not None
         return Baseline(name, None, f"cannot be faster {too_slow}", _text(name, standing.passed), uniform)

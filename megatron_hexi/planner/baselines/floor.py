@@ -1,12 +1,15 @@
-"""A time that layouts cannot beat, from their computing alone: cheap enough to spare timing most of them.
+"""A time that layouts cannot beat: cheap enough to spare timing most of them.
 
-    group     >= its longest token work + its longest attention work        in each pass
+    group     >= its longest token work + the longest of its members' attention work and keys from other nodes
+                                                                            in each pass
     stage     >= layers x (its slowest group in each pass) + its longest logits
     replica   >= sum of its stages + (micro-batches - 1) x slowest stage
     iteration >= slowest replica
 
 The terms of computing are those of cost/layer.py, at the layout's own sizes, but for the keys' gradients.
-Communication, waits inside the exchange, gradients and the optimizer are left out. Jobs are causal.
+Keys of groups without a member on a unit's node cross that unit's best link to other nodes, in the backward
+pass their gradients too. All other communication, waits inside the exchange, gradients and the optimizer are
+left out. Jobs are causal.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from megatron_hexi.cost.compute import (
     token_times,
 )
 from megatron_hexi.planner.layout import Layout
+from megatron_hexi.planner.links import best_links
 from megatron_hexi.planner.units import Fleet
 
 
@@ -55,6 +59,17 @@ class Floor:
 
     def __init__(self, fleet: Fleet) -> None:
         self._job = fleet.job
+        workload = fleet.job.workload()
+        #: Keys and values of one token for a query head, bytes.
+        element = fleet.job.micro_batch_size * fleet.job.model.head_dim * fleet.job.element_bytes
+        self._token_bytes = 2 * element / workload.queries_per_kv
+        stages = range(fleet.job.pipeline_parallel)
+        ranks = fleet.cluster.ranks
+        #: Of each unit on each stage: its node, and its best link to other nodes, bytes/s.
+        self._nodes = np.array(
+            [[ranks[unit.gpus[stage][0]].node for unit in fleet.units] for stage in stages]
+        )
+        self._outside = _outside(fleet, self._nodes)
         self._kinds = np.array([unit.kind for unit in fleet.units])
         self._speeds = [[device_speeds(device, fleet.job) for device in kind.devices] for kind in fleet.kinds]
         #: Replicas that are cut alike take as long.
@@ -72,18 +87,42 @@ class Floor:
         first = np.cumsum([0, *(len(part.units) for part in parts)])
         totals = np.add.reduceat(tokens, first[:-1])
         group = np.repeat(np.arange(len(parts)), np.diff(first))
-        kinds = self._kinds[units]
-        key = (layout.micro_batches, *(array.tobytes() for array in (kinds, tokens, heads, first)))
+        kinds, outside = self._kinds[units], self._outside[:, units]
+        nodes = np.array([np.unique(stage, return_inverse=True)[1] for stage in self._nodes[:, units]])
+        key = (
+            layout.micro_batches,
+            *(array.tobytes() for array in (kinds, tokens, heads, first, nodes, outside)),
+        )
         if key not in self._known:
             stages = [
-                self._stage(stage, kinds, tokens, heads, group, first[:-1], totals)
+                self._stage(
+                    stage,
+                    kinds,
+                    tokens,
+                    heads,
+                    group,
+                    first[:-1],
+                    totals,
+                    heads
+                    * _from_other_nodes(nodes[stage], group, totals)
+                    * self._token_bytes
+                    / outside[stage],
+                )
                 for stage in range(self._job.pipeline_parallel)
             ]
             self._known[key] = sum(stages) + (layout.micro_batches - 1) * max(stages)
         return self._known[key]
 
     def _stage(
-        self, stage: int, kinds: Ints, tokens: Ints, heads: Ints, group: Ints, first: Ints, totals: Ints
+        self,
+        stage: int,
+        kinds: Ints,
+        tokens: Ints,
+        heads: Ints,
+        group: Ints,
+        first: Ints,
+        totals: Ints,
+        wire: Floats,
     ) -> float:
         job = self._job
         last = stage == job.pipeline_parallel - 1
@@ -97,6 +136,7 @@ class Floor:
             attention[:, own] = heads[own] * self._attention(speeds, blocks)[:, group[own]]
             if last:
                 logits[own] = sum(logits_times(speeds, job, rows[own]))
+        attention = np.maximum(attention, [wire, 2 * wire])
         longest_token, longest_attention = (
             np.maximum.reduceat(work, first, axis=1) for work in (token, attention)
         )
@@ -127,6 +167,42 @@ class Floor:
                 one = np.where(seen, blocks_s[way] + merges_s[way], 0.0)
                 seconds[way] += (counts * one[number]).sum(axis=1)
         return seconds
+
+
+def _outside(fleet: Fleet, nodes: Ints) -> Floats:
+    """Bytes/s of each unit's best link to other nodes, [stages, U]; infinite where there are none."""
+    found: dict[tuple[int, int], float] = {}
+    for (stage, unit), node in np.ndenumerate(nodes):
+        if (stage, int(node)) not in found:
+            links = best_links(fleet, unit, len(fleet.cluster.nodes) > 1, stage)
+            found[stage, int(node)] = links.outside or np.inf
+    return np.array([[found[stage, int(node)] for node in row] for stage, row in enumerate(nodes)])
+
+
+def _from_other_nodes(nodes: Ints, group: Ints, totals: Ints) -> Floats:
+    """Tokens that each unit's group sees of groups that have no member on the unit's node, [U]."""
+    groups = len(totals)
+    beside = np.unique(nodes * groups + group)
+    number = np.searchsorted(beside, nodes * groups + group)
+    node, near = beside // groups, beside % groups
+    seen = _seen(totals, np.zeros(groups, dtype=np.int64), np.arange(groups))
+    return seen[group] - _seen(totals[near], node, near)[number]
+
+
+def _seen(totals: Ints, node: Ints, place: Ints) -> Floats:
+    """Keys that each group sees of the others on its node: the front half of outer ones, all of inner ones.
+
+    Args:
+        totals: tokens of each.
+        node: of each, ascending.
+        place: of each among all groups, ascending on a node, from the outermost.
+    """
+    whole, fronts = np.cumsum(totals), np.cumsum(totals // 2)
+    starts = np.searchsorted(node, node)
+    ends = np.searchsorted(node, node, side="right") - 1
+    outer = fronts - totals // 2 - (fronts - totals // 2)[starts]
+    inner = whole[ends] - whole
+    return (outer + inner).astype(float)
 
 
 def _blocks(totals: Ints) -> _Blocks:
