@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 from megatron_hexi.errors import PlatformError
+from megatron_hexi.hostlist import expand_hostlist
+
+#: Names the file of `hexi place`: the host of each rank, a line each, in rank order.
+HOSTS_VARIABLE = "HEXI_HOSTS"
 
 _PORT_BASE = 20000
 _PORT_COUNT = 20000
@@ -20,11 +23,14 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
     job ``SLURM_PROCID`` and ``SLURM_NTASKS`` count across the components of the step, and rank 0 is taken to
     be on the first host of component 0; a step of later components alone has to set ``MASTER_ADDR`` itself.
 
+    SLURM can only number tasks component by component. Where ``HEXI_HOSTS`` names a file, the n-th task on a
+    host is instead the n-th rank that the file puts there.
+
     Args:
         environment: usually `os.environ`; changed in place.
 
     Raises:
-        PlatformError: SLURM's variables name no host.
+        PlatformError: SLURM's variables name no host, or its tasks are not on the hosts of the file.
     """
     launched = all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
     in_step = all(
@@ -38,28 +44,38 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
         "WORLD_SIZE": environment["SLURM_NTASKS"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(len(environment["SLURM_GTIDS"].split(","))),  # the ranks on this node
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or _first_host(environment),
         "MASTER_PORT": str(_PORT_BASE + job % _PORT_COUNT),
     }
+    if HOSTS_VARIABLE in environment:
+        derived |= _placed(environment, Path(environment[HOSTS_VARIABLE]))
+    elif "MASTER_ADDR" not in environment:
+        derived["MASTER_ADDR"] = _first_host(environment)
     for name, value in derived.items():
         environment.setdefault(name, value)
 
 
-def expand_hostlist(hostlist: str) -> list[str]:
-    """The hosts that a SLURM host list names, in its order.
+def _placed(environment: Mapping[str, str], path: Path) -> dict[str, str]:
+    """The rank that the file of hosts gives to this task, and where rank 0 is."""
+    try:
+        hosts = path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise PlatformError(
+            f"{HOSTS_VARIABLE}={path}: cannot be read ({problem}); write it with hexi place, "
+            "to a folder that every node sees"
+        ) from None
+    own = environment.get("SLURMD_NODENAME", "")
+    tasks = len(environment["SLURM_GTIDS"].split(","))
+    ranks = [rank for rank, host in enumerate(hosts) if host == own]
+    if (len(ranks), len(hosts)) != (tasks, int(environment["SLURM_NTASKS"])):
+        raise PlatformError(
+            f"{HOSTS_VARIABLE}={path}: {len(ranks)} of its {len(hosts)} ranks are on {own}, SLURM started "
+            f"{tasks} of {environment['SLURM_NTASKS']} tasks there; start the step as "
+            "scripts/slurm/train.sbatch does"
+        )
+    return {"RANK": str(ranks[int(environment["SLURM_LOCALID"])]), "MASTER_ADDR": hosts[0]}
 
-    >>> expand_hostlist("a[1-3,05],b")
-    ['a1', 'a2', 'a3', 'a05', 'b']
-    >>> expand_hostlist("r[1-2]n[08-10]")
-    ['r1n08', 'r1n09', 'r1n10', 'r2n08', 'r2n09', 'r2n10']
 
-    Raises:
-        PlatformError: the brackets do not match, or a range is none.
-    """
-    return [host for entry in _split(hostlist) for host in _expand(entry)]
-
-
-def _first_host(environment: MutableMapping[str, str]) -> str:
+def _first_host(environment: Mapping[str, str]) -> str:
     # A step may run on some hosts of its job only, so its own list comes before the job's.
     names = ("SLURM_JOB_NODELIST_HET_GROUP_0", "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     for name in names:
@@ -69,31 +85,3 @@ def _first_host(environment: MutableMapping[str, str]) -> str:
     raise PlatformError(
         f"none of {', '.join(names)} names a host; start with srun inside an allocation, or set MASTER_ADDR"
     )
-
-
-def _split(hostlist: str) -> Iterator[str]:
-    """The entries between commas that stand outside brackets."""
-    if re.fullmatch(r"(?:[^\[\],]|\[[^\[\]]+\]|,)*", hostlist) is None:
-        raise PlatformError(
-            f"SLURM host list {hostlist}: the brackets do not match; check SLURM_JOB_NODELIST"
-        )
-    return (match.group() for match in re.finditer(r"(?:[^\[\],]|\[[^\[\]]+\])+", hostlist))
-
-
-def _expand(entry: str) -> Iterator[str]:
-    """The hosts of one entry: every combination of its bracketed ranges, the last varying fastest."""
-    parts = re.split(r"(\[[^\]]+\])", entry)
-    choices = [_numbers(part[1:-1]) if part.startswith("[") else [part] for part in parts]
-    return ("".join(combination) for combination in itertools.product(*choices))
-
-
-def _numbers(ranges: str) -> list[str]:
-    """``"1-3,05"`` as strings, leading zeros kept."""
-    numbers: list[str] = []
-    for item in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise PlatformError(f"SLURM host list: {item} is no number or range; check SLURM_JOB_NODELIST")
-        first, last = match[1], match[2] or match[1]
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return numbers

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import doctest
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_hexi.errors import PlatformError
-from megatron_hexi.platform import slurm
-from megatron_hexi.platform.slurm import adopt_slurm_environment, expand_hostlist
+from megatron_hexi.platform.slurm import adopt_slurm_environment
+from tests.support.plans import examples
 
 STEP = {
     "SLURM_PROCID": "5",
@@ -18,33 +20,6 @@ STEP = {
     "SLURM_JOB_ID": "123456",
     "SLURM_JOB_NODELIST": "h[01-02],a100-1",
 }
-
-
-def test_examples_in_docstrings() -> None:
-    assert doctest.testmod(slurm).failed == 0
-
-
-@pytest.mark.parametrize(
-    ("hostlist", "hosts"),
-    [
-        ("", []),
-        ("node7", ["node7"]),
-        ("a,b", ["a", "b"]),
-        ("a[1-3,05],b", ["a1", "a2", "a3", "a05", "b"]),
-        ("gpu[098-101]", ["gpu098", "gpu099", "gpu100", "gpu101"]),
-        ("n[8-10]", ["n8", "n9", "n10"]),
-        ("rack[1-2]-n[1,3]x", ["rack1-n1x", "rack1-n3x", "rack2-n1x", "rack2-n3x"]),
-        ("host.example.org", ["host.example.org"]),
-    ],
-)
-def test_host_lists(hostlist: str, hosts: list[str]) -> None:
-    assert expand_hostlist(hostlist) == hosts
-
-
-@pytest.mark.parametrize("hostlist", ["a[1-3", "a]1", "a[x]", "a[3-1]", "a[[1]]", "a[]"])
-def test_broken_host_lists_are_refused(hostlist: str) -> None:
-    with pytest.raises(PlatformError, match="host list"):
-        expand_hostlist(hostlist)
 
 
 def test_a_step_without_torchrun() -> None:
@@ -107,3 +82,60 @@ def test_a_step_that_names_no_host_is_refused() -> None:
     del environment["SLURM_JOB_NODELIST"]
     with pytest.raises(PlatformError, match="set MASTER_ADDR"):
         adopt_slurm_environment(environment)
+
+
+def _tasks(hosts: list[str], components: list[list[str]]) -> list[dict[str, str]]:
+    """The environments of a step with a task for each host: Slurm counts them component by component."""
+    tasks: list[dict[str, str]] = []
+    for component in components:
+        mine = [host for host in hosts if host in component]
+        ids = {host: [len(tasks) + n for n, other in enumerate(mine) if other == host] for host in mine}
+        first = len(tasks)
+        for number, host in enumerate(mine, start=first):
+            tasks.append(
+                STEP
+                | {
+                    "SLURM_PROCID": str(number),
+                    "SLURM_NTASKS": str(len(hosts)),
+                    "SLURM_LOCALID": str(ids[host].index(number)),
+                    "SLURM_GTIDS": ",".join(map(str, ids[host])),
+                    "SLURMD_NODENAME": host,
+                }
+            )
+    return tasks
+
+
+@examples(100)
+@given(hosts=st.lists(st.sampled_from(["a", "b", "c", "d"]), min_size=1, max_size=12), data=st.data())
+def test_ranks_are_where_the_file_of_hosts_puts_them(tmp_path_factory, hosts, data) -> None:
+    """Whatever components the hosts are in, and in which order Slurm has these."""
+    order = data.draw(st.permutations(["a", "b", "c", "d"]))
+    cut = data.draw(st.integers(0, 4))
+    path: Path = tmp_path_factory.getbasetemp() / "hosts"
+    path.write_text("\n".join(hosts))
+    ranks = {}
+    for task in _tasks(hosts, [list(order[:cut]), list(order[cut:])]):
+        adopt_slurm_environment(environment := task | {"HEXI_HOSTS": str(path)})
+        assert environment["MASTER_ADDR"] == hosts[0]
+        assert environment["WORLD_SIZE"] == str(len(hosts))
+        assert int(environment["LOCAL_WORLD_SIZE"]) == hosts.count(task["SLURMD_NODENAME"])
+        ranks[int(environment["RANK"])] = (task["SLURMD_NODENAME"], int(environment["LOCAL_RANK"]))
+    assert {rank: host for rank, (host, _) in ranks.items()} == dict(enumerate(hosts))
+    for host in set(hosts):  # of a host's ranks, a higher one has a GPU of a higher number
+        gpus = [gpu for _, (where, gpu) in sorted(ranks.items()) if where == host]
+        assert gpus == list(range(hosts.count(host)))
+
+
+@pytest.mark.parametrize("hosts", ["", "a\nb\n", "a\na\na\n", "b\nb\n"])
+def test_a_step_that_is_not_as_the_file_of_hosts_is_refused(tmp_path, hosts) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(hosts)
+    (task, _) = _tasks(["a", "a"], [["a"]])
+    with pytest.raises(PlatformError, match=r"of its \d ranks are on a, SLURM started 2 of 2 tasks there"):
+        adopt_slurm_environment(task | {"HEXI_HOSTS": str(path)})
+
+
+def test_a_file_of_hosts_that_is_not_there_is_refused(tmp_path) -> None:
+    (task,) = _tasks(["a"], [["a"]])
+    with pytest.raises(PlatformError, match="a folder that every node sees"):
+        adopt_slurm_environment(task | {"HEXI_HOSTS": str(tmp_path / "hosts")})

@@ -1,0 +1,70 @@
+"""``hexi place``: which host of a Slurm job runs which rank of a plan."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_hexi.cli.options import AsJson, ClusterOption, PlanPath
+from megatron_hexi.cli.output import check_outputs, print_json, say
+from megatron_hexi.cluster import read_cluster
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import read_plan
+from megatron_hexi.slurm import allocated_hosts, parse_nodes
+from megatron_hexi.slurm import place as place_ranks
+from megatron_hexi.yaml_file import write_text_atomically
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: hexi place plan.yaml --cluster cluster.yaml -o hosts "
+    "< <(sinfo --all --Node --noheader --format='%N|%R|%f|%G')"
+)
+def place(
+    plan: PlanPath,
+    cluster: ClusterOption,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="HOSTS", help="Where to write the hosts.", show_default=False),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Find the hosts of a plan's ranks in this Slurm job, whatever order Slurm gives its nodes.
+
+    Reads from standard input what sinfo says of all nodes (the example below).
+    Writes HOSTS, a line a rank in rank order, for HEXI_HOSTS; and its lines by component of the job,
+    HOSTS.0, HOSTS.1 and so on, for srun --distribution=arbitrary --nodelist.
+    """
+    check_outputs([plan, cluster], [out], None)
+    if sys.stdin.isatty():
+        raise HexiError("standard input is a terminal; pipe in what sinfo says (hexi place --help)")
+    components = allocated_hosts(os.environ)
+    hosts = [host for component in components for host in component]
+    placed = place_ranks(read_plan(plan), read_cluster(cluster), parse_nodes(sys.stdin.read()), hosts)
+    _write(out, placed.hosts)
+    for number, component in enumerate(components):
+        part = [host for host in placed.hosts if host in component]
+        path = out.with_name(f"{out.name}.{number}")
+        if part:
+            _write(path, part)
+        else:  # left by an earlier start of this job
+            path.unlink(missing_ok=True)
+    ranks = Counter(placed.hosts)
+    if as_json:
+        print_json({"hosts": placed.hosts, "nodes": dict(placed.nodes), "idle": placed.idle})
+    else:
+        for node, host in placed.nodes.items():
+            print(f"{node} is {host}: {ranks[host]} rank{'' if ranks[host] == 1 else 's'}")
+    if placed.idle:
+        say(f"note: without ranks by this plan: {', '.join(placed.idle)}")
+    say(f"wrote {out}")
+
+
+def _write(path: Path, hosts: list[str] | tuple[str, ...]) -> None:
+    write_text_atomically(path, "".join(f"{host}\n" for host in hosts))

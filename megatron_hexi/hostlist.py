@@ -1,0 +1,51 @@
+"""Slurm's host lists: many hosts in one word."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+
+from megatron_hexi.errors import PlatformError
+
+
+def expand_hostlist(hostlist: str) -> list[str]:
+    """The hosts that a SLURM host list names, in its order.
+
+    >>> expand_hostlist("a[1-3,05],b")
+    ['a1', 'a2', 'a3', 'a05', 'b']
+    >>> expand_hostlist("r[1-2]n[08-10]")
+    ['r1n08', 'r1n09', 'r1n10', 'r2n08', 'r2n09', 'r2n10']
+
+    Raises:
+        PlatformError: the brackets do not match, or a range is none.
+    """
+    return [host for entry in _split(hostlist) for host in _expand(entry)]
+
+
+def _split(hostlist: str) -> Iterator[str]:
+    """The entries between commas that stand outside brackets."""
+    if re.fullmatch(r"(?:[^\[\],]|\[[^\[\]]+\]|,)*", hostlist) is None:
+        raise PlatformError(
+            f"SLURM host list {hostlist}: the brackets do not match; check SLURM_JOB_NODELIST"
+        )
+    return (match.group() for match in re.finditer(r"(?:[^\[\],]|\[[^\[\]]+\])+", hostlist))
+
+
+def _expand(entry: str) -> Iterator[str]:
+    """The hosts of one entry: every combination of its bracketed ranges, the last varying fastest."""
+    parts = re.split(r"(\[[^\]]+\])", entry)
+    choices = [_numbers(part[1:-1]) if part.startswith("[") else [part] for part in parts]
+    return ("".join(combination) for combination in itertools.product(*choices))
+
+
+def _numbers(ranges: str) -> list[str]:
+    """``"1-3,05"`` as strings, leading zeros kept."""
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise PlatformError(f"SLURM host list: {item} is no number or range; check SLURM_JOB_NODELIST")
+        first, last = match[1], match[2] or match[1]
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers

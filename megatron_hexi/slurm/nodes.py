@@ -1,0 +1,76 @@
+"""What Slurm knows of its nodes, and which of them a job has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_hexi.errors import PlatformError
+from megatron_hexi.hostlist import expand_hostlist
+
+#: What `parse_nodes` reads: a line for each node and partition.
+SINFO = ("sinfo", "--all", "--Node", "--noheader", "--format=%N|%R|%f|%G")
+
+
+@dataclass(frozen=True)
+class SlurmNode:
+    """A node as Slurm describes it. Two whose descriptions are equal are taken to be alike.
+
+    Args:
+        partitions: that it belongs to.
+        features: that an administrator gave it.
+        gres: its generic resources as Slurm prints them, ``gpu:h100:8``.
+    """
+
+    partitions: frozenset[str]
+    features: frozenset[str]
+    gres: str
+
+    def is_called(self, name: str) -> bool:
+        """Whether a feature or a partition of it has this name."""
+        return name in self.features or name in self.partitions
+
+
+def parse_nodes(text: str) -> dict[str, SlurmNode]:
+    """All nodes, by name, from what `SINFO` prints.
+
+    Raises:
+        PlatformError: a line has other fields, or there is none.
+    """
+    nodes: dict[str, SlurmNode] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        fields = line.strip().split("|")
+        if len(fields) != 4 or not fields[0]:
+            raise PlatformError(
+                f"standard input, line {number}: {line[:80]!r} is not what {' '.join(SINFO)} prints; "
+                "pipe that in"
+            )
+        name, partition, features, gres = fields
+        known = nodes.get(name)
+        nodes[name] = SlurmNode(
+            partitions=frozenset({partition}) | (known.partitions if known else frozenset()),
+            features=frozenset(features.split(",")) - {"(null)", ""},
+            gres=gres,
+        )
+    if not nodes:
+        raise PlatformError(f"standard input names no node; pipe in what {' '.join(SINFO)} prints")
+    return nodes
+
+
+def allocated_hosts(environment: Mapping[str, str]) -> list[list[str]]:
+    """The hosts of each component of this job; one component where it is not heterogeneous.
+
+    Raises:
+        PlatformError: this is not a job, or a variable of Slurm's is missing.
+    """
+    size = environment.get("SLURM_HET_SIZE")
+    names = (
+        ["SLURM_JOB_NODELIST"]
+        if size is None
+        else [f"SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(int(size))]
+    )
+    hosts = [expand_hostlist(environment.get(name, "")) for name in names]
+    for name, found in zip(names, hosts, strict=True):
+        if not found:
+            raise PlatformError(f"{name} names no host; run this in the script of a Slurm job")
+    return hosts

@@ -1,0 +1,184 @@
+"""Where each rank runs: the cluster file's nodes found again among those that Slurm gave.
+
+A name of the cluster file stands for
+
+1. the host of that name, as `hexi probe` writes it, where the job has it;
+2. else, where Slurm knows a host of that name, any host of the job that Slurm describes alike (the same
+   partitions, features and generic resources), because a job seldom gets the nodes that were measured;
+3. else any host of the job with a feature, or in a partition, of that name.
+
+Nodes that the plan does not use need no host. GPUs of a node are alike, so a rank has a host, not a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_hexi.cluster import Cluster, NodeEntry, cluster_digest
+from megatron_hexi.errors import ClusterError, PlanError, PlatformError
+from megatron_hexi.plan import Plan
+from megatron_hexi.slurm.nodes import SlurmNode
+
+_MOST_LISTED = 8
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where everything runs.
+
+    Args:
+        hosts: of each rank, in rank order.
+        nodes: the host of each of the cluster file's nodes that the plan uses, in file order.
+        idle: hosts of the job that have no rank.
+    """
+
+    hosts: tuple[str, ...]
+    nodes: Mapping[str, str]
+    idle: tuple[str, ...]
+
+
+def place(plan: Plan, cluster: Cluster, known: Mapping[str, SlurmNode], hosts: Sequence[str]) -> Placed:
+    """Find a host for every rank.
+
+    Args:
+        plan: the plan.
+        cluster: the cluster that it was made for.
+        known: all of Slurm's nodes, by name.
+        hosts: those of the job, in Slurm's order, which does not matter.
+
+    Raises:
+        PlanError: the plan was made for another cluster.
+        ClusterError: a name of the cluster file means nothing to Slurm.
+        PlatformError: the job lacks a host for a node.
+    """
+    unknown = [host for host in hosts if host not in known]
+    if unknown:
+        raise PlatformError(
+            f"the job has the host {unknown[0]}, which the list of Slurm's nodes lacks; give sinfo --all"
+        )
+    entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
+    nodes = [_Node(node.name, entry) for node, entry in zip(cluster.nodes, entries, strict=True)]
+    node_of = [cluster.ranks[gpu].node for gpu in _gpus(plan, cluster)]
+    host_of = _assign([nodes[number] for number in sorted(set(node_of))], known, hosts)
+    _check_stand_ins(nodes, host_of, known)
+    placed = tuple(host_of[nodes[number].name] for number in node_of)
+    return Placed(placed, host_of, tuple(sorted(set(hosts) - set(placed), key=hosts.index)))
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A node of the cluster file: its name, which has a number, and its entry."""
+
+    name: str
+    entry: NodeEntry
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """What a host may be called that is this node and no other."""
+        return (self.entry.name, self.name) if self.entry.count == 1 else (self.name,)
+
+    @property
+    def hardware(self) -> tuple[str, int]:
+        """What stand-ins must have in common."""
+        return self.entry.gpu, self.entry.gpus
+
+    def named(self, known: Iterable[str]) -> str | None:
+        """The host among these that is called so."""
+        return next((name for name in self.host_names if name in known), None)
+
+
+def _gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
+    """The cluster's GPU of each rank."""
+    made_for = plan.provenance.cluster_digest if plan.provenance else None
+    if made_for is not None and made_for != cluster_digest(cluster):
+        name = plan.provenance.cluster if plan.provenance else None
+        raise PlanError(
+            f"the plan was made for the cluster {name} (digest {made_for[:12]}), and cluster {cluster.name} "
+            f"(digest {cluster_digest(cluster)[:12]}) is another; give its own cluster file, or plan again"
+        )
+    units = plan.ranks * plan.workload.tensor_parallel
+    gpus = range(len(cluster.ranks)) if plan.gpus is None else plan.gpus
+    if max(gpus) >= len(cluster.ranks) or len(gpus) % units:
+        raise PlanError(
+            f"the plan is for {units} ranks a pipeline stage on the GPUs up to {max(gpus)}, cluster "
+            f"{cluster.name} has {len(cluster.ranks)} GPUs; give the cluster file that it was made for"
+        )
+    return gpus
+
+
+def _assign(nodes: Sequence[_Node], known: Mapping[str, SlurmNode], hosts: Sequence[str]) -> dict[str, str]:
+    """The host of each node: the one of its own name first, then whoever has the least choice."""
+    own = {node.name: node.named(hosts) for node in nodes}
+    found = {name: host for name, host in own.items() if host is not None}
+    taken = set(found.values())
+    others = [host for host in hosts if host not in taken]
+    choices = [(node, _alike(node, known, others)) for node in nodes if node.name not in found]
+    for node, choice in sorted(choices, key=lambda pair: len(pair[1])):
+        host = next((host for host in choice if host not in taken), None)
+        if host is None:
+            raise PlatformError(
+                f"the plan needs {_counted([node.name for node in nodes], 'node')}, the job has "
+                f"{_counted(hosts, 'host')}, and none that is left can be {node.name}; "
+                f"ask sbatch for {_wanted(node, known)}, or plan for what the job has"
+            )
+        found[node.name] = host
+        taken.add(host)
+    return {node.name: found[node.name] for node in nodes}
+
+
+def _alike(node: _Node, known: Mapping[str, SlurmNode], hosts: Sequence[str]) -> list[str]:
+    """Those of the hosts that may stand for this node."""
+    named = node.named(known)
+    if named is not None:
+        return [host for host in hosts if known[host] == known[named]]
+    kind = node.entry.name
+    if not any(described.is_called(kind) for described in known.values()):
+        called = sorted({name for host in known.values() for name in host.features | host.partitions})
+        raise ClusterError(
+            f"the cluster file has a node {kind}, and Slurm knows no host, feature or partition {kind}; call "
+            f"nodes as its features or partitions ({_listed(called)}), or let hexi probe write the file"
+        )
+    return [host for host in hosts if known[host].is_called(kind)]
+
+
+def _wanted(node: _Node, known: Mapping[str, SlurmNode]) -> str:
+    named = node.named(known)
+    if named is None:
+        return f"one more with the feature, or in the partition, {node.entry.name}"
+    like = known[named]
+    return (
+        f"{named} (--nodelist), or one more like it (partitions {_listed(sorted(like.partitions))}; features "
+        f"{_listed(sorted(like.features)) or 'none'}; gres {like.gres})"
+    )
+
+
+def _check_stand_ins(
+    nodes: Sequence[_Node], host_of: Mapping[str, str], known: Mapping[str, SlurmNode]
+) -> None:
+    """Refuse to guess where Slurm describes nodes alike that the file says are of different kinds."""
+    described: dict[SlurmNode, dict[tuple[str, int], _Node]] = {}
+    for node in nodes:
+        host = host_of.get(node.name) or node.named(known)
+        if host is not None:
+            described.setdefault(known[host], {}).setdefault(node.hardware, node)
+    for node in nodes:
+        host = host_of.get(node.name)
+        if host is None or host in node.host_names:
+            continue
+        for (gpu, gpus), other in described[known[host]].items():
+            if (gpu, gpus) != node.hardware:
+                raise PlatformError(
+                    f"Slurm describes {node.name} and {other.name} alike, the cluster file has "
+                    f"{node.entry.gpus} {node.entry.gpu} on the one and {gpus} {gpu} on the other, so {host} "
+                    "may be either; ask for the hosts by name (--nodelist), or let features tell them apart"
+                )
+
+
+def _counted(names: Sequence[str], what: str) -> str:
+    return f"{len(names)} {what}{'' if len(names) == 1 else 's'} ({_listed(names)})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(names[:_MOST_LISTED]) + more

@@ -1,0 +1,165 @@
+"""The scripts for sbatch, with Slurm's commands played by others. tests/slurm runs them on a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_hexi.slurm.nodes import SINFO
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPTS = sorted((REPOSITORY / "scripts" / "slurm").glob("*.sbatch"))
+DOCUMENT = (REPOSITORY / "docs" / "slurm.md").read_text(encoding="utf-8")
+BIN = Path(sys.executable).parent
+
+#: Stands for srun and scontrol: writes down its words; ends as FAILS says; `hexi place` leaves its files.
+PLAYER = """\
+#!{python}
+import json, os, sys
+from pathlib import Path
+
+name, words = Path(sys.argv[0]).name, sys.argv[1:]
+with Path("calls.jsonl").open("a") as calls:
+    calls.write(json.dumps([name, *words]) + "\\n")
+if "place" in words:
+    hosts = Path(words[words.index("-o") + 1])
+    for part, text in json.loads(os.environ["HOSTS"]).items():
+        hosts.with_name(f"hosts{{part}}").write_text(text)
+sys.exit(json.loads(os.environ["FAILS"]).get("place" if "place" in words else name, 0))
+"""
+
+PLAIN = {"": "a\nb\nb\n", ".0": "a\nb\nb\n"}
+MIXED = {"": "a\nb\nb\n", ".0": "b\nb\n", ".1": "a\n"}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_the_linter_finds_nothing(script):
+    run = subprocess.run([BIN / "shellcheck", script], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_settings_are_at_the_top_and_documented(script):
+    head, body = script.read_text(encoding="utf-8").split("\nset -euo pipefail\n")
+    settings = re.findall(r"^([A-Z_]+)=\$\{\1:-(.*)\}(?= .*# )", head, re.MULTILINE)
+    assert len(settings) == len(re.findall(r"^[A-Z_]+=", head, re.MULTILINE)) > 3
+    for name, _ in settings:
+        assert f"`{name}`" in DOCUMENT
+        assert re.search(rf"\b{name}\b", body)
+    assert not re.findall(r"^#SBATCH", body, re.MULTILINE)  # sbatch would not read them there
+    for line in re.findall(r"^#SBATCH.*", head, re.MULTILINE):
+        assert re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?( +# .*)?", line)
+
+
+def test_there_are_three_scripts():
+    assert [path.stem for path in SCRIPTS] == ["plan", "probe", "train"]
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """Runs a script as slurmd would, in a folder with Megatron's arguments; gives its exit code and calls."""
+    (tmp_path / "bin").mkdir()
+    for name in ("srun", "scontrol", "sinfo"):
+        player = tmp_path / "bin" / name
+        player.write_text(PLAYER.format(python=sys.executable))
+        player.chmod(0o755)
+    (tmp_path / "job.args").write_text("--num-layers 2 # of them\n# nothing\n--lr \\\n1e-3\n--title 'a b'\n")
+
+    def run(script, hosts=PLAIN, fails=None, **variables):
+        environment = {
+            "PATH": os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]]),
+            "SLURM_JOB_ID": "7",
+            "HOSTS": json.dumps(hosts),
+            "FAILS": json.dumps(fails or {}),
+        }
+        done = subprocess.run(
+            [REPOSITORY / "scripts" / "slurm" / script],
+            env=environment | variables,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        calls = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+        listings = [call for call in calls if call[0] == "sinfo"]
+        assert all(call == list(SINFO) for call in listings)
+        return done.returncode, [call for call in calls if call not in listings]
+
+    return run
+
+
+def test_a_plain_job_is_one_step(submit):
+    code, (place, step) = submit("train.sbatch", CONTAINER="--container-image=x --container-workdir=/w")
+    container = ["--container-image=x", "--container-workdir=/w"]
+    assert code == 0
+    assert place == [
+        *("srun", "--nodes=1", "--ntasks=1", *container, "hexi", "place", "plan.yaml"),
+        *("--cluster", "cluster.yaml", "-o", "logs/7/hosts"),
+    ]
+    assert step == [
+        *("srun", "--ntasks=3", "--distribution=arbitrary", "--nodelist=logs/7/hosts.0"),
+        *("--output=logs/7/%N.log", "--open-mode=append", "--kill-on-bad-exit=0", "--wait=300"),
+        *("--cpu-bind=none", *container, "python", "-m", "megatron_hexi.pretrain_gpt"),
+        *("--num-layers", "2", "--lr", "1e-3", "--title", "a b"),
+        *("--hexi-plan", "plan.yaml", "--save", "checkpoints", "--load", "checkpoints"),
+        *("--save-interval", "500", "--ckpt-format", "torch_dist"),
+    ]
+
+
+def test_a_heterogeneous_job_is_one_step_of_its_components(submit):
+    code, (_, step) = submit("train.sbatch", MIXED, SLURM_HET_SIZE="2")
+    assert code == 0
+    assert step.count(":") == 1
+    parts = step[1 : step.index(":")], step[step.index(":") + 1 :]
+    for group, (part, tasks) in enumerate(zip(parts, (2, 1), strict=True)):
+        assert part[:2] == [f"--het-group={group}", f"--ntasks={tasks}"]
+        assert f"--nodelist=logs/7/hosts.{group}" in part
+    assert parts[0][4:] == parts[1][4:]
+
+
+@pytest.mark.parametrize(
+    ("fails", "restarts", "again"),
+    [
+        ({}, 0, False),
+        ({"srun": 1}, 0, True),
+        ({"srun": 137}, 2, True),
+        ({"srun": 137}, 3, False),
+        ({"srun": 2}, 0, False),
+        ({"place": 2}, 0, False),
+        ({"place": 1}, 0, False),
+    ],
+)
+def test_what_another_start_may_mend_is_started_again(submit, fails, restarts, again):
+    code, calls = submit("train.sbatch", fails=fails, SLURM_RESTART_COUNT=str(restarts))
+    assert code == next(iter(fails.values()), 0)
+    assert (["scontrol", "requeue", "7"] in calls) == again
+    assert len(calls) == (1 if "place" in fails else 2) + again
+
+
+def test_without_arguments_for_megatron_nothing_is_started(submit, tmp_path):
+    (tmp_path / "calls.jsonl").touch()
+    code, calls = submit("train.sbatch", ARGUMENTS="absent.args")
+    assert (code != 0, calls) == (True, [])
+
+
+def test_machines_that_the_doctor_finds_ill_are_not_measured(submit):
+    code, calls = submit("probe.sbatch", fails={"srun": 2})
+    assert (code, len(calls)) == (2, 1)
+
+
+def test_the_probe_and_the_plan_take_their_settings(submit):
+    _, (doctor, probe) = submit("probe.sbatch", SLURM_HET_SIZE="3", PROBE="--quick --hidden 64")
+    step = ["srun", "--cpu-bind=none", "--het-group=0-2", "hexi"]
+    assert doctor == [*step, "doctor"]
+    assert probe == [*step, "probe", "-o", "cluster.yaml", "--quick", "--hidden", "64"]
+    _, (*_, plan) = submit("plan.sbatch", MODEL="gpt-7b", JOB="--seq-length 4096")
+    assert plan == [
+        *("srun", "hexi", "plan", "cluster.yaml", "--model", "gpt-7b", "-o", "plan.yaml"),
+        *("--seq-length", "4096"),
+    ]
