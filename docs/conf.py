@@ -19,6 +19,7 @@ extensions = ["myst_parser"]
 myst_heading_anchors = 4  # links to headings are checked, as those to pages are
 nitpicky = True
 highlight_language = "none"  # of blocks that name none
+smartquotes_action = "q"  # quotes only: a flag's two hyphens are no dash
 
 html_theme = "furo"
 html_title = project

@@ -101,34 +101,33 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-_STEP_PARAMETERS = (
+#: Of the two functions of Megatron that a step is measured and told by, by version.
+_STEP = (
     *("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
-    *("forward_backward_func", "iteration", "pg_collection", "p2p_communicator"),
+    *("forward_backward_func", "iteration"),
 )
-_LOG_PARAMETERS = (
+STEP_PARAMETERS = {"<0.19": _STEP, ">=0.19": (*_STEP, "pg_collection", "p2p_communicator")}
+_LOG = (
     *("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag"),
-    *(
-        "skipped_iter",
-        "grad_norm",
-        "params_norm",
-        "num_zeros_in_grad",
-        "max_attention_logit",
-        "pg_collection",
-    ),
-    *("is_first_iteration", "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"),
+    *("skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit"),
+    *("pg_collection", "is_first_iteration"),
 )
+LOG_PARAMETERS = {
+    "<0.18": _LOG,
+    ">=0.18": (*_LOG, "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"),
+}
 
 METRICS_PATCHES = (
     Patch(
         target="megatron.training.training:train_step",
         why="times a step for --hexi-metrics",
         build=_timed,
-        parameters=_STEP_PARAMETERS,
+        parameters=STEP_PARAMETERS,
     ),
     Patch(
         target="megatron.training.training:training_log",
         why="writes what --hexi-metrics asks for",
         build=_recorded,
-        parameters=_LOG_PARAMETERS,
+        parameters=LOG_PARAMETERS,
     ),
 )

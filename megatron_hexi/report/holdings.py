@@ -69,8 +69,12 @@ def _replica_holdings(plan: Plan, replica: int) -> list[Holding]:
                 heads=member.heads,
                 kv_heads=schedule.own_kv,
                 segments=schedule.segments,
-                forward=forward_traffic(schedule, workload.head_dim, BATCH, ELEMENT_BYTES),
-                backward=backward_traffic(schedule, workload.head_dim, BATCH, ELEMENT_BYTES),
+                forward=forward_traffic(
+                    schedule, workload.head_dim, BATCH, ELEMENT_BYTES, workload.value_dim
+                ),
+                backward=backward_traffic(
+                    schedule, workload.head_dim, BATCH, ELEMENT_BYTES, workload.value_dim
+                ),
             )
         )
     return rows

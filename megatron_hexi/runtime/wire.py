@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hexi.runtime.waiting import waiting
+
 
 @dataclass(frozen=True)
 class Message:
@@ -32,10 +34,11 @@ class Transfers:
 
     def wait(self) -> None:
         """Return when all have arrived (on CUDA: when the current stream will see them)."""
-        for work in self._works:
-            work.wait()
-        for tensor, host in self._staged:
-            tensor.copy_(host)
+        with waiting("attention"):
+            for work in self._works:
+                work.wait()
+            for tensor, host in self._staged:
+                tensor.copy_(host)
         self._works.clear()
         self._staged.clear()
         self._alive.clear()

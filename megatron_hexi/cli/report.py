@@ -1,0 +1,105 @@
+"""``hexi report``: a run that wrote a record, beside what was predicted of it, as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_hexi.cli.options import AsJson, PlannedJob, PlanPath
+from megatron_hexi.cli.output import check_outputs, print_json, print_report, progress_bar, say
+from megatron_hexi.cluster import Cluster, read_cluster
+from megatron_hexi.cost import Job, estimate
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan, read_plan
+from megatron_hexi.record import Start, read_record
+from megatron_hexi.yaml_file import write_text_atomically
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog="Example: hexi report plan.yaml --record record.jsonl --cluster cluster.yaml -o report.html",
+)
+def report(
+    plan: PlanPath,
+    record: Annotated[
+        Path, typer.Option(metavar="RECORD.jsonl", help="What the run wrote for --hexi-record.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="OUT.html", help="Where to write the page.", show_default=False),
+    ],
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="CLUSTER.yaml", help="Where it ran: adds predictions and a simulated layer."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="With --cluster: a preset, a Hugging Face config.json, or a file of Megatron's arguments; "
+            "the one that the plan names if not given.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a run: its plan, each rank's time and memory beside the prediction, its losses.
+
+    The page needs no network; its figures are printed too.
+    """
+    check_outputs([plan, record, *([] if cluster is None else [cluster])], [out], None)
+    planned, told = read_plan(plan), read_record(record)
+    from megatron_hexi.report.run import describe_run, last_start, run_dict
+
+    start = last_start(told, planned)
+    if cluster is None and model is not None:
+        raise HexiError(f"--model {model} without --cluster; add --cluster CLUSTER.yaml")
+    machines = None if cluster is None else read_cluster(cluster)
+    job = None if cluster is None else _job(start, planned, plan, model)
+    cost = estimate(planned, job, machines) if job and machines else None
+    run = describe_run(told, planned, cost)
+    # Bring matplotlib: not before the input was found to be right.
+    from megatron_hexi import simulator
+    from megatron_hexi.report.run_page import run_page
+    from megatron_hexi.report.run_tables import run_report
+
+    simulation = None
+    if job and machines:
+        with progress_bar() as tell:
+            simulation = simulator.simulate(
+                planned,
+                job,
+                machines,
+                progress=tell and (lambda done, total: tell("replaying", done, total)),
+            )
+    page = run_page(run, planned, _title(plan, job, machines), cost, simulation)
+    write_text_atomically(out, page)
+    say(f"wrote {out}")
+    if as_json:
+        print_json({"plan": str(plan), "record": str(record)} | run_dict(run))
+    else:
+        print_report(run_report(run))
+
+
+def _job(start: Start, plan: Plan, path: Path, model: str | None) -> Job:
+    """The job as it was recorded."""
+    options = PlannedJob(
+        model=model,
+        micro_batch_size=start.micro_batch_size,
+        global_batch_size=start.global_batch_size,
+        pipeline_parallel=start.pipeline_parallel,
+        recompute=start.recompute,
+        precision=start.precision,
+        no_distributed_optimizer=not start.distributed_optimizer,
+        no_overlap_gradients=not start.overlap_gradients,
+        no_sequence_parallel=not start.sequence_parallel,
+    )
+    return options.job(plan, path)
+
+
+def _title(path: Path, job: Job | None, cluster: Cluster | None) -> str:
+    if job is None or cluster is None:
+        return f"Run of {path.name}"
+    return f"Run of {job.model.name} on {cluster.name}"

@@ -1,0 +1,107 @@
+"""Where Megatron waits for other ranks in a training step, under a plan: what `runtime.waiting` counts.
+
+Our own transfers count themselves. Here are the step, the synchronisation of gradients and weights, and what
+pipeline stages send each other. Everything else is work: also the sums of tensor parallelism, the tokens
+that experts exchange, and the few numbers that ranks agree on, norms and losses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_hexi.megatron.metrics import STEP_PARAMETERS
+from megatron_hexi.megatron.session import active_session
+from megatron_hexi.patching import Patch
+from megatron_hexi.runtime.waiting import StepMeter, Wait, waiting
+
+#: Of this process, as Megatron's own timers are.
+METER = StepMeter()
+
+
+class _TimedRequest:
+    """A message under way between stages, whose wait counts."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def wait(self) -> Any:
+        with waiting("pipeline"):
+            return self._request.wait()
+
+
+def _measured(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        if active_session() is None:
+            return original(*args, **kwargs)
+        with METER.step():
+            return original(*args, **kwargs)
+
+    return train_step
+
+
+def _waits(kind: Wait) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes a function count as waiting."""
+
+    def build(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def waited(*args: Any, **kwargs: Any) -> Any:
+            with waiting(kind):
+                return original(*args, **kwargs)
+
+        return waited
+
+    return build
+
+
+def _with_timed_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def communicate(*args: Any, **kwargs: Any) -> Any:
+        with waiting("pipeline"):
+            from_previous, from_next, requests = original(*args, **kwargs)
+        if isinstance(requests, dict):  # still under way: the schedule waits for each when it must
+            requests = {name: _TimedRequest(request) for name, request in requests.items()}
+        return from_previous, from_next, requests
+
+    return communicate
+
+
+_BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+
+STEP_TIME_PATCHES = (
+    Patch(
+        target="megatron.training.training:train_step",
+        why="measures a step and the waiting in it",
+        build=_measured,
+        parameters=STEP_PARAMETERS,
+    ),
+    Patch(
+        target=f"{_BUCKETS}.finish_grad_sync",
+        why="counts waiting for gradients",
+        build=_waits("gradients"),
+        parameters=("self", "force_all_reduce"),
+    ),
+    Patch(
+        target=f"{_BUCKETS}.start_param_sync",
+        why="counts waiting for weights, where nothing hides them",
+        build=_waits("gradients"),
+        parameters=("self", "force_sync"),
+    ),
+    Patch(
+        target=f"{_BUCKETS}.finish_param_sync",
+        why="counts waiting for weights",
+        build=_waits("gradients"),
+        parameters=("self", "skip_next_bucket_dispatch"),
+    ),
+    Patch(
+        target="megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+        why="counts waiting for other pipeline stages",
+        build=_with_timed_requests,
+        parameters=(
+            *("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape"),
+            "wait_on_reqs",
+        ),
+    ),
+)

@@ -1,0 +1,163 @@
+"""The record as a file: a JSON line for each start and each interval, appended whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.record.model import FORMAT_VERSION, Interval, Leg, RankTimes, Record, Start
+from megatron_hexi.yaml_file import Place, spell_place
+from megatron_hexi.yaml_schema import parse, short
+
+_START = TypeAdapter(Start)
+_INTERVAL = TypeAdapter(Interval)
+
+#: A line is a mapping with one of these keys.
+_KINDS = ("start", "interval")
+
+#: What the first line of a record begins with.
+_BEGIN = b'{"start": {'
+
+#: Seconds are kept to the microsecond: a line of a large job stays short.
+_DIGITS = 6
+
+
+def open_record(path: Path) -> None:
+    """Make a record ready to be appended to: its folder, and an end that is whole.
+
+    A line that a job was killed in the middle of is cut off: what it said was never complete.
+
+    Raises:
+        HexiError: the file is something else, or cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        raise HexiError(f"{path}: is a folder or a device; give --hexi-record a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b") as file:
+            file.seek(0)
+            text = file.read()
+            if not text.startswith(_BEGIN[: len(text)]):
+                raise HexiError(
+                    f"{path}: is no run's record ({short(text[:20])}); give --hexi-record another file"
+                )
+            file.truncate(text.rfind(b"\n") + 1)
+    except OSError as problem:
+        raise HexiError(f"{path}: cannot be written ({problem.strerror}); give another file") from None
+
+
+def append_to_record(path: Path, entry: Start | Interval) -> None:
+    """Append a line, whole or not at all.
+
+    Raises:
+        HexiError: it cannot be written.
+    """
+    kind = "start" if isinstance(entry, Start) else "interval"
+    line = json.dumps({kind: _rounded(dataclasses.asdict(entry))}, allow_nan=False) + "\n"
+    try:
+        with path.open("ab", buffering=0) as file:
+            end, data = file.seek(0, os.SEEK_END), line.encode()
+            try:
+                written = file.write(data)
+            except OSError:
+                file.truncate(end)
+                raise
+            if written != len(data):
+                file.truncate(end)
+                raise OSError(None, "no space for a whole line")
+    except OSError as problem:
+        raise HexiError(
+            f"{path}: cannot be written ({problem.strerror}); check the disk and its folder"
+        ) from None
+
+
+def read_record(path: Path) -> Record:
+    """Read a record and check it.
+
+    Raises:
+        HexiError: the file cannot be read, is no record, or ends too early; with the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise HexiError(
+            f"{path}: cannot be read ({problem.strerror}); give the file of the run's --hexi-record"
+        ) from None
+    except UnicodeDecodeError:
+        raise HexiError(f"{path}: not text (no UTF-8); give the file of the run's --hexi-record") from None
+    *lines, rest = text.split("\n")
+    legs: list[tuple[Start, list[Interval]]] = []
+    for number, line in enumerate(lines, start=1):
+        entry = _entry(path, number, line)
+        if isinstance(entry, Start):
+            legs.append((entry, []))
+        elif not legs:
+            raise HexiError(f"{path}:{number}: an interval before any start; the beginning is missing")
+        else:
+            _check_lengths(path, number, entry, len(legs[-1][0].devices))
+            legs[-1][1].append(entry)
+    if rest:
+        raise HexiError(
+            f"{path}:{len(lines) + 1}: cut off in the middle of a line; delete it (the job does so when it "
+            "goes on)"
+        )
+    told = tuple(Leg(start, tuple(intervals)) for start, intervals in legs if intervals)
+    if not told:
+        raise HexiError(
+            f"{path}: holds no iteration yet; let the run go on until Megatron logs one (--log-interval)"
+        )
+    return Record(path, told)
+
+
+def _entry(path: Path, number: int, line: str) -> Start | Interval:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict) or len(data) != 1 or next(iter(data)) not in _KINDS:
+        raise HexiError(
+            f"{path}:{number}: {short(line)} is no line of a run's record; give the file of its --hexi-record"
+        )
+    ((kind, value),) = data.items()
+
+    def where(place: Place) -> str:
+        return f"{path}:{number}: {spell_place((kind, *place))}"
+
+    if kind == "interval":
+        return parse(_INTERVAL, value, where, HexiError)
+    if isinstance(value, dict) and value.get("version") != FORMAT_VERSION:
+        raise HexiError(
+            f"{where(('version',))} is {short(value.get('version'))}, this megatron-hexi reads "
+            f"{FORMAT_VERSION}; use the one that wrote it"
+        )
+    return parse(_START, value, where, HexiError)
+
+
+def _check_lengths(path: Path, number: int, interval: Interval, ranks: int) -> None:
+    iterations = len(interval.iterations)
+    lists: dict[str, tuple[int, int]] = {
+        name: (len(getattr(interval, name)), iterations) for name in ("seconds", "losses")
+    }
+    for field in dataclasses.fields(RankTimes):
+        lists[f"ranks.{field.name}"] = len(getattr(interval.ranks, field.name)), ranks
+    for name, (found, wanted) in lists.items():
+        if found != wanted:
+            raise HexiError(
+                f"{path}:{number}: interval.{name} has {found} values, there should be {wanted}; is the file "
+                "damaged?"
+            )
+
+
+def _rounded(value: Any) -> Any:
+    """Seconds; losses are kept as they are."""
+    if isinstance(value, dict):
+        return {key: item if key == "losses" else _rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return round(value, _DIGITS) if isinstance(value, float) else value

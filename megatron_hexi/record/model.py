@@ -1,0 +1,146 @@
+"""The record of a run as plain data: each start of the job, and what it told whenever Megatron logged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Final, Literal
+
+from pydantic import ConfigDict, Field
+
+from megatron_hexi.plan.model import Count, Positive, Real
+
+FORMAT_VERSION: Final = 1
+
+_STRICT = ConfigDict(extra="forbid")
+
+#: A loss; ``None`` where it was not finite.
+Loss = Annotated[float, Field(allow_inf_nan=False)] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A job that begins to write, or goes on after a restart.
+
+    Args:
+        started: when, ISO 8601 with the zone.
+        digest: of its plan (``plan_digest``).
+        platform: ``cuda`` or ``cpu``.
+        devices: model of each rank's device, by rank of the job.
+        micro_batch_size: as Megatron was told; so are the following.
+        global_batch_size: sequences of an iteration.
+        pipeline_parallel: stages.
+        recompute: ``none``, ``selective`` or ``full``.
+        precision: ``bf16``, ``fp16`` or ``fp32``.
+        distributed_optimizer: whether the optimizer's state is cut over ranks.
+        overlap_gradients: whether gradients travel behind the backward pass.
+        sequence_parallel: whether tensor-parallel ranks share the rows of norms.
+        version: of the file format.
+    """
+
+    started: str
+    digest: str
+    platform: Literal["cuda", "cpu"]
+    devices: tuple[str, ...]
+    micro_batch_size: Positive
+    global_batch_size: Positive
+    pipeline_parallel: Positive
+    recompute: str
+    precision: str
+    distributed_optimizer: bool
+    overlap_gradients: bool
+    sequence_parallel: bool
+    version: Literal[1] = FORMAT_VERSION
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What each rank's iterations took, in the mean over an interval, by rank of the job; seconds.
+
+    Args:
+        step_s: the whole training step.
+        attention_s: of it, waited in attention, for keys, values, gradients and the all-to-alls.
+        gradients_s: waited for the weights' gradients to be added up, and for weights to be gathered.
+        pipeline_s: waited for other pipeline stages.
+        peak_bytes: the most memory so far: allocated on the GPU; on the CPU, resident in the process.
+    """
+
+    step_s: tuple[Real, ...]
+    attention_s: tuple[Real, ...]
+    gradients_s: tuple[Real, ...]
+    pipeline_s: tuple[Real, ...]
+    peak_bytes: tuple[Count, ...]
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    @property
+    def waited_s(self) -> tuple[float, ...]:
+        """All waiting."""
+        waits = zip(self.attention_s, self.gradients_s, self.pipeline_s, strict=True)
+        return tuple(sum(kinds) for kinds in waits)
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """What is left: everything but waiting."""
+        # Rounding must not make a rank that only waits work less than nothing.
+        return tuple(max(0.0, step - wait) for step, wait in zip(self.step_s, self.waited_s, strict=True))
+
+    @property
+    def idle_shares(self) -> tuple[float, ...]:
+        """The part of each rank's step that it waits, from 0 to 1."""
+        pairs = zip(self.waited_s, self.step_s, strict=True)
+        return tuple(wait / step if step else 0.0 for wait, step in pairs)
+
+    @property
+    def idle_share(self) -> float:
+        """The part of all ranks' time in which they wait."""
+        return sum(self.waited_s) / (sum(self.step_s) or 1.0)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The iterations since Megatron last logged.
+
+    Args:
+        iterations: their numbers, ascending, from 1.
+        seconds: of each the training step, on the rank where it took longest.
+        losses: of each the mean over its tokens.
+        tokens: of one iteration, over all replicas.
+        ranks: in the mean over these iterations.
+    """
+
+    iterations: Annotated[tuple[Positive, ...], Field(min_length=1)]
+    seconds: tuple[Real, ...]
+    losses: tuple[Loss, ...]
+    tokens: Positive
+    ranks: RankTimes
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of these iterations over their seconds."""
+        return self.tokens * len(self.seconds) / (sum(self.seconds) or 1.0)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What a job wrote from one start to the next."""
+
+    start: Start
+    intervals: tuple[Interval, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A whole record: of one start at least, with one interval at least.
+
+    Args:
+        path: the file that it was read from.
+        legs: one for each start, in the order of time.
+    """
+
+    path: Path
+    legs: tuple[Leg, ...]

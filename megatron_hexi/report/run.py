@@ -1,0 +1,294 @@
+"""A run beside what was predicted of it, as plain values: what the page shows, and ``hexi report --json``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hexi.cost import IterationCost
+from megatron_hexi.cost.memory import GIB
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan, plan_digest
+from megatron_hexi.plan.model import Range
+from megatron_hexi.record import Interval, Leg, Record, Start
+from megatron_hexi.report.estimate import spell_seconds
+
+#: As in tables of plans: enough to tell digests apart.
+_DIGEST = 12
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """One rank: its part of the plan, and its mean iteration; seconds and GiB, ``None`` if not predicted.
+
+    Args:
+        rank: its number in the job.
+        member: its number in the plan.
+        stage: its pipeline stage.
+        device: model of its device.
+        tokens: of its shard.
+        heads: its query heads in attention.
+        busy_s: everything but waiting.
+        attention_s: waited in attention.
+        gradients_s: waited for gradients and weights.
+        pipeline_s: waited for other stages.
+        idle_share: part of its step that it waited, from 0 to 1.
+        peak_gib: the most memory.
+        predicted_busy_s: its work.
+        predicted_wait_s: its communication that nothing hides, and waiting for slower ranks.
+        predicted_gib: its peak memory.
+        usable_gib: what its device has.
+    """
+
+    rank: int
+    member: int
+    stage: int
+    device: str
+    tokens: int
+    heads: Range
+    busy_s: float
+    attention_s: float
+    gradients_s: float
+    pipeline_s: float
+    idle_share: float
+    peak_gib: float
+    predicted_busy_s: float | None = None
+    predicted_wait_s: float | None = None
+    predicted_gib: float | None = None
+    usable_gib: float | None = None
+
+    @property
+    def waited_s(self) -> float:
+        """All waiting."""
+        return self.attention_s + self.gradients_s + self.pipeline_s
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast iterations are.
+
+    Args:
+        iteration_s: mean seconds of one.
+        tokens_per_s: tokens of one over it.
+        idle_share: part of all ranks' time in which they wait, from 0 to 1.
+    """
+
+    iteration_s: float
+    tokens_per_s: float
+    idle_share: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run.
+
+    Args:
+        plan_digest: SHA-256 (hex) of its plan.
+        started: when the job first began, ISO 8601.
+        platform: ``cuda`` or ``cpu``.
+        starts: how often it began.
+        iterations: all that were recorded, ascending.
+        losses: of each; ``None`` where it was not finite.
+        seconds: of each.
+        timed: iterations in the means below.
+        measured: what they were.
+        predicted: what they were predicted to be; ``None`` if they were not.
+        ranks: by rank of the job.
+        notes: what a reader should know.
+    """
+
+    plan_digest: str
+    started: str
+    platform: str
+    starts: int
+    iterations: tuple[int, ...]
+    losses: tuple[float | None, ...]
+    seconds: tuple[float, ...]
+    timed: int
+    measured: Pace
+    predicted: Pace | None
+    ranks: tuple[RankRun, ...]
+    notes: tuple[str, ...]
+
+
+def last_start(record: Record, plan: Plan) -> Start:
+    """How the job was last started under a plan.
+
+    Raises:
+        HexiError: the record is of another plan.
+    """
+    digest = plan_digest(plan)
+    starts = [leg.start for leg in record.legs if leg.start.digest == digest]
+    if not starts:
+        found = ", ".join(dict.fromkeys(leg.start.digest[:_DIGEST] for leg in record.legs))
+        raise HexiError(
+            f"{record.path}: was recorded under the plan {found}, not under {digest[:_DIGEST]}; give that "
+            "run's plan"
+        )
+    ranks = plan.ranks * plan.workload.tensor_parallel * starts[-1].pipeline_parallel
+    if len(starts[-1].devices) != ranks:
+        raise HexiError(
+            f"{record.path}: the job had {len(starts[-1].devices)} ranks, the plan makes it {ranks}; is the "
+            "record damaged?"
+        )
+    return starts[-1]
+
+
+def describe_run(record: Record, plan: Plan, cost: IterationCost | None) -> Run:
+    """The run of a plan.
+
+    Args:
+        record: what it wrote.
+        plan: that it was trained by.
+        cost: what the cost model says of it; ``None``: only what the plan itself says.
+
+    Raises:
+        HexiError: the record is of another plan.
+    """
+    start = last_start(record, plan)
+    same = [leg for leg in record.legs if dataclasses.replace(leg.start, started=start.started) == start]
+    timed = _timed(same)
+    curve = {
+        iteration: (loss, seconds)
+        for leg in record.legs
+        for interval in leg.intervals
+        for iteration, loss, seconds in zip(
+            interval.iterations, interval.losses, interval.seconds, strict=True
+        )
+    }
+    iterations = tuple(sorted(curve))
+    return Run(
+        plan_digest=start.digest,
+        started=record.legs[0].start.started,
+        platform=start.platform,
+        starts=len(record.legs),
+        iterations=iterations,
+        losses=tuple(curve[iteration][0] for iteration in iterations),
+        seconds=tuple(curve[iteration][1] for iteration in iterations),
+        timed=sum(len(interval.iterations) for interval in timed),
+        measured=_measured(timed),
+        predicted=_predicted(plan, cost),
+        ranks=_ranks(plan, start, timed, cost),
+        notes=(*_notes(record, same, timed), *_tensor_parallel_note(plan)),
+    )
+
+
+def run_dict(run: Run) -> dict[str, Any]:
+    """Everything on the page, as plain values."""
+    return dataclasses.asdict(run)
+
+
+def _timed(legs: Sequence[Leg]) -> list[Interval]:
+    """Intervals that count: all but each start's first iteration, in which kernels and memory warm up."""
+    warm = [interval for leg in legs for interval in leg.intervals[1:]]
+    return warm or [interval for leg in legs for interval in leg.intervals]
+
+
+def _measured(intervals: Sequence[Interval]) -> Pace:
+    seconds = [value for interval in intervals for value in interval.seconds]
+    tokens = sum(interval.tokens * len(interval.iterations) for interval in intervals)
+    stepped = sum(sum(_summed(intervals, rank)) for rank in range(len(intervals[0].ranks.step_s)))
+    waited = sum(sum(_summed(intervals, rank)[1:]) for rank in range(len(intervals[0].ranks.step_s)))
+    return Pace(
+        iteration_s=sum(seconds) / len(seconds),
+        tokens_per_s=tokens / (sum(seconds) or 1.0),
+        idle_share=waited / (stepped or 1.0),
+    )
+
+
+def _summed(intervals: Sequence[Interval], rank: int) -> tuple[float, float, float, float]:
+    """Seconds of all iterations of one rank: busy, waited in attention, for gradients, for stages."""
+    sums = [0.0] * 4
+    for interval in intervals:
+        times = interval.ranks
+        for place, column in enumerate(
+            (times.busy_s, times.attention_s, times.gradients_s, times.pipeline_s)
+        ):
+            sums[place] += column[rank] * len(interval.iterations)
+    busy, attention, gradients, pipeline = sums
+    return busy, attention, gradients, pipeline
+
+
+def _predicted(plan: Plan, cost: IterationCost | None) -> Pace | None:
+    if cost is not None:
+        waits = sum(rank.communication_s + rank.idle_s for rank in cost.ranks)
+        share = waits / (len(cost.ranks) * cost.iteration_s)
+        return Pace(cost.iteration_s, cost.tokens_per_s, share)
+    estimate = plan.estimate
+    if estimate is None or estimate.iteration_s is None or estimate.tokens_per_s is None:
+        return None
+    return Pace(estimate.iteration_s, estimate.tokens_per_s, None)
+
+
+def _ranks(
+    plan: Plan, start: Start, intervals: Sequence[Interval], cost: IterationCost | None
+) -> tuple[RankRun, ...]:
+    members = sorted(
+        (member for replica in plan.replicas for member in replica.domain.members), key=lambda one: one.rank
+    )
+    width = plan.workload.tensor_parallel
+    count = sum(len(interval.iterations) for interval in intervals)
+    found = []
+    for rank, device in enumerate(start.devices):
+        stage, inside = divmod(rank, width * len(members))  # Megatron's order: tensor, then context and data
+        member = members[inside // width]
+        busy, attention, gradients, pipeline = (total / count for total in _summed(intervals, rank))
+        waited = attention + gradients + pipeline
+        own = None if cost is None else cost.ranks[rank]
+        found.append(
+            RankRun(
+                rank=rank,
+                member=member.rank,
+                stage=stage,
+                device=device if own is None else f"{own.device} ({own.name})",
+                tokens=member.tokens,
+                heads=member.heads,
+                busy_s=busy,
+                attention_s=attention,
+                gradients_s=gradients,
+                pipeline_s=pipeline,
+                idle_share=waited / ((busy + waited) or 1.0),
+                peak_gib=max(interval.ranks.peak_bytes[rank] for interval in intervals) / GIB,
+                predicted_busy_s=None if own is None else own.compute_s,
+                predicted_wait_s=None if own is None else own.communication_s + own.idle_s,
+                predicted_gib=own.memory_gib if own else _estimated_gib(plan, rank, len(start.devices)),
+                usable_gib=None if own is None else own.usable_gib,
+            )
+        )
+    return tuple(found)
+
+
+def _estimated_gib(plan: Plan, rank: int, ranks: int) -> float | None:
+    known = plan.estimate.memory_gib if plan.estimate else None
+    return known[rank] if known and len(known) == ranks else None
+
+
+def _notes(record: Record, same: Sequence[Leg], timed: Sequence[Interval]) -> tuple[str, ...]:
+    notes = []
+    if len(record.legs) > 1:
+        notes.append(
+            f"the job was started {len(record.legs)} times; of an iteration that was repeated after a "
+            "restart the last is shown"
+        )
+    others = len(record.legs) - len(same)
+    if others:
+        notes.append(
+            f"{others} of these starts had another plan or other settings: their losses are in the curve, "
+            "their times are in no mean"
+        )
+    iterations = [number for interval in timed for number in interval.iterations]
+    slow = max(value for interval in timed for value in interval.seconds)
+    notes.append(
+        f"means are of {len(iterations)} iterations from {min(iterations)} to {max(iterations)}, the slowest "
+        f"took {spell_seconds(slow)} s"
+        + ("" if len(same[0].intervals) > 1 else "; the first one is among them, in which all is slower")
+    )
+    return tuple(notes)
+
+
+def _tensor_parallel_note(plan: Plan) -> tuple[str, ...]:
+    if plan.workload.tensor_parallel == 1:
+        return ()
+    return ("sums of tensor parallelism are measured as busy, and predicted as waiting",)

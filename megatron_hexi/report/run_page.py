@@ -1,0 +1,121 @@
+"""A run as one HTML page that needs nothing else: no network, no script; pictures are SVG in the page."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib as mpl
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+import megatron_hexi
+from megatron_hexi.cost import IterationCost
+from megatron_hexi.plan import Plan
+from megatron_hexi.report.estimate import phases_line, spell_seconds
+from megatron_hexi.report.holdings import Holding, holdings
+from megatron_hexi.report.pictures import draw_plan
+from megatron_hexi.report.run import Run
+from megatron_hexi.report.run_pictures import draw_course, draw_memory, draw_ranks
+from megatron_hexi.report.tables import spell_range
+from megatron_hexi.report.timeline_picture import draw_timeline
+from megatron_hexi.simulator import Simulation
+
+_TEMPLATE = "run.html.j2"
+_TABLE = "The numbers are in the table below."
+#: What in an SVG names another part of it.
+_NAMES = re.compile(r'(\bid="|url\(#|href="#)')
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawing in the page.
+
+    Args:
+        svg: its text.
+        alt: what it shows, for those who do not see it.
+    """
+
+    svg: Markup
+    alt: str
+
+
+def run_page(
+    run: Run,
+    plan: Plan,
+    title: str,
+    cost: IterationCost | None = None,
+    simulation: Simulation | None = None,
+) -> str:
+    """The page.
+
+    Args:
+        run: of the plan.
+        plan: that it was trained by.
+        title: of the page.
+        cost: what the cost model says of it, if it was asked.
+        simulation: a replay, if there is one.
+    """
+    rows = holdings(plan)
+    pictures = {
+        "plan": _picture("plan", draw_plan(plan, rows), _plan_alt(rows)),
+        "ranks": _picture("ranks", draw_ranks(run.ranks), f"Busy and waiting time of each rank. {_TABLE}"),
+        "memory": _picture("memory", draw_memory(run.ranks), f"Memory of each rank. {_TABLE}"),
+        "course": _picture("course", draw_course(run), _course_alt(run)),
+    }
+    if simulation is not None:
+        alt = "Time line of one layer, forward and backward: what each rank computes and sends."
+        pictures["timeline"] = _picture("timeline", draw_timeline(simulation), alt)
+    page = Environment(
+        loader=PackageLoader("megatron_hexi.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page.filters |= {
+        "seconds": _spell_seconds,
+        "share": lambda value: "–" if value is None else f"{value:.1%}",
+        "gib": lambda value: "–" if value is None else f"{value:.2f}",
+        "count": lambda value: f"{value:,.0f}",
+        "heads": spell_range,
+    }
+    return page.get_template(_TEMPLATE).render(
+        run=run,
+        plan=plan,
+        holdings=rows,
+        title=title,
+        pictures=pictures,
+        last_loss=next((loss for loss in reversed(run.losses) if loss is not None), None),
+        phases=None if cost is None else phases_line(cost),
+        simulated_s=None if simulation is None else simulation.iteration_s,
+        version=megatron_hexi.__version__,
+    )
+
+
+def _picture(name: str, figure: Figure, alt: str) -> Picture:
+    out = io.StringIO()
+    # Text stays text: it can be read, found and copied, and takes a tenth of the space.
+    with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    svg = _NAMES.sub(rf"\g<1>{name}-", text[text.index("<svg") :])  # a page's names must all differ
+    return Picture(Markup(svg), alt)
+
+
+def _spell_seconds(value: float | None) -> str:
+    return "–" if value is None else spell_seconds(value)
+
+
+def _plan_alt(rows: Sequence[Holding]) -> str:
+    held = ", ".join(f"rank {row.rank}: {row.tokens:,} tokens" for row in rows[:16])
+    return f"Who holds which part of the sequence and which heads. {held}."
+
+
+def _course_alt(run: Run) -> str:
+    known = [loss for loss in run.losses if loss is not None]
+    said = f"from {known[0]:.4g} to {known[-1]:.4g}" if known else "not finite"
+    return f"Curves over {len(run.iterations)} iterations: the loss {said}, and the seconds of each."

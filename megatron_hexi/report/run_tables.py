@@ -1,0 +1,54 @@
+"""A run for a terminal: what the page says in numbers, shorter."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megatron_hexi.report.estimate import spell_seconds
+from megatron_hexi.report.run import Run
+
+_CAPTION = "seconds of the mean iteration; waiting includes transfers that no work hides; GiB: the most"
+
+
+def run_report(run: Run) -> RenderableType:
+    """The run in a line, and each rank in a row."""
+    return Group(Text(_headline(run)), run_table(run), *(Text(f"note: {note}") for note in run.notes))
+
+
+def run_table(run: Run) -> Table:
+    """Each rank's time and memory, beside what was predicted where it was."""
+    predicted = any(rank.predicted_gib is not None for rank in run.ranks)
+    table = Table(caption=_CAPTION, caption_justify="left")
+    for name in ("rank", "device", "busy", "waiting", "idle share", "GiB"):
+        table.add_column(name, justify="left" if name == "device" else "right")
+        if predicted and name in ("busy", "waiting", "GiB"):
+            table.add_column("predicted", justify="right")
+    for rank in run.ranks:
+        pairs = (
+            (spell_seconds(rank.busy_s), _spell(rank.predicted_busy_s)),
+            (spell_seconds(rank.waited_s), _spell(rank.predicted_wait_s)),
+            (f"{rank.peak_gib:.2f}", "–" if rank.predicted_gib is None else f"{rank.predicted_gib:.2f}"),
+        )
+        busy, waiting, memory = (pair if predicted else pair[:1] for pair in pairs)
+        table.add_row(str(rank.rank), Text(rank.device), *busy, *waiting, f"{rank.idle_share:.1%}", *memory)
+    return table
+
+
+def _headline(run: Run) -> str:
+    measured, predicted = run.measured, run.predicted
+    words = [
+        (f"{spell_seconds(measured.iteration_s)} s each", predicted and spell_seconds(predicted.iteration_s)),
+        (f"{measured.tokens_per_s:,.0f} tokens/s", predicted and f"{predicted.tokens_per_s:,.0f}"),
+        (
+            f"idle share {measured.idle_share:.1%}",
+            f"{predicted.idle_share:.1%}" if predicted and predicted.idle_share is not None else None,
+        ),
+    ]
+    spelt = [said + (f" (predicted {beside})" if beside else "") for said, beside in words]
+    return f"{len(run.iterations)} iterations: {', '.join(spelt)}"
+
+
+def _spell(seconds: float | None) -> str:
+    return "–" if seconds is None else spell_seconds(seconds)

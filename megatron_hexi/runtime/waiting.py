@@ -1,0 +1,110 @@
+"""How long a rank waits in a training step: for what other ranks send it, and thereby for them.
+
+A wait is a piece of the device's time line between two marks: events of the current CUDA stream, which
+nobody has to wait for when they are set. On the CPU, where `torch.cuda` is answered for, an event is a look
+at the clock. Waiting thus includes the transfer itself, as far as no work hides it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+#: attention: the exchange of keys and values, their gradients, and the all-to-alls; gradients: those of
+#: weights, and the weights themselves; pipeline: what stages send each other.
+Wait = Literal["attention", "gradients", "pipeline"]
+WAITS: tuple[Wait, ...] = get_args(Wait)
+
+_MS = 1e-3
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What one training step took on this rank, seconds.
+
+    Args:
+        seconds: from its begin to its end.
+        waited: of it, by kind.
+    """
+
+    seconds: float
+    waited: dict[Wait, float]
+
+
+class StepMeter:
+    """Measures training steps, and the waits inside each."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[_Step] = deque()
+        self._finished: list[StepTimes] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure what is done inside as one training step."""
+        global _current
+        self._collect()  # Steps that the device has finished by now: their events need not be kept.
+        _current = step = _Step()
+        try:
+            yield
+        finally:
+            _current = None
+        step.end.record()
+        self._under_way.append(step)
+
+    def take(self) -> list[StepTimes]:
+        """The steps since the last call, in order. Waits until the device has finished them."""
+        torch.cuda.synchronize()
+        self._collect()
+        assert not self._under_way
+        taken, self._finished = self._finished, []
+        return taken
+
+    def _collect(self) -> None:
+        while self._under_way and self._under_way[0].end.query():
+            self._finished.append(self._under_way.popleft().times())
+
+
+def waiting(kind: Wait) -> AbstractContextManager[None]:
+    """Count what is done inside as waiting, if a step is being measured; a wait inside a wait counts once."""
+    return nullcontext() if _current is None or _current.waits else _current.wait(kind)
+
+
+class _Step:
+    """One step's marks on the time line of the device."""
+
+    def __init__(self) -> None:
+        self.begin, self.end = _event(), _event()
+        self.waits = False
+        self._spans: list[tuple[Wait, torch.cuda.Event, torch.cuda.Event]] = []
+        self.begin.record()
+
+    @contextmanager
+    def wait(self, kind: Wait) -> Iterator[None]:
+        begin, end = _event(), _event()
+        begin.record()
+        self.waits = True
+        try:
+            yield
+        finally:
+            self.waits = False
+        end.record()
+        self._spans.append((kind, begin, end))
+
+    def times(self) -> StepTimes:
+        waited: dict[Wait, float] = dict.fromkeys(WAITS, 0.0)
+        for kind, begin, end in self._spans:
+            waited[kind] += begin.elapsed_time(end) * _MS
+        return StepTimes(self.begin.elapsed_time(self.end) * _MS, waited)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+#: The step under way in this process, if it is measured.
+_current: _Step | None = None
