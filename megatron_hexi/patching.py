@@ -1,8 +1,9 @@
 """Patches: what we replace in Megatron, each one small, checked before it is put on, and removable.
 
 A `Patch` says what it replaces (`target`), why, for which versions of megatron-core (or of another
-`package`), and what the target's parameters must be called for the replacement to be right. A
-`PatchSet` puts a list of them on and takes them off again. Modules that imported the original by name
+`package`), and what the target's parameters must be called for the replacement to be right. Where versions
+differ, the parameters are given by version, and a target that only some have has a patch for those (`only`).
+A `PatchSet` puts a list of them on and takes them off again. Modules that imported the original by name
 are rebound too, so it does not matter whether Megatron was imported before us.
 """
 
@@ -12,12 +13,13 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from megatron_hexi.errors import PatchError
 
@@ -44,9 +46,10 @@ class Patch:
         target: ``"package.module:attribute"`` or ``"package.module:Class.attribute"``.
         why: one sentence, shown by ``hexi doctor``.
         build: takes the original, returns what stands in its place.
-        parameters: the names that the original's signature must have, in order; ``None`` where the
-            target is no function.
+        parameters: the names that the original's signature must have, in order; by version (PEP 440) where
+            they differ; ``None`` where the target is no function.
         versions: the versions of `package` for which the replacement is right (PEP 440).
+        only: those among them that have the target; in the others the patch is not needed.
         requires: a module without which the patch is not needed and is left out (for example
             ``"transformer_engine"``).
         package: the distribution that `target` belongs to and `versions` speaks of.
@@ -55,14 +58,17 @@ class Patch:
     target: str
     why: str
     build: Callable[[Any], Any] = field(repr=False)
-    parameters: tuple[str, ...] | None = None
-    versions: str = ">=0.19,<0.20"
+    parameters: tuple[str, ...] | Mapping[str, tuple[str, ...]] | None = None
+    versions: str = ">=0.17,<0.20"
+    only: str = ""
     requires: str | None = None
     package: str = "megatron-core"
 
     def wanted(self) -> bool:
-        """Whether the module that the patch is for is installed."""
-        return self.requires is None or importlib.util.find_spec(self.requires) is not None
+        """Whether the module that the patch is for is installed, in a version that has its target."""
+        if self.requires is not None and importlib.util.find_spec(self.requires) is None:
+            return False
+        return not self.only or is_installed(self.only, self.package)
 
     def locate(self) -> tuple[Any, str, Any]:
         """The object that holds the target, the attribute's name there, and its present value.
@@ -88,15 +94,22 @@ class Patch:
                 f"patch of {self.target}: not found in {self.package} {installed} ({problem}); "
                 f"use {self.package} {self.versions}, unmodified"
             ) from problem
-        if self.parameters is not None:
+        expected = self._expected_parameters()
+        if expected is not None:
             function = original.__func__ if isinstance(original, (staticmethod, classmethod)) else original
             found = tuple(inspect.signature(function).parameters)
-            if found != self.parameters:
+            if found != expected:
                 raise PatchError(
-                    f"patch of {self.target}: expected the parameters {', '.join(self.parameters)}, found "
+                    f"patch of {self.target}: expected the parameters {', '.join(expected)}, found "
                     f"{', '.join(found)}; use {self.package} {self.versions}, unmodified"
                 )
         return holder, name, original
+
+    def _expected_parameters(self) -> tuple[str, ...] | None:
+        """The parameters of the target in the installed version."""
+        if not isinstance(self.parameters, Mapping):
+            return self.parameters
+        return next(names for part, names in self.parameters.items() if is_installed(part, self.package))
 
 
 class PatchSet:
@@ -154,6 +167,19 @@ class PatchSet:
             for name, value in list(vars(module).items()):
                 if value is original:
                     self._replace(module, name, replacement)
+
+
+def is_installed(versions: str, package: str = "megatron-core") -> bool:
+    """Whether the installed version of a distribution is one of these.
+
+    A pre-release counts as what it leads to.
+
+    Args:
+        versions: PEP 440.
+        package: the distribution; one that is not installed has every version.
+    """
+    installed = _version(package)
+    return installed is None or SpecifierSet(versions).contains(Version(installed).base_version)
 
 
 def _version(package: str) -> str | None:

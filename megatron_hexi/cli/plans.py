@@ -123,11 +123,18 @@ def proportion(
         int | None, _number("KV heads of a layer; as many as query heads if not given.")
     ] = None,
     tensor_parallel: Annotated[int, _number("Ranks that share each weight.")] = 1,
+    value_dim: Annotated[
+        int | None, _number("Size of one head's values, where another (multi-latent attention).")
+    ] = None,
     window: Annotated[int, _number("KV blocks in flight ahead of the one in use.")] = 1,
 ) -> None:
     """Write the plain plan: tokens and heads in proportion to the ranks' speeds."""
     check_outputs([], [out], None)
-    workload = Workload(seq_length, heads, kv_heads or heads, head_dim, tensor_parallel=tensor_parallel)
+    workload = Workload(
+        *(seq_length, heads, kv_heads or heads, head_dim),
+        tensor_parallel=tensor_parallel,
+        value_dim=value_dim,
+    )
     write_plan(proportional_plan(workload, [parse_speeds(text) for text in speeds], window), out)
     say(f"wrote {out}")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.options import refuse_yaml_configuration
-from megatron_hexi.megatron.plan_arguments import take_plan
+from megatron_hexi.megatron.plan_arguments import check_interleaving, take_plan
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform import Platform, adjust_cpu_arguments
 from megatron_hexi.platform.select import PLATFORM_FLAG, PLATFORM_NAMES, say
@@ -57,6 +57,12 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
         metavar="PATH",
         help="write one JSON line an iteration: loss, gradient norm, learning rate, seconds and processor "
         "seconds, at full precision; with {rank} in PATH every rank writes a file of its own",
+    )
+    group.add_argument(
+        "--hexi-record",
+        metavar="PATH",
+        help="write down a run under a plan for hexi report: whenever Megatron logs, each iteration's "
+        "seconds and loss, and each rank's busy and waiting time; a restarted job goes on in the same file",
     )
     return parser
 
@@ -108,6 +114,9 @@ def _with_hexi_checks(original: Callable[..., Any], platform: Platform) -> Calla
         with user_errors():
             given = {word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")}
             prepare_arguments(args, given, platform)
-        return original(args, defaults)
+        validated = original(args, defaults)
+        with user_errors():
+            check_interleaving(validated)
+        return validated
 
     return validate_args

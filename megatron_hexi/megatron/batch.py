@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.errors import PlanError
+from megatron_hexi.megatron.packing import packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
 
@@ -23,7 +24,7 @@ def cut_batch(batch: Batch, session: Session) -> Batch:
     """Cut a batch of whole sequences down to this rank's rows; changed in place, as Megatron does.
 
     Args:
-        batch: tensors [B, S]; absent ones are ``None``.
+        batch: tensors [B, S]; absent ones are ``None``. With the ends of documents it is one sequence.
         session: what this rank trains by.
 
     Returns:
@@ -32,7 +33,9 @@ def cut_batch(batch: Batch, session: Session) -> Batch:
     Raises:
         PlanError: the sequences are not as long as the plan says, or have a mask of their own.
     """
-    shard = session.shard
+    ends = batch.get("cu_seqlens_padded")
+    ends = batch.get("cu_seqlens") if ends is None else ends
+    shard = session.shard if ends is None else packed_shard(session, ends).shard
     if batch.get("attention_mask") is not None:
         raise PlanError(
             "the batch has an attention mask, a plan makes its own; "
@@ -55,18 +58,28 @@ def cut_batch(batch: Batch, session: Session) -> Batch:
 
 def _by_plan(original: Callable[..., Batch]) -> Callable[..., Batch]:
     @functools.wraps(original)
-    def get_batch_on_this_cp_rank(batch: Batch, cp_group: dist.ProcessGroup) -> Batch:
+    def get_batch_on_this_cp_rank(batch: Batch, cp_group: dist.ProcessGroup | None = None) -> Batch:
         session = active_session()
         return cut_batch(batch, session) if session else original(batch, cp_group)
 
     return get_batch_on_this_cp_rank
 
 
-BATCH_PATCHES = (
+#: What cuts a batch, and the versions of Megatron in which it is called so.
+_CUTTERS = (
+    ("get_batch_on_this_cp_rank", "<0.18"),
+    ("get_pretrain_batch_on_this_cp_rank", ">=0.18,<0.19"),
+    ("_get_batch_on_this_cp_rank_per_sequence_balancing", ">=0.19"),
+    ("_get_batch_on_this_cp_rank_per_document_balancing", ">=0.19"),
+)
+
+BATCH_PATCHES = tuple(
     Patch(
-        target="megatron.core.utils:_get_batch_on_this_cp_rank_per_sequence_balancing",
+        target=f"megatron.core.utils:{cutter}",
         why="takes the tokens at the plan's positions instead of two equal chunks",
         build=_by_plan,
         parameters=("batch", "cp_group"),
-    ),
+        only=versions,
+    )
+    for cutter, versions in _CUTTERS
 )

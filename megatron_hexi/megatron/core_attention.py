@@ -9,19 +9,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_hexi.errors import PlanError, user_errors
+from megatron_hexi.megatron.packing import packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
+from megatron_hexi.plan import Mask
 
 
 class HexiCoreAttention(MegatronModule):
-    """Attention under the active plan. Has no weights, so checkpoints do not know it.
+    """Attention under the active plan.
+
+    Has no weights but the sinks that Megatron's own have, under the same name.
 
     Takes what Megatron's own core attentions take; arguments that only theirs need are accepted and
     not used: no communication type (the plan says how ranks exchange) and no process groups (the
@@ -40,6 +46,8 @@ class HexiCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         session = _session()
@@ -55,6 +63,26 @@ class HexiCoreAttention(MegatronModule):
             )
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        is_windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        #: How many keys before itself a query sees; ``None``: all.
+        self.window = config.window_size[0] if is_windowed and config.window_size[0] >= 0 else None
+        self.tp_group = (
+            pg_collection.tp if pg_collection else parallel_state.get_tensor_model_parallel_group()
+        )
+        self.softmax_offset = self._sinks(config)
+
+    def _sinks(self, config: TransformerConfig) -> Tensor | None:
+        """The logit of each head's sink, [H]; ``None`` for none."""
+        if config.softmax_type == "vanilla":
+            return None
+        heads = config.num_attention_heads // self.tp_group.size()
+        device = torch.cuda.current_device()
+        if config.softmax_type == "off-by-one":
+            return torch.zeros(heads, device=device, dtype=config.params_dtype)
+        offset = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
+        return config.init_method(offset) if config.perform_initialization else offset
 
     def forward(
         self,
@@ -69,25 +97,21 @@ class HexiCoreAttention(MegatronModule):
         """Attention of this rank's rows.
 
         Args:
-            query: [L, B, H, D], rows of the shard, padding last.
-            key: [L, B, K, D].
-            value: [L, B, K, D].
+            query: [L, B, H, D], rows of the shard, padding last; [L, H, D] with documents.
+            key: [L, B, K, D]; [L, K, D] with documents.
+            value: likewise, of another head size under multi-latent attention.
             attention_mask: must be ``None``: the mask is the plan's.
             attn_mask_type: ``None``, or the one that the layer was built with.
             attention_bias: must be ``None``.
-            packed_seq_params: must be ``None``.
+            packed_seq_params: where documents end, or ``None``.
 
         Returns:
-            [L, B, H D], zero in padding rows.
+            [L, B, H D], zero in padding rows; [L, H D] with documents.
 
         Raises:
             PlanError: an argument that a plan cannot carry out.
         """
-        for name, given in (
-            ("attention_mask", attention_mask),
-            ("attention_bias", attention_bias),
-            ("packed_seq_params", packed_seq_params),
-        ):
+        for name, given in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
             if given is not None:
                 raise PlanError(
                     f"attention was given {name}, which a plan cannot carry out yet; train without it"
@@ -98,11 +122,47 @@ class HexiCoreAttention(MegatronModule):
                 "train without it"
             )
         session = _session()
+        documents = None
+        if packed_seq_params is not None:
+            documents = packed_shard(session, _ends(packed_seq_params)).documents
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        # With documents a shard has other positions, but as many tokens.
         tokens = session.shard.tokens
-        output = session.attention(query[:tokens], key[:tokens], value[:tokens], self.softmax_scale)
+        output = session.attention(
+            query[:tokens],
+            key[:tokens],
+            value[:tokens],
+            self.softmax_scale,
+            Mask(session.given.plan.workload.causal, self.window, documents),
+            self.softmax_offset,
+        )
         output = output.flatten(2)
         padding = session.shard.rows - tokens
-        return torch.cat([output, output.new_zeros(padding, *output.shape[1:])]) if padding else output
+        output = torch.cat([output, output.new_zeros(padding, *output.shape[1:])]) if padding else output
+        return output if documents is None else output.squeeze(1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """The sinks, if they are learned, as Megatron's own attention stores them."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+
+def _ends(packed: Any) -> Tensor:
+    """Where documents end, as Megatron chooses between ends with and without padding."""
+    ends: Tensor = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return ends
 
 
 def _session() -> Session:
@@ -112,12 +172,12 @@ def _session() -> Session:
 
 
 def _replaceable() -> tuple[type, ...]:
-    """Megatron's core attentions that ours stands in for."""
+    """Megatron's core attentions that ours stands in for; ours itself, where it does already."""
     try:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
     except ImportError:
-        return (DotProductAttention,)
-    return (DotProductAttention, TEDotProductAttention)
+        return (HexiCoreAttention, DotProductAttention)
+    return (HexiCoreAttention, DotProductAttention, TEDotProductAttention)
 
 
 def _with_hexi_attention(original: Callable[..., None]) -> Callable[..., None]:
@@ -139,22 +199,21 @@ def _with_hexi_attention(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-ATTENTION_PATCHES = (
+_PARAMETERS = (
+    *("self", "config", "submodules", "layer_number", "attn_mask_type", "attention_type"),
+    *("cp_comm_type", "pg_collection"),
+)
+
+ATTENTION_PATCHES = tuple(
     Patch(
-        target="megatron.core.transformer.attention:Attention.__init__",
+        target=f"megatron.core.transformer.{target}.__init__",
         why="builds our core attention into every attention layer, whichever spec names Megatron's",
         build=_with_hexi_attention,
-        parameters=(
-            "self",
-            "config",
-            "submodules",
-            "layer_number",
-            "attn_mask_type",
-            "attention_type",
-            "cp_comm_type",
-            "pg_collection",
-            "pp_layer_offset",
-            "name",
-        ),
-    ),
+        parameters={"<0.18": (*_PARAMETERS, *before), ">=0.18": (*_PARAMETERS, "pp_layer_offset", "name")},
+    )
+    # Multi-latent attention builds a core attention of its own, after that of the class it is made from.
+    for target, before in (
+        ("attention:Attention", ("pp_layer_offset",)),
+        ("multi_latent_attention:MultiLatentAttention", ()),
+    )
 )

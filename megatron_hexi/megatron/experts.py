@@ -8,6 +8,7 @@ while a shard's padding rows are no tokens (but each is sent to experts: they ne
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -77,15 +78,39 @@ def _of_all_ranks(original: Callable[..., tuple[Any, Any, Any]]) -> Callable[...
     return get_tokens_per_expert_and_token_count
 
 
-def _weighed(original: Callable[..., None]) -> Callable[..., None]:
+def _weighed(original: Callable[..., None], value: str) -> Callable[..., None]:
+    from megatron.core import parallel_state
+
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def record(self: Any, name: str, value: Tensor, *args: Any, **kwargs: Any) -> None:
+    def record(*args: Any, **kwargs: Any) -> None:
         session = active_session()
-        if session is not None and name == "z_loss":
-            value = value * _share(session)
-        original(self, name, value, *args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        if session is not None and call.arguments["name"] == "z_loss":
+            call.arguments[value] = call.arguments[value] * _share(session)
+            # Before 0.19 Megatron logs that of one rank.
+            call.arguments["avg_group"] = parallel_state.get_tensor_and_data_parallel_group(
+                with_context_parallel=True
+            )
+        original(*call.args, **call.kwargs)
 
     return record
+
+
+def _scaled(original: Any) -> Any:
+    from megatron.core import parallel_state
+
+    function = original.__func__
+
+    @functools.wraps(function)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
+        grad_output, scale = function(ctx, grad_output)
+        if active_session() is not None:
+            scale = scale * parallel_state.get_tensor_and_context_parallel_world_size()
+        return grad_output, scale
+
+    return staticmethod(backward)
 
 
 def _share(session: Session) -> float:
@@ -119,12 +144,23 @@ EXPERT_PATCHES = (
         parameters=("routing_map", "reduce_group", "topk", "with_padding_mask"),
     ),
     Patch(
-        target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
-        why="logs the z-loss as a mean over tokens, not over ranks",
-        build=_weighed,
-        parameters=(
-            *("self", "name", "value", "layer_number", "num_layers", "reduce_group", "avg_group"),
-            "needs_dp_avg",
-        ),
+        target="megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.backward",
+        why="scales a router's losses by the tokens of all ranks, where Megatron took one rank's",
+        build=_scaled,
+        parameters=("ctx", "grad_output"),
+        only="<0.19",
+    ),
+    *(
+        Patch(
+            target=f"megatron.core.transformer.moe.{target}",
+            why="logs the z-loss as a mean over tokens, not over ranks",
+            build=functools.partial(_weighed, value=names[-1]),
+            parameters=(*names, "layer_number", "num_layers", "reduce_group", "avg_group", last),
+            only=versions,
+        )
+        for target, names, last, versions in (
+            ("moe_utils:save_to_aux_losses_tracker", ("name", "loss"), "reduce_group_has_dp", "<0.18"),
+            ("moe_logging:MoEMetricsTracker.record", ("self", "name", "value"), "needs_dp_avg", ">=0.18"),
+        )
     ),
 )

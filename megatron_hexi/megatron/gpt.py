@@ -12,38 +12,39 @@ import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
-from megatron.training import get_args, get_timers, pretrain, print_rank_0
-from megatron.training.argument_utils import (
-    gpt_config_from_args,
-    hybrid_config_from_args,
-    pretrain_cfg_container_from_args,
-)
-from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args, parse_args
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training.arguments import core_transformer_config_from_args, parse_args
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron import versions
+from megatron_hexi.megatron.options import masks_documents
 
 #: What a model takes of a batch, each [B, S] on one context-parallel rank; the mask is [B, 1, S, S].
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+#: What says where documents end.
+_PACKING = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+
+_MEGATRON = versions.installed()
 
 #: Arguments of Megatron that `pretrain_gpt.py` carries out and this script does not.
 _NOT_CARRIED_OUT = {
-    "sft": "--sft",
     "fim_data": "--fim-data",
     "logits_load_dir": "--logits-load-dir",
     "logits_save_dir": "--logits-save-dir",
     "hybrid_context_parallel": "--hybrid-context-parallel",
-    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "check_for_spiky_loss": "--check-for-spiky-loss",
     "perform_rl_step": "--perform-rl-step",
     "inprocess_restart": "--inprocess-restart",
     "yaml_cfg": "--yaml-cfg",
+    **_MEGATRON.NOT_CARRIED_OUT,
 }
 
 
@@ -54,17 +55,8 @@ def pretrain_from_command_line() -> None:
         HexiError: the command line asks for something that this script does not carry out.
     """
     _refuse_what_is_not_carried_out(parse_args())  # before Megatron asks what those flags need
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    config_from_args = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
-    config = pretrain_cfg_container_from_args(args, config_from_args(args))
     build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its own
-    pretrain(
-        config,
-        build_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        get_embedding_ranks=embedding_ranks,
-    )
+    _MEGATRON.train(build_datasets, forward_step, embedding_ranks)
 
 
 def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -84,29 +76,29 @@ def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=_packing(batch),
     )
     # Only the last stage, which has a mask, calls it.
     return output, partial(reduce_loss, cast(torch.Tensor, batch["loss_mask"]))
 
 
-def get_batch(
-    data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None
-) -> dict[str, torch.Tensor | None]:
-    """This rank's part of the next microbatch; all None on a pipeline stage that needs no tokens."""
+def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> versions.Batch:
+    """This rank's part of the next microbatch; no tokens on a pipeline stage that needs none."""
     args = get_args()
-    has_mtp = _has_multi_token_prediction(args, vp_stage)
-    if not is_first_or_last_pipeline_stage(vp_stage) and not has_mtp:
-        return dict.fromkeys(_FIELDS)
+    has_mtp = _MEGATRON.predicts_further_tokens(args, vp_stage)
+    is_packed, needs_tokens = _is_packed(args), is_first_or_last_pipeline_stage(vp_stage)
+    fields = (*_FIELDS, *_PACKING)
+    if not needs_tokens and not has_mtp and not is_packed:
+        return dict.fromkeys(fields)
 
-    batch: dict[str, torch.Tensor | None] = {}
+    batch: versions.Batch = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
         sample = next(data_iterator)
-        batch = {name: sample[name].cuda(non_blocking=True) if name in sample else None for name in _FIELDS}
-    batch = get_batch_on_this_tp_rank(
+        batch = {name: sample[name].cuda(non_blocking=True) if name in sample else None for name in fields}
+    batch = _MEGATRON.broadcast_batch(
         batch,
-        has_cu_seqlens=False,
-        is_hybrid_cp=False,
+        is_packed,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
@@ -119,8 +111,33 @@ def get_batch(
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
-    return {name: batch[name] for name in _FIELDS}
+    if needs_tokens or has_mtp:
+        batch = _MEGATRON.cut_batch(batch, per_sequence=is_packed and not args.sft)
+    return {name: batch.get(name) for name in fields}
+
+
+def _packing(batch: versions.Batch) -> PackedSeqParams | None:
+    """Where documents end, for attention; None where a sequence is one."""
+    ends, longest = batch["cu_seqlens"], batch["max_seqlen"]
+    if ends is None or longest is None:
+        return None
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens  # not in 0.17
+
+    ends = ends.squeeze(0)
+    update_seqlen_stats_from_cu_seqlens(ends)
+    padded = batch["cu_seqlens_padded"]
+    padded = None if padded is None else padded.squeeze(0)
+    used = ends if padded is None else padded
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=used,
+        cu_seqlens_kv=used,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=int(longest.item()),
+        max_seqlen_kv=int(longest.item()),
+        tokens_per_sample=get_args().seq_length,
+    )
 
 
 def reduce_loss(
@@ -156,7 +173,7 @@ def build_datasets(sample_counts: list[int | None], vp_stage: int | None = None)
     args = get_args()
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     builder = BlendedMegatronDatasetBuilder(
-        MockGPTDataset if args.mock_data else GPTDataset,
+        SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset,
         sample_counts,
         partial(_needs_dataset, args, vp_stage),
         dataset_config(args),
@@ -197,6 +214,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
         context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 0,
+        **({"inter_document_masking": True} if masks_documents(args) else {}),  # Megatron 0.19
     )
 
 
@@ -211,23 +229,23 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
     return sorted(ranks)
 
 
-def _has_multi_token_prediction(args: Namespace, vp_stage: int | None) -> bool:
-    config = core_transformer_config_from_args(args)
-    return bool(
-        mtp_on_this_rank(config.pipeline_model_parallel_layout, config.mtp_num_layers, False, vp_stage)
-    )
+def _is_packed(args: Namespace) -> bool:
+    """Whether a sample says where its documents end."""
+    return bool(args.sft or masks_documents(args))
 
 
 def _needs_dataset(args: Namespace, vp_stage: int | None) -> bool:
-    """Only the first tensor-parallel rank reads data, on the stages where tokens enter or leave."""
+    """Only the first tensor-parallel rank reads data, where tokens enter or leave, or where documents end."""
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
-    return is_first_or_last_pipeline_stage(vp_stage) or _has_multi_token_prediction(args, vp_stage)
+    if _is_packed(args):
+        return True
+    return is_first_or_last_pipeline_stage(vp_stage) or _MEGATRON.predicts_further_tokens(args, vp_stage)
 
 
 def _refuse_what_is_not_carried_out(args: Namespace) -> None:
     for name, flag in _NOT_CARRIED_OUT.items():
-        if getattr(args, name):
+        if getattr(args, name, None):  # an earlier version may not have it
             raise HexiError(
                 f"{flag}: megatron_hexi.pretrain_gpt does not carry it out; use NVIDIA's script through "
                 "torchrun … -m megatron_hexi.run pretrain_gpt.py"

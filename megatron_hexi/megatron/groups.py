@@ -1,7 +1,9 @@
 """Process groups: after Megatron has made its own, those of the plan.
 
 Megatron's groups stay as they are: uneven shards need no other ranks in them. What it cannot express
-are the A2A groups, of unequal size inside one context-parallel group.
+are the A2A groups, of unequal size inside one domain, and the domains of unequal replicas. Those lie in one
+context-parallel group of all ranks, and one data-parallel group of the same: so gradients, tokens and losses
+are summed over all of them, which is right for any map of sequences and tokens to ranks.
 """
 
 from __future__ import annotations
@@ -61,27 +63,25 @@ def start_session(given: GivenPlan, device: torch.device) -> Session:
     """
     from megatron.core import parallel_state
 
-    domain_group = parallel_state.get_context_parallel_group()
-    replica = parallel_state.get_data_parallel_rank()
-    index = dist.get_rank(domain_group)
-    domain = given.plan.replicas[replica].domain
-    if dist.get_world_size(domain_group) != len(domain.members):
+    all_replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    rank, job_ranks = dist.get_rank(all_replicas), dist.get_process_group_ranks(all_replicas)
+    if len(job_ranks) != given.plan.ranks:
         raise PlanError(
-            f"{given.path}: replica {replica} has {len(domain.members)} ranks, Megatron's context-parallel "
-            f"group {dist.get_world_size(domain_group)}; make the two equal"
+            f"{given.path}: the plan has {given.plan.ranks} ranks, Megatron's data-and-context-parallel "
+            f"group {len(job_ranks)}; make the two equal"
         )
-    schedules = Schedules(given.plan.workload, domain, index, given.plan.exchange.parts)
+    domains = [replica.domain for replica in given.plan.replicas]
+    ranks = [[member.rank for member in domain.members] for domain in domains]
+    replica = next(number for number, own in enumerate(ranks) if rank in own)
+    index = ranks[replica].index(rank)
+    schedules = Schedules(given.plan.workload, domains[replica], index, given.plan.exchange.parts)
     schedule = schedules()
-    job_ranks = dist.get_process_group_ranks(domain_group)
-    # Groups of different size cannot be made by all ranks in one order, so each is made by its members
-    # alone. A rank that is alone makes one too: torch names groups by how many a process has made, and
-    # with unequal counts the next group that ranks make together would hang.
-    a2a_group = dist.new_group(
-        [job_ranks[i] for i in schedule.members],
-        use_local_synchronization=True,
-        group_desc="HEXI_A2A_GROUP",
-    )
-    assert isinstance(a2a_group, dist.ProcessGroup), "this rank is a member"
+    domain_ranks = [job_ranks[member] for member in ranks[replica]]
+    domain_group = parallel_state.get_context_parallel_group()
+    if given.shares is not None:
+        domain_group = _own_group(domain_ranks, "HEXI_DOMAIN_GROUP")
+    a2a_group = _own_group([domain_ranks[member] for member in schedule.members], "HEXI_A2A_GROUP")
+    assert dist.get_process_group_ranks(domain_group) == domain_ranks, "the plan was checked for these groups"
     attention = DomainAttention(
         given.plan.workload,
         schedules,
@@ -90,7 +90,20 @@ def start_session(given: GivenPlan, device: torch.device) -> Session:
         window=given.plan.exchange.window,
         kernel_name=given.kernel,
     )
-    return Session(given, attention, local_shard(schedule, given.row_multiple, device))
+    shard = local_shard(schedule, given.row_multiple, device)
+    return Session(given, attention, shard, given.shares[replica] if given.shares else None)
+
+
+def _own_group(ranks: list[int], name: str) -> dist.ProcessGroup:
+    """A group that this rank belongs to.
+
+    Groups of different size cannot be made by all ranks in one order, so each is made by its members alone. A
+    rank that is alone makes one too: torch names groups by how many a process has made, and with unequal
+    counts the next group that ranks make together would hang.
+    """
+    group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+    return group
 
 
 def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -133,14 +146,19 @@ def _agree(given: GivenPlan | None) -> None:
 def _announce(given: GivenPlan) -> None:
     if dist.get_rank() != 0:
         return
-    groups = "; ".join(
-        " + ".join(str(len(group.members)) for group in replica.domain.groups)
-        for replica in given.plan.replicas
-    )
+    replicas = given.plan.replicas
+    groups = [" + ".join(str(len(group.members)) for group in replica.domain.groups) for replica in replicas]
+    if given.shares is None:
+        ranks = f"{len(replicas)} x {len(replicas[0].domain.members)} ranks in groups of {'; '.join(groups)}"
+    else:
+        sizes = ", ".join(str(len(replica.domain.members)) for replica in replicas)
+        counts = ", ".join(str(share.count) for share in given.shares)
+        ranks = (
+            f"unequal replicas of {sizes} ranks in groups of {'; '.join(groups)}, which take {counts} of "
+            f"{given.shares[0].total} micro-batches"
+        )
     print(
-        f"hexi: plan {given.path} ({given.digest[:12]}): {len(given.plan.replicas)} x "
-        f"{len(given.plan.replicas[0].domain.members)} ranks in groups of {groups}; "
-        f"attention kernel {given.kernel}",
+        f"hexi: plan {given.path} ({given.digest[:12]}): {ranks}; attention kernel {given.kernel}",
         file=sys.stderr,
         flush=True,
     )

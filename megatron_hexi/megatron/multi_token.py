@@ -73,16 +73,23 @@ def _summed(original: Any) -> Any:
 
     @functools.wraps(function)
     def save_metrics_to_tracker(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        from megatron.core import parallel_state
+
         session = active_session()
         if session is not None:
-            # Megatron takes the mean over ranks; each has its part of the sum over the count of all.
-            loss = loss * dist.get_world_size(session.attention.domain_group)
+            # Megatron takes the mean over ranks; each has its part of the sum over the count of all. Unequal
+            # replicas lie in one context-parallel group, and that many ranks divide the sum of their means.
+            loss = loss * parallel_state.get_context_parallel_world_size()
         function(loss, *args, **kwargs)
 
     return staticmethod(save_metrics_to_tracker)
 
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
+_LOSS = (
+    *("hidden_states", "labels", "loss_mask", "output_layer", "output_weight"),
+    *("runtime_gather_output", "is_training", "compute_language_model_loss", "config", "cp_group"),
+)
 
 MULTI_TOKEN_PATCHES = (
     Patch(
@@ -95,18 +102,22 @@ MULTI_TOKEN_PATCHES = (
         target=f"{_MODULE}:process_mtp_loss",
         why="weighs the losses of further tokens by the counts of all ranks",
         build=_over_all_tokens,
-        parameters=(
-            *("hidden_states", "labels", "loss_mask", "output_layer", "output_weight"),
-            *("runtime_gather_output", "is_training", "compute_language_model_loss", "config", "cp_group"),
-            *("tp_group", "packed_seq_params", "scale_logits_fn", "input_ids"),
-        ),
+        parameters={
+            "<0.19": (*_LOSS, "packed_seq_params", "scale_logits_fn"),
+            ">=0.19": (*_LOSS, "tp_group", "packed_seq_params", "scale_logits_fn", "input_ids"),
+        },
     ),
-    Patch(
-        target=f"{_MODULE}:MTPLossLoggingHelper.save_metrics_to_tracker",
-        why="logs the losses of further tokens as means over tokens, not over ranks",
-        build=_summed,
-        parameters=(
-            *("loss", "correct", "total", "layer_number", "num_layers", "reduce_group", "avg_group"),
-        ),
+    *(
+        Patch(
+            target=f"{_MODULE}:MTPLossLoggingHelper.{saver}",
+            why="logs the losses of further tokens as means over tokens, not over ranks",
+            build=_summed,
+            parameters=("loss", *counts, "layer_number", "num_layers", "reduce_group", "avg_group"),
+            only=versions,
+        )
+        for saver, counts, versions in (
+            ("save_loss_to_tracker", (), "<0.19"),
+            ("save_metrics_to_tracker", ("correct", "total"), ">=0.19"),
+        )
     ),
 )

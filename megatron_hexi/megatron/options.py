@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_hexi.errors import PlanError
+from megatron_hexi.patching import is_installed
 
 _TRAINING = "tests/megatron/test_option_training.py::test_losses_and_gradient_norms_are_those_without_a_plan"
+_UNEQUAL = "tests/megatron/test_unequal_replicas.py::test_training_is_that_of_one_rank[{}]"
 _REFUSAL = "tests/megatron/test_option_refusals.py::test_an_option_is_refused_by_its_real_name"
 
 
@@ -41,6 +43,8 @@ class Refused:
         reason: why a plan cannot carry it out.
         remedy: what to do instead.
         values: which values of the option are refused; empty: any.
+        unequal: whether it is refused beside unequal replicas only.
+        versions: of megatron-core in which it is refused (PEP 440); empty: all.
     """
 
     option: str
@@ -48,11 +52,18 @@ class Refused:
     reason: str
     remedy: str = "train without it"
     values: str = ""
+    unequal: bool = False
+    versions: str = ""
+
+    @property
+    def name(self) -> str:
+        """Tells it from all others: an option may be refused for several reasons in different jobs."""
+        return self.option + ("-unequal" if self.unequal else "") + self.versions
 
     @property
     def test(self) -> str:
         """The test of its message."""
-        return f"{_REFUSAL}[{self.option}]"
+        return f"{_REFUSAL}[{self.name}]"
 
 
 def _shown(flags: str, case: str, note: str = "") -> Supported:
@@ -60,10 +71,25 @@ def _shown(flags: str, case: str, note: str = "") -> Supported:
     return Supported(flags, f"{_TRAINING}[{case}]", note)
 
 
-def _given(option: str, reason: str, remedy: str = "train without it", name: str | None = None) -> Refused:
-    """Refused when set to anything but nothing; `name` is that of the argument, if not the flag's."""
+def _given(
+    option: str,
+    reason: str,
+    remedy: str = "train without it",
+    name: str | None = None,
+    since: str | None = None,
+) -> Refused:
+    """Refused when set to anything but nothing.
+
+    Args:
+        option: the flag.
+        reason: why a plan cannot carry it out.
+        remedy: what to do instead.
+        name: of the argument, if not the flag's.
+        since: the first version of megatron-core in which it is.
+    """
     name = name or option.removeprefix("--").replace("-", "_")
-    return Refused(option, lambda args: bool(getattr(args, name, None)), reason, remedy)
+    versions = f">={since}" if since else ""
+    return Refused(option, lambda args: bool(getattr(args, name, None)), reason, remedy, versions=versions)
 
 
 def _other_than(usual: object, option: str, reason: str, remedy: str = "train without it") -> Refused:
@@ -94,8 +120,50 @@ def _gathers_or_is_flexible(args: Namespace) -> bool:
     return kind == "flex" or (kind == "allgather" and args.expert_model_parallel_size > 1)
 
 
+def _balances_sequences(args: Namespace) -> bool:
+    kind = args.moe_router_load_balancing_type
+    return bool(args.num_experts) and "seq_aux_loss" in (kind if isinstance(kind, list) else [kind])
+
+
+def _with_fused_rotary(option: str) -> Refused:
+    """Refused beside Megatron's fused rotary kernel."""
+    name = option.removeprefix("--").replace("-", "_")
+    return Refused(
+        option,
+        lambda args: getattr(args, name, False) and args.apply_rope_fusion,
+        "the fused rotary kernel knows equal shards only",
+        "give --no-rope-fusion too",
+        "without --no-rope-fusion",
+    )
+
+
+def masks_documents(args: Namespace) -> bool:
+    """Whether ``--dataloader-inter-document-masking`` is given; Megatron has it since 0.19."""
+    return getattr(args, "dataloader_inter_document_masking", False)
+
+
+def _is_packed(args: Namespace) -> bool:
+    return masks_documents(args) or args.sft
+
+
+def _before_0_19(option: str, used: Callable[[Namespace], bool]) -> Refused:
+    """Carried out with megatron-core 0.19 only, which changed what is replaced for it."""
+    reason, remedy = (
+        "megatron-core cut it elsewhere before 0.19",
+        "install megatron-core 0.19, or train without it",
+    )
+    return Refused(option, used, reason, remedy, versions="<0.19")
+
+
 def _hybrid_layers(args: Namespace) -> str:
     return args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
+
+
+def _beside_unequal(
+    option: str, used: Callable[[Namespace], bool], reason: str, remedy: str, values: str = ""
+) -> Refused:
+    """Refused where the plan's replicas are unequal."""
+    return Refused(option, used, reason, remedy, values, unequal=True)
 
 
 _UNSHOWN = "it was not shown to be exact under a plan yet"
@@ -110,9 +178,28 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         _shown("--qk-l2-norm", "qk-l2-norm-groups"),
         _shown("--attention-output-gate, --add-qkv-bias", "gated-attention-groups"),
         _given("--attention-dropout", _DRAWS, "give --attention-dropout 0"),
-        _given("--window-size", "blocks between groups have no window yet"),
-        _other_than("vanilla", "--softmax-type", "sinks are not merged over blocks yet"),
-        _given("--multi-latent-attention", "keys and values of different size are not exchanged yet"),
+        _shown("--window-size", "windows-groups", "keys that no query of another group sees do not travel"),
+        Refused(
+            "--window-size",
+            lambda args: args.window_size is not None and args.window_size[1] != 0,
+            "a causal query sees no later keys",
+            "give --window-size N,0",
+            "with a second number other than 0",
+        ),
+        _shown("--window-attn-skip-freq", "alternating-windows-groups"),
+        _shown("--softmax-type off-by-one, learnable", "sinks-groups"),
+        _shown(
+            "--multi-latent-attention",
+            "latent-groups",
+            "a plan has head_dim, of keys, and value_dim: `hexi proportion --value-dim`",
+        ),
+        Refused(
+            "--multi-latent-attention",
+            lambda args: args.multi_latent_attention and (args.apply_rope_fusion or _is_packed(args)),
+            "the fused rotary kernel and packed values know equal shards only",
+            "give --no-rope-fusion, and neither --dataloader-inter-document-masking nor --sft",
+            "without --no-rope-fusion, or with --dataloader-inter-document-masking or --sft",
+        ),
         _given("--experimental-attention-variant", "its layers are not cut by a plan"),
         _given("--qk-clip", "the largest logit is not tracked over blocks"),
         _given("--log-max-attention-logit", "the largest logit is not tracked over blocks"),
@@ -147,9 +234,38 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "learned-positions-groups",
             "positions count from the document's start where they are learned; rotary ones never do",
         ),
-        _given("--reset-attention-mask", "document masks are not cut by a plan yet"),
-        _given("--sft", "packed sequences are not cut by a plan yet"),
-        _given("--dataloader-inter-document-masking", "document masks are not cut by a plan yet"),
+        _shown(
+            "--dataloader-inter-document-masking",
+            "documents-groups",
+            "each document is cut over all groups, so that each has its part of the work",
+        ),
+        Supported(
+            "--sft",
+            "tests/megatron/test_conversations.py::test_packed_conversations_train_as_on_one_rank[windows-sinks]",
+            "conversations are cut as documents are",
+        ),
+        _before_0_19("--sft", lambda args: args.sft),
+        _with_fused_rotary("--dataloader-inter-document-masking"),
+        _with_fused_rotary("--sft"),
+        Refused(
+            "--eval-iters",
+            lambda args: args.sft and args.eval_iters != 0,
+            "Megatron averages such losses over ranks, as if all had equal parts of a sequence",
+            "give --eval-iters 0 and --split 100,0,0",
+            "other than 0 with --sft",
+        ),
+        Refused(
+            "--micro-batch-size",
+            lambda args: _is_packed(args) and args.micro_batch_size > 1,
+            "Megatron lays the samples of a packed batch out as one sequence",
+            "give --micro-batch-size 1",
+            "above 1 with --dataloader-inter-document-masking or --sft",
+        ),
+        _given(
+            "--reset-attention-mask",
+            "a plan makes its own masks",
+            "give --dataloader-inter-document-masking in its place",
+        ),
         _given("--decoder-seq-length", "a plan has one sequence length"),
     ),
     "Other ways to cut the sequence": (
@@ -216,9 +332,79 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         _given("--use-torch-fsdp2", _UNSHOWN),
         _given("--use-megatron-fsdp", _UNSHOWN),
     ),
+    "Unequal replicas": (
+        Supported(
+            "other numbers of ranks, other shares of the batch, ranks in any order",
+            _UNEQUAL.format("two-and-one"),
+            "all ranks form one context-parallel group of Megatron's; no rank computes another's sequences",
+        ),
+        Supported("--tensor-model-parallel-size, --sequence-parallel", _UNEQUAL.format("sequence-parallel")),
+        Supported("--pipeline-model-parallel-size", _UNEQUAL.format("pipeline")),
+        Supported(
+            "--num-layers-per-virtual-pipeline-stage",
+            _UNEQUAL.format("virtual-pipeline"),
+            "each replica takes a multiple of --pipeline-model-parallel-size micro-batches",
+        ),
+        Supported(
+            "--use-distributed-optimizer, --overlap-grad-reduce, --overlap-param-gather",
+            _UNEQUAL.format("distributed-optimizer"),
+        ),
+        Supported("--recompute-granularity full", _UNEQUAL.format("recompute")),
+        Supported("--mtp-num-layers", _UNEQUAL.format("multi-token")),
+        Supported("--window-size, --softmax-type", _UNEQUAL.format("windows-sinks")),
+        Supported("--dataloader-inter-document-masking", _UNEQUAL.format("documents")),
+        Supported("--dataloader-type cyclic", _UNEQUAL.format("cyclic")),
+        _beside_unequal(
+            "--num-experts",
+            lambda args: bool(args.num_experts),
+            "routers and experts join ranks that run different numbers of micro-batches",
+            "make a plan with equal replicas: --data-parallel N in place of auto",
+        ),
+        _beside_unequal(
+            "--sft",
+            lambda args: args.sft,
+            "Megatron pads conversations by the context-parallel size, and averages their losses over ranks",
+            "make a plan with equal replicas: --data-parallel N in place of auto",
+        ),
+        _beside_unequal(
+            "--dataloader-type",
+            lambda args: args.dataloader_type == "external",
+            "an external loader does not know which sequences are a replica's",
+            "use single or cyclic",
+            "external",
+        ),
+        _beside_unequal(
+            "--eval-global-batch-size",
+            lambda args: getattr(args, "eval_global_batch_size", None) not in (None, args.global_batch_size),
+            "replicas take what they take in training",
+            "leave it out",
+            "any but --global-batch-size",
+        ),
+        _beside_unequal(
+            "--eval-micro-batch-size",
+            lambda args: getattr(args, "eval_micro_batch_size", None) not in (None, args.micro_batch_size),
+            "replicas take what they take in training",
+            "leave it out",
+            "any but --micro-batch-size",
+        ),
+        _beside_unequal(
+            "--iterations-to-skip",
+            lambda args: bool(args.iterations_to_skip),
+            "a skipped iteration draws as many micro-batches on all ranks",
+            "train without it",
+        ),
+    ),
     "Batches": (
         _shown("--global-batch-size", "accumulation-replicas", "gradients of several micro-batches add up"),
-        _shown("--rampup-batch-size", "rampup-groups"),
+        _shown(
+            "--step-batch-size-schedule",
+            "batch-schedule-groups",
+            "with equal replicas that do not state their micro_batches",
+        ),
+        _given("--rampup-batch-size", "Megatron ignores it", "give --step-batch-size-schedule", since="0.18"),
+        Refused(
+            "--rampup-batch-size", lambda args: args.rampup_batch_size is not None, _UNSHOWN, versions="<0.18"
+        ),
         Supported(
             "--eval-iters, --eval-interval",
             "tests/megatron/test_option_training.py::test_evaluation_gives_the_loss_without_a_plan",
@@ -255,6 +441,14 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "it balances the tokens of a rank, as if all had equal parts of a sequence",
             "use aux_loss, seq_aux_loss, global_aux_loss or none",
         ),
+        Refused(
+            "--moe-router-load-balancing-type",
+            lambda args: args.micro_batch_size > 1 and _balances_sequences(args),
+            "before 0.19 Megatron divides it by the micro-batch size under --calculate-per-token-loss",
+            "install megatron-core 0.19, or give --micro-batch-size 1",
+            "seq_aux_loss with --micro-batch-size above 1",
+            versions="<0.19",
+        ),
         _shown("--moe-token-dispatcher-type allgather, experts on one rank", "experts-gathered-groups"),
         Refused(
             "--moe-token-dispatcher-type",
@@ -280,13 +474,16 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         _shown("--mtp-num-layers, --mtp-loss-scaling-factor", "multi-token-groups"),
         Refused(
             "--mtp-num-layers",
-            lambda args: bool(args.mtp_num_layers) and args.pipeline_model_parallel_size > 1,
-            "Megatron cannot save such a pipeline under the local layer spec, so nothing was shown",
-            "give --pipeline-model-parallel-size 1",
-            "with --pipeline-model-parallel-size above 1",
+            lambda args: (
+                bool(args.mtp_num_layers) and (args.pipeline_model_parallel_size > 1 or _is_packed(args))
+            ),
+            "it was not shown to be exact over pipeline stages, nor within documents",
+            "give --pipeline-model-parallel-size 1, and no --dataloader-inter-document-masking or --sft",
+            "with --pipeline-model-parallel-size above 1, --dataloader-inter-document-masking or --sft",
         ),
         _given("--hidden-dropout", _DRAWS, "give --hidden-dropout 0"),
         _shown("--hybrid-layer-pattern of attention (*) and MLP (-) layers", "hybrid-model-groups"),
+        _before_0_19("--hybrid-layer-pattern", lambda args: bool(_hybrid_layers(args))),
         Refused(
             "--hybrid-layer-pattern",
             lambda args: not set(_hybrid_layers(args)) <= set("*-|"),
@@ -364,14 +561,18 @@ def refuse_yaml_configuration(argv: Sequence[str]) -> None:
         )
 
 
-def refuse_unsupported(args: Namespace) -> None:
+def refuse_unsupported(args: Namespace, unequal: bool) -> None:
     """Refuse the first option of the job that a plan does not carry out.
+
+    Args:
+        args: Megatron's arguments.
+        unequal: whether the plan's replicas are unequal.
 
     Raises:
         PlanError: with the option, the reason and the remedy.
     """
     for option in refused():
-        if option.used(args):
-            raise PlanError(
-                f"{option.option} does not work with --hexi-plan: {option.reason}; {option.remedy}"
-            )
+        applies = (unequal or not option.unequal) and (not option.versions or is_installed(option.versions))
+        if applies and option.used(args):
+            beside = "unequal replicas" if option.unequal else "--hexi-plan"
+            raise PlanError(f"{option.option} does not work with {beside}: {option.reason}; {option.remedy}")

@@ -10,12 +10,12 @@ _HEAD = """\
 <!-- Made from megatron_hexi/megatron/options.py:
      python -m megatron_hexi.megatron.options_page > docs/options.md -->
 
-Every option of Megatron 0.19 that meets context parallelism is either carried out or refused by name, with a
-reason and a remedy, before anything is allocated. **yes**: under uneven plans the losses and gradient norms
-of real training are, to 1e-5 in fp32, those of the same job without context parallelism. Where tokens are
-masked out of the loss, that job has `--calculate-per-token-loss` too, which a plan always sets: without it
-Megatron takes the mean of the means of micro-batches. The last column names the test that shows it; those of
-refused options assert the message.
+Every option of Megatron 0.17 to 0.19 that meets context parallelism is either carried out or refused by
+name, with a reason and a remedy, before anything is allocated. **yes**: under uneven plans the losses and
+gradient norms of real training are, to 1e-5 in fp32, those of the same job without context parallelism.
+Where tokens are masked out of the loss, that job has `--calculate-per-token-loss` too, which a plan
+always sets: without it Megatron takes the mean of the means of micro-batches. The last column names the
+test that shows it; those of refused options assert the message.
 """
 
 
@@ -30,8 +30,9 @@ def page() -> str:
             if isinstance(option, Supported):
                 name, answer, note = _marked(option.flags), "**yes**", option.note
             else:
-                values = f": {option.values}" if option.values else ""
-                name, answer = _marked(option.option) + values, "refused"
+                versions = f"megatron-core {option.versions}" if option.versions else ""
+                values = ", ".join(filter(None, (option.values, versions)))
+                name, answer = _marked(option.option) + (f": {values}" if values else ""), "refused"
                 note = f"{option.reason}; {option.remedy}"
             parts.append(f"| {name} | {answer} | {note} | {_linked(option.test)} |\n")
     return "".join(parts)

@@ -13,7 +13,10 @@ from megatron_hexi.megatron.metrics import METRICS_PATCHES
 from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES
 from megatron_hexi.megatron.optimizer import OPTIMIZER_PATCHES
 from megatron_hexi.megatron.pipeline import PIPELINE_PATCHES
+from megatron_hexi.megatron.progress import PROGRESS_PATCHES
 from megatron_hexi.megatron.rotary import ROTARY_PATCHES
+from megatron_hexi.megatron.samplers import SAMPLER_PATCHES
+from megatron_hexi.megatron.step_times import STEP_TIME_PATCHES
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform import Platform
 
@@ -26,9 +29,12 @@ def all_patches(platform: Platform) -> list[Patch]:
         HELPERS_PATH,
         COMPILE_HELPERS,
         *METRICS_PATCHES,
+        *STEP_TIME_PATCHES,
+        *PROGRESS_PATCHES,
         *OPTIMIZER_PATCHES,
         *CHECKPOINT_PATCHES,
         *group_patches(platform.device),
+        *SAMPLER_PATCHES,
         *BATCH_PATCHES,
         *ROTARY_PATCHES,
         *ATTENTION_PATCHES,

@@ -1,7 +1,9 @@
-"""Pipeline shapes: what a stage sends is as long as this rank's rows.
+"""What Megatron's schedules are told: the rows that a stage sends, and the micro-batches that it runs.
 
-Megatron computes the length as ``seq_length // context_parallel_size`` in several places. All of them
-come out right when the schedule is told this rank's rows times that size.
+Megatron computes the rows as ``seq_length // context_parallel_size`` in several places. All of them come
+out right when the schedule is told this rank's rows times that size. Where replicas differ, each runs as
+many micro-batches as it takes of the global batch; what ranks of several replicas do together (gradients,
+the count of tokens, losses) comes once, after the last of them.
 """
 
 from __future__ import annotations
@@ -10,13 +12,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
 
 
-def _with_local_length(original: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+def _with_own_sizes(original: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
     @functools.wraps(original)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         schedule = original(*args, **kwargs)
@@ -27,12 +27,23 @@ def _with_local_length(original: Callable[..., Callable[..., Any]]) -> Callable[
 
 
 def _told(schedule: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    length = session.shard.rows * dist.get_world_size(session.attention.domain_group)
+    from megatron.core import parallel_state
+
+    length = session.shard.rows * parallel_state.get_context_parallel_world_size()
+    share = session.share
 
     @functools.wraps(schedule)
-    def forward_backward(*, seq_length: int, decoder_seq_length: int | None = None, **kwargs: Any) -> Any:
+    def forward_backward(
+        *, num_microbatches: int, seq_length: int, decoder_seq_length: int | None = None, **kwargs: Any
+    ) -> Any:
+        if share is not None:
+            assert num_microbatches == share.total, "no job with other batches passes the checks"
+            num_microbatches = share.count
         return schedule(
-            seq_length=length, decoder_seq_length=None if decoder_seq_length is None else length, **kwargs
+            num_microbatches=num_microbatches,
+            seq_length=length,
+            decoder_seq_length=None if decoder_seq_length is None else length,
+            **kwargs,
         )
 
     return forward_backward
@@ -41,8 +52,11 @@ def _told(schedule: Callable[..., Any], session: Session) -> Callable[..., Any]:
 PIPELINE_PATCHES = (
     Patch(
         target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-        why="stages send as many rows as this rank holds, not an equal share",
-        build=_with_local_length,
-        parameters=("pp_size", "vp_size", "schedule_pg_collection"),
+        why="stages send as many rows as this rank holds, and run as many micro-batches as its replica takes",
+        build=_with_own_sizes,
+        parameters={
+            "<0.19": ("pp_size", "vp_size"),
+            ">=0.19": ("pp_size", "vp_size", "schedule_pg_collection"),
+        },
     ),
 )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 import torch
 
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.options import refuse_unsupported
-from megatron_hexi.megatron.session import GivenPlan, set_given_plan
-from megatron_hexi.plan import Plan, plan_digest, read_plan
+from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
+from megatron_hexi.plan import Plan, Share, deal_micro_batches, has_equal_replicas, plan_digest, read_plan
+from megatron_hexi.record import open_record
 from megatron_hexi.runtime import select_kernel
 
 
@@ -33,15 +35,24 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
             raise HexiError(
                 f"--hexi-kernel {args.hexi_kernel}: chooses the kernel of a plan; give --hexi-plan too"
             )
+        if args.hexi_record is not None:
+            raise HexiError(
+                f"--hexi-record {args.hexi_record}: records a run under a plan; give --hexi-plan too, or "
+                "--hexi-metrics instead"
+            )
         return []
     plan = read_plan(args.hexi_plan)
-    refuse_unsupported(args)
+    refuse_unsupported(args, unequal=not has_equal_replicas(plan))
     changed = _set_decided_arguments(args, given, plan)
     check_workload(args, plan)
     check_ranks(args, plan)
-    kernel = select_kernel(args.hexi_kernel, device, _dtype(args), plan.workload.head_dim)
+    shares = take_shares(args, plan)
+    widest = max(plan.workload.head_dim, plan.workload.value_size)
+    kernel = select_kernel(args.hexi_kernel, device, _dtype(args), widest)
     row_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    set_given_plan(GivenPlan(plan, args.hexi_plan, plan_digest(plan), kernel.name, row_multiple))
+    if args.hexi_record is not None and args.rank == 0:
+        open_record(Path(args.hexi_record))
+    set_given_plan(GivenPlan(plan, args.hexi_plan, plan_digest(plan), kernel.name, row_multiple, shares))
     return changed
 
 
@@ -53,6 +64,11 @@ def check_workload(args: Namespace, plan: Plan) -> None:
     """
     workload = plan.workload
     grouped = args.group_query_attention
+    latent = args.multi_latent_attention
+    key_dim, key_flag = args.kv_channels or args.hidden_size // args.num_attention_heads, "--kv-channels"
+    if latent:
+        key_dim = args.qk_head_dim + args.qk_pos_emb_head_dim
+        key_flag = "--qk-head-dim and --qk-pos-emb-head-dim with a sum of"
     sizes = (
         ("seq_length", workload.seq_length, "--seq-length", args.seq_length or args.encoder_seq_length),
         ("heads", workload.heads, "--num-attention-heads", args.num_attention_heads),
@@ -60,14 +76,15 @@ def check_workload(args: Namespace, plan: Plan) -> None:
             "kv_heads",
             workload.kv_heads,
             "--num-query-groups",
-            args.num_query_groups if grouped else args.num_attention_heads,
+            args.num_query_groups if grouped and not latent else args.num_attention_heads,
         ),
         (
             "head_dim",
             workload.head_dim,
-            "--kv-channels",
-            args.kv_channels or args.hidden_size // args.num_attention_heads,
+            key_flag,
+            key_dim,
         ),
+        ("value_dim", workload.value_size, "--v-head-dim", args.v_head_dim if latent else key_dim),
         ("layers", workload.layers, "--num-layers", args.num_layers),
         ("hidden_size", workload.hidden_size, "--hidden-size", args.hidden_size),
         (
@@ -90,71 +107,98 @@ def check_workload(args: Namespace, plan: Plan) -> None:
 
 
 def check_ranks(args: Namespace, plan: Plan) -> None:
-    """Hold the plan's replicas against the ranks and the batch of the job.
+    """Hold the plan's ranks against those of the job.
 
     Raises:
-        PlanError: they differ, or the plan deals ranks as Megatron's rectangle cannot.
+        PlanError: they differ; with both values.
     """
-    path = args.hexi_plan
-    sizes = [len(replica.domain.members) for replica in plan.replicas]
-    if len(set(sizes)) > 1:
-        raise PlanError(
-            f"{path}: replicas have {', '.join(map(str, sizes))} ranks; give all of them the same number "
-            "(unequal replicas are not carried out yet)"
+    path, size = args.hexi_plan, _context_parallel_size(plan)
+    if args.context_parallel_size != size:
+        what = (
+            f"a replica has {size} ranks"
+            if has_equal_replicas(plan)
+            else f"unequal replicas lie in one context-parallel group of all {size} ranks"
         )
-    if args.context_parallel_size != sizes[0]:
         raise PlanError(
-            f"{path}: a replica has {sizes[0]} ranks, the job has --context-parallel-size "
-            f"{args.context_parallel_size}; give --context-parallel-size {sizes[0]}, or leave it out"
+            f"{path}: {what}, the job has --context-parallel-size {args.context_parallel_size}; give "
+            f"--context-parallel-size {size}, or leave it out"
         )
-    for number, replica in enumerate(plan.replicas):
-        ranks = [member.rank for member in replica.domain.members]
-        first = number * sizes[0]
-        if ranks != list(range(first, first + sizes[0])):
-            raise PlanError(
-                f"{path}: replicas[{number}] has the ranks {_short(ranks)}, Megatron deals it {first} to "
-                f"{first + sizes[0] - 1}; number them so (ranks dealt by the plan are not carried out yet)"
-            )
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     needed = plan.ranks * model
     if args.world_size != needed:
+        sizes = " + ".join(str(len(replica.domain.members)) for replica in plan.replicas)
         raise PlanError(
-            f"{path}: {len(plan.replicas)} replicas of {sizes[0]} ranks, tensor x pipeline parallel {model}, "
-            f"are {needed} ranks, the job has {args.world_size}; start {needed} ranks or use another plan"
+            f"{path}: replicas of {sizes} ranks, tensor x pipeline parallel {model}, are {needed} ranks, the "
+            f"job has {args.world_size}; start {needed} ranks or use another plan"
         )
-    _check_shares(args, plan)
 
 
-def _check_shares(args: Namespace, plan: Plan) -> None:
-    """Replicas' shares of the global batch: equal ones only, and as large as the job's."""
-    shares = [replica.micro_batches for replica in plan.replicas]
-    stated = [share for share in shares if share is not None]
-    if not stated:
+def take_shares(args: Namespace, plan: Plan) -> tuple[Share, ...] | None:
+    """Deal the micro-batches of a global batch to the replicas.
+
+    Args:
+        args: Megatron's arguments, with a global batch size.
+        plan: the plan.
+
+    Returns:
+        What each replica takes; ``None`` where replicas are equal, and Megatron deals them.
+
+    Raises:
+        PlanError: the batch is not the plan's.
+    """
+    if not _deals_micro_batches(plan):
+        return None
+    path = args.hexi_plan
+    try:
+        shares = deal_micro_batches(plan, args.global_batch_size, args.micro_batch_size)
+    except PlanError as problem:
+        raise PlanError(
+            f"{path}: {problem} (--global-batch-size {args.global_batch_size}, --micro-batch-size "
+            f"{args.micro_batch_size})"
+        ) from None
+    return None if has_equal_replicas(plan) else shares
+
+
+def check_interleaving(args: Namespace) -> None:
+    """Check that an interleaved pipeline can run what each replica takes.
+
+    It runs micro-batches in groups; Megatron would find out on the ranks of one replica alone, and late.
+
+    Args:
+        args: Megatron's arguments, checked by Megatron.
+
+    Raises:
+        PlanError: a replica takes too few micro-batches, or leaves too few for its last group.
+    """
+    given = given_plan()
+    if given is None or given.shares is None or args.virtual_pipeline_model_parallel_size is None:
         return
-    if len(set(shares)) > 1:
-        raise PlanError(
-            f"{args.hexi_plan}: replicas take {', '.join(map(str, shares))} micro-batches; give all of them "
-            "the same, or none (unequal shares are not carried out yet)"
-        )
-    if args.rampup_batch_size is not None:
-        raise PlanError(
-            f"{args.hexi_plan}: replicas state their micro_batches, the job has --rampup-batch-size; "
-            "leave micro_batches out"
-        )
-    batch = args.global_batch_size
-    sequences = sum(stated) * args.micro_batch_size
-    if batch is not None and sequences != batch:
-        raise PlanError(
-            f"{args.hexi_plan}: {sum(stated)} micro-batches of {args.micro_batch_size} are {sequences} "
-            f"sequences, the job has --global-batch-size {batch}; make the two equal"
-        )
+    stages = args.pipeline_model_parallel_size
+    group = args.microbatch_group_size_per_vp_stage or stages
+    for number, share in enumerate(given.shares):
+        if share.count < group or 0 < share.count % group < stages:
+            raise PlanError(
+                f"{given.path}: replicas[{number}] takes {share.count} micro-batches, an interleaved "
+                f"pipeline runs {group} at a time; give every replica a multiple of {group}"
+            )
+
+
+def _deals_micro_batches(plan: Plan) -> bool:
+    """Whether the plan says anything of the batch."""
+    stated = any(replica.micro_batches is not None for replica in plan.replicas)
+    return stated or not has_equal_replicas(plan)
+
+
+def _context_parallel_size(plan: Plan) -> int:
+    """Megatron's; unequal replicas do not fit its rectangle, and lie in one group together."""
+    return len(plan.replicas[0].domain.members) if has_equal_replicas(plan) else plan.ranks
 
 
 def _set_decided_arguments(args: Namespace, given: set[str], plan: Plan) -> list[str]:
     """Set what a plan decides, where the user said nothing else."""
     changed = []
     if "--context-parallel-size" not in given:
-        args.context_parallel_size = len(plan.replicas[0].domain.members)
+        args.context_parallel_size = _context_parallel_size(plan)
         changed.append(f"--context-parallel-size {args.context_parallel_size}")
     if not args.calculate_per_token_loss:
         # Ranks hold different numbers of tokens: only a mean over tokens is the mean of the batch.
@@ -164,6 +208,7 @@ def _set_decided_arguments(args: Namespace, given: set[str], plan: Plan) -> list
         # [S, S] values for each sequence, which the kernels do not read.
         args.create_attention_mask_in_dataloader = False
         changed.append("--no-create-attention-mask-in-dataloader")
+    changed += _set_global_batch(args, plan)
     if args.seq_length is not None and args.encoder_seq_length is None:
         # Megatron copies the one to the other, and demands a multiple of 2 x context-parallel size of
         # the first only. Plans have no such rule.
@@ -171,9 +216,34 @@ def _set_decided_arguments(args: Namespace, given: set[str], plan: Plan) -> list
     return changed
 
 
+def _set_global_batch(args: Namespace, plan: Plan) -> list[str]:
+    """Set the global batch size where the plan states it and the user does not.
+
+    Raises:
+        PlanError: the batch grows during training, and what replicas take of it does not.
+    """
+    if not _deals_micro_batches(plan):
+        return []
+    if getattr(args, "step_batch_size_schedule", None) is not None:  # not in 0.17
+        raise PlanError(
+            f"{args.hexi_plan}: replicas take the same micro-batches of every global batch, the job has "
+            "--step-batch-size-schedule; leave it out, or make the replicas equal and leave micro_batches out"
+        )
+    if args.micro_batch_size is None or args.micro_batch_size < 1:
+        raise PlanError(
+            f"{args.hexi_plan}: replicas take whole micro-batches, the job has --micro-batch-size "
+            f"{args.micro_batch_size}; give 1 or more"
+        )
+    if args.global_batch_size is not None:
+        return []
+    stated = [replica.micro_batches for replica in plan.replicas if replica.micro_batches is not None]
+    if len(stated) not in (0, len(plan.replicas)):
+        raise PlanError(
+            f"{args.hexi_plan}: not every replica states its micro_batches; give --global-batch-size"
+        )
+    args.global_batch_size = (sum(stated) or len(plan.replicas)) * args.micro_batch_size
+    return [f"--global-batch-size {args.global_batch_size}"]
+
+
 def _dtype(args: Namespace) -> torch.dtype:
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-
-
-def _short(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 6 else f"{ranks[0]}, {ranks[1]}, …, {ranks[-1]}"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hexi.megatron.packing import packed_shard
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.patching import Patch
 
@@ -27,6 +28,45 @@ def _at_positions(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return pos_emb.index_select(seq_dim, session.shard.positions)
 
     return get_pos_emb_on_this_cp_rank
+
+
+def _at_positions_in_documents(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def _apply_rotary_pos_emb_thd(
+        t: Tensor,
+        cu_seqlens: Tensor,
+        freqs: Tensor,
+        rotary_interleaved: bool = False,
+        mla_rotary_interleaved: bool = False,
+        mscale: float = 1.0,
+        cp_group: dist.ProcessGroup | None = None,
+        multi_latent_attention: bool | None = None,
+    ) -> Tensor:
+        session = active_session()
+        if session is None:
+            return original(
+                t,
+                cu_seqlens,
+                freqs,
+                rotary_interleaved,
+                mla_rotary_interleaved,
+                mscale,
+                cp_group,
+                multi_latent_attention,
+            )
+        from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+        rows = packed_shard(session, cu_seqlens).in_document
+        turned: Tensor = _apply_rotary_pos_emb_bshd(
+            t.unsqueeze(1),
+            freqs.index_select(0, rows),
+            rotary_interleaved=rotary_interleaved,
+            mla_rotary_interleaved=mla_rotary_interleaved,
+            mscale=mscale,
+        )
+        return turned.squeeze(1)
+
+    return _apply_rotary_pos_emb_thd
 
 
 def _of_whole_sequence(original: Callable[..., int]) -> Callable[..., int]:
@@ -76,6 +116,22 @@ ROTARY_PATCHES = (
         why="takes the embeddings of the plan's positions instead of two equal chunks",
         build=_at_positions,
         parameters=("pos_emb", "seq_dim", "cp_group"),
+    ),
+    Patch(
+        target=f"{_ROTARY}.rope_utils:_apply_rotary_pos_emb_thd",
+        only=">=0.19",  # before, packed sequences are refused beside a plan
+        why="takes the embeddings of the plan's positions in each document instead of two equal chunks",
+        build=_at_positions_in_documents,
+        parameters=(
+            "t",
+            "cu_seqlens",
+            "freqs",
+            "rotary_interleaved",
+            "mla_rotary_interleaved",
+            "mscale",
+            "cp_group",
+            "multi_latent_attention",
+        ),
     ),
     Patch(
         target=f"{_ROTARY}.rotary_pos_embedding:RotaryEmbedding.get_rotary_seq_len",

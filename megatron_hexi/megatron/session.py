@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_hexi.plan import Plan, Schedule
+from megatron_hexi.plan import Plan, Schedule, Share
 from megatron_hexi.runtime import DomainAttention
 
 
@@ -25,6 +25,8 @@ class GivenPlan:
         kernel: name of the attention kernel, or ``auto``.
         row_multiple: what the number of rows of every local tensor must be a multiple of: the
             tensor-parallel size under sequence parallelism, else 1.
+        shares: which micro-batches each replica takes; ``None`` where replicas are equal, and Megatron
+            deals them.
     """
 
     plan: Plan
@@ -32,6 +34,7 @@ class GivenPlan:
     digest: str
     kernel: str
     row_multiple: int
+    shares: tuple[Share, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,13 @@ class Session:
         given: the plan.
         attention: its part in every attention layer.
         shard: its rows outside attention.
+        share: the micro-batches that its replica takes of each global batch; ``None``: Megatron deals them.
     """
 
     given: GivenPlan
     attention: DomainAttention
     shard: LocalShard
+    share: Share | None = None
 
     @property
     def seq_length(self) -> int:

@@ -17,6 +17,7 @@ from megatron_hexi.plan.model import (
 )
 from megatron_hexi.plan.proportion import proportional_domain, proportional_plan
 from megatron_hexi.plan.schedule import Schedule, Schedules, Step, Transfer, build_schedule
+from megatron_hexi.plan.shares import Share, deal_micro_batches, has_equal_replicas
 from megatron_hexi.plan.traffic import Traffic, backward_traffic, forward_traffic
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Schedule",
     "Schedules",
     "Shape",
+    "Share",
     "Stage",
     "Step",
     "Traffic",
@@ -40,8 +42,10 @@ __all__ = [
     "Workload",
     "backward_traffic",
     "build_schedule",
+    "deal_micro_batches",
     "dump_plan",
     "forward_traffic",
+    "has_equal_replicas",
     "plan_dict",
     "plan_digest",
     "proportional_domain",

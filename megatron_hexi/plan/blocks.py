@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from megatron_hexi.plan.layout import merge_segments
 from megatron_hexi.plan.mask import Mask
@@ -103,7 +104,7 @@ def own_blocks(group: Group, mask: Mask, seq_length: int) -> tuple[tuple[Block, 
         return (Block((0, group.tokens), (0, group.tokens)),), ()
     first: list[Block] = []
     others: list[Block] = []
-    for pieces in _by_document(group, mask.ranges(seq_length)).values():
+    for pieces in _by_document(group.segments, mask.ranges(seq_length)).values():
         rows = pieces[0].offset, pieces[-1].end
         if mask.window is None or pieces[-1].stop - pieces[0].start <= mask.window + 1:
             first.append(Block(rows, rows, Shape.CAUSAL))
@@ -129,9 +130,9 @@ def exchange_blocks(group: Group, source: Group, mask: Mask, seq_length: int) ->
         whole = Block((0, group.tokens), (0, source.tokens))
         return _compressed([whole] if whole.area else [])
     documents = mask.ranges(seq_length)
-    keys = _by_document(source, documents)
+    keys = _by_document(source.segments, documents)
     blocks: list[Block] = []
-    for document, pieces in _by_document(group, documents).items():
+    for document, pieces in _by_document(group.segments, documents).items():
         for piece in pieces:
             for block in _before(piece, keys.get(document, []), mask.window):
                 blocks.append(
@@ -182,11 +183,12 @@ def _before(queries: _Piece, keys: Sequence[_Piece], window: int | None) -> list
     return blocks
 
 
-def _by_document(group: Group, documents: Sequence[Range]) -> dict[int, list[_Piece]]:
-    """The group's pieces of each document of which it has any, all ascending."""
+@lru_cache(maxsize=2**10)  # asked for each pair of groups
+def _by_document(segments: tuple[Range, ...], documents: tuple[Range, ...]) -> dict[int, list[_Piece]]:
+    """A group's pieces of each document of which it has any, all ascending."""
     found: dict[int, list[_Piece]] = {}
     document = offset = 0
-    for start, stop in merge_segments(group.segments):
+    for start, stop in merge_segments(segments):
         while start < stop:
             while documents[document][1] <= start:
                 document += 1

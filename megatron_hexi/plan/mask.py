@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+from megatron_hexi.plan.layout import consecutive
 from megatron_hexi.plan.model import Range
 
 
@@ -30,10 +32,11 @@ class Mask:
         Args:
             seq_length: tokens of the sequence; the documents add up to it.
         """
-        start, ranges = 0, []
-        for length in self.documents or (seq_length,):
-            if length:
-                ranges.append((start, start + length))
-            start += length
-        assert start == seq_length, "documents cover the sequence"
-        return tuple(ranges)
+        return _ranges((seq_length,) if self.documents is None else self.documents, seq_length)
+
+
+@lru_cache(maxsize=64)  # asked for each pair of groups
+def _ranges(documents: tuple[int, ...], seq_length: int) -> tuple[Range, ...]:
+    ranges = tuple((start, stop) for start, stop in consecutive(documents) if start < stop)
+    assert sum(documents) == seq_length, "documents cover the sequence"
+    return ranges

@@ -48,6 +48,7 @@ class Workload:
         tensor_parallel: ranks over which each head-wise weight is cut evenly. With more than one, a
             member of the plan is a unit of that many ranks, and its head range counts the heads of
             one of them.
+        value_dim: size of one head's values, where it is not `head_dim` (multi-latent attention).
     """
 
     seq_length: Positive
@@ -58,8 +59,14 @@ class Workload:
     layers: Positive | None = None
     hidden_size: Positive | None = None
     tensor_parallel: Positive = 1
+    value_dim: Positive | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    @property
+    def value_size(self) -> int:
+        """Size of one head's values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def local_heads(self) -> int:
@@ -263,4 +270,4 @@ class Plan:
     @property
     def ranks(self) -> int:
         """Members over all replicas."""
-        return sum(len(replica.domain.members) for replica in self.replicas)
+        return sum(len(group.members) for replica in self.replicas for group in replica.domain.groups)

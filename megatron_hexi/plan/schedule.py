@@ -228,7 +228,7 @@ def build_schedule(
                 )
             )
         steps.append(Step(tuple(step), seen.blocks if heads[0] < heads[1] else ()))
-    own, own_beside = own_blocks(group, mask, seq_length) if group.tokens else ((), ())
+    own_first, own_beside = own_blocks(group, mask, seq_length) if group.tokens else ((), ())
     return Schedule(
         index=index,
         members=tuple(indices[member.rank] for member in group.members),
@@ -240,7 +240,7 @@ def build_schedule(
         halves=halves,
         spans=head_spans(heads, ratio),
         spans_in_two=spans_in_two(heads, ratio),
-        own=own,
+        own=own_first,
         own_beside=own_beside,
         steps=tuple(steps),
     )

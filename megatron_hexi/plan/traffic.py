@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_hexi.plan.model import Range
-from megatron_hexi.plan.schedule import Schedule
+from megatron_hexi.plan.schedule import Schedule, Transfer
 
 
 @dataclass(frozen=True)
@@ -25,42 +26,56 @@ class Traffic:
     message_bytes: int
 
 
-def forward_traffic(schedule: Schedule, head_dim: int, batch: int, element_bytes: int) -> Traffic:
+def forward_traffic(
+    schedule: Schedule, head_dim: int, batch: int, element_bytes: int, value_dim: int | None = None
+) -> Traffic:
     """Query, key and value to the heads' layout; keys and values to their users; the output back.
 
     Halves of queries and of outputs are all-to-alls of their own.
+
+    Args:
+        schedule: the rank's split tables.
+        head_dim: size of one head.
+        batch: sequences at a time.
+        element_bytes: bytes of one number.
+        value_dim: size of one head's values; ``None``: the same.
     """
-    element = head_dim * batch * element_bytes
+    values = head_dim if value_dim is None else value_dim
     inward = sum(
-        schedule.tokens * (_size(heads) + 2 * _size(kv))
+        schedule.tokens * (_size(heads) * head_dim + _size(kv) * (head_dim + values))
         for i, (heads, kv) in enumerate(zip(schedule.heads, schedule.kv, strict=True))
         if i != schedule.position
     )
-    outward = schedule.own_heads * (schedule.group_tokens - schedule.tokens)
+    outward = schedule.own_heads * values * (schedule.group_tokens - schedule.tokens)
     sends = [send for step in schedule.steps for send in step.sends]
     return Traffic(
         all_to_alls=2 * len(schedule.halves) if exchanges_heads(schedule) else 0,
-        all_to_all_bytes=(inward + outward) * element,
+        all_to_all_bytes=(inward + outward) * batch * element_bytes,
         messages=len(sends),
-        message_bytes=sum(2 * _size(send.kv) * send.keys for send in sends) * element,
+        message_bytes=_keys_and_values(sends, head_dim + values) * batch * element_bytes,
     )
 
 
-def backward_traffic(schedule: Schedule, head_dim: int, batch: int, element_bytes: int) -> Traffic:
-    """The output's gradient in; keys and values again; their gradients to the owners; all three back."""
-    element = head_dim * batch * element_bytes
-    inward = sum(
+def backward_traffic(
+    schedule: Schedule, head_dim: int, batch: int, element_bytes: int, value_dim: int | None = None
+) -> Traffic:
+    """The output's gradient in; keys and values again; their gradients to the owners; all three back.
+
+    Arguments as of `forward_traffic`.
+    """
+    values = head_dim if value_dim is None else value_dim
+    inward = values * sum(
         schedule.tokens * _size(heads) for i, heads in enumerate(schedule.heads) if i != schedule.position
     )
-    own_columns = schedule.own_heads + 2 * _size(schedule.own_kv)
+    own_columns = schedule.own_heads * head_dim + _size(schedule.own_kv) * (head_dim + values)
     outward = own_columns * (schedule.group_tokens - schedule.tokens)
     sends = [send for step in schedule.steps for send in step.sends]
     returns = [receive for step in schedule.steps for receive in step.receives]
     return Traffic(
         all_to_alls=2 * len(schedule.halves) if exchanges_heads(schedule) else 0,
-        all_to_all_bytes=(inward + outward) * element,
+        all_to_all_bytes=(inward + outward) * batch * element_bytes,
         messages=len(sends) + len(returns),
-        message_bytes=sum(2 * _size(part.kv) * part.keys for part in sends + returns) * element,
+        message_bytes=_keys_and_values([*sends, *returns], head_dim + values) * batch * element_bytes,
     )
 
 
@@ -71,3 +86,7 @@ def exchanges_heads(schedule: Schedule) -> bool:
 
 def _size(span: Range) -> int:
     return span[1] - span[0]
+
+
+def _keys_and_values(transfers: Sequence[Transfer], width: int) -> int:
+    return sum(_size(transfer.kv) * transfer.keys for transfer in transfers) * width

@@ -60,7 +60,7 @@ MEGATRON_PATCHES = (
         target="megatron.training.initialize:_warmup_jit_function",
         why="nothing is compiled on a CPU, and its draws depend on the sequence length",
         build=_no_warm_up,
-        parameters=("tp_size",),
+        parameters={"<0.19": (), ">=0.19": ("tp_size",)},
     ),
     Patch(
         target="megatron.training.datasets.data_samplers:build_pretraining_data_loader",

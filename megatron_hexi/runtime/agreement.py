@@ -104,7 +104,7 @@ def agree_on_shapes(
     Args:
         workload: the model and sequence of the plan.
         schedule: this rank's split tables.
-        tensors: query [T, B, H, D], key and value [T, B, K, D].
+        tensors: query [T, B, H, D], key [T, B, K, D], value [T, B, K, Dv].
         group: the ranks of the domain.
         agreed: the kinds that all ranks agreed on so far; a new one is added.
 
@@ -139,13 +139,13 @@ def agree_on_shapes(
 def _unlike_plan(workload: Workload, schedule: Schedule, tensors: Sequence[Tensor]) -> str:
     """How query, key and value differ from those of the plan; empty if they do not."""
     batch = tensors[0].shape[1]
-    for name, tensor, heads in zip(
-        ("query", "key", "value"),
-        tensors,
-        (workload.local_heads, workload.local_kv_heads, workload.local_kv_heads),
-        strict=True,
-    ):
-        expected = (schedule.tokens, batch, heads, workload.head_dim)
+    sizes = (
+        ("query", workload.local_heads, workload.head_dim),
+        ("key", workload.local_kv_heads, workload.head_dim),
+        ("value", workload.local_kv_heads, workload.value_size),
+    )
+    for tensor, (name, heads, size) in zip(tensors, sizes, strict=True):
+        expected = (schedule.tokens, batch, heads, size)
         if tuple(tensor.shape) != expected:
             return (
                 f"{name} has the shape {list(tensor.shape)}, the plan says {list(expected)} "

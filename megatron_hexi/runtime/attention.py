@@ -72,14 +72,14 @@ class DomainAttention:
         Args:
             query: [T, B, H, D].
             key: [T, B, K, D].
-            value: [T, B, K, D].
+            value: [T, B, K, Dv]; Dv is the plan's size of values.
             scale: softmax scale; 1 / sqrt(D) if not given.
             mask: what a query sees, the same on all ranks; ``None``: as the plan says. With documents a shard
                 has other positions: `schedules(mask).segments`.
             sinks: logit of each head's sink [H], the same on all ranks; ``None`` for none.
 
         Returns:
-            [T, B, H, D].
+            [T, B, H, Dv].
 
         Raises:
             PlanError: the tensors are not those of the plan, or another rank's differ; on every rank.
@@ -89,7 +89,7 @@ class DomainAttention:
         agree_on_shapes(self.workload, schedule, (query, key, value), self.domain_group, self._agreed)
         layer = Layer(
             schedule=schedule,
-            kernel=self.kernel(query),
+            kernel=self.kernel(query if query.shape[3] >= value.shape[3] else value),
             scale=1.0 / math.sqrt(query.shape[3]) if scale is None else scale,
             domain_group=self.domain_group,
             a2a_group=self.a2a_group,
@@ -116,7 +116,7 @@ class _DomainAttentionFunction(torch.autograd.Function):
         own_sinks = None if sinks is None else sinks[slice(*schedule.heads[schedule.position])]
         if not schedule.group_tokens:  # nobody sends to this group or asks it for anything
             ctx.save_for_backward(query, key, value, sinks)
-            return torch.empty_like(query)
+            return query.new_empty(*query.shape[:3], value.shape[3])
         first, *others = schedule.halves
         tables = first, schedule.kv, schedule.kv
         arriving = [tokens_to_heads((query, key, value), tables, schedule, layer.a2a_group)]
@@ -129,24 +129,26 @@ class _DomainAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layer: Layer = ctx.layer
         schedule = layer.schedule
-        *saved, sinks = ctx.saved_tensors
-        grad_sinks: Tensor | None = None if sinks is None else torch.zeros_like(sinks)
+        query, key, value, *saved, sinks = ctx.saved_tensors
+        grad_sinks: Tensor | None = None
+        if sinks is not None:
+            grad_sinks = torch.zeros_like(sinks)
         if not schedule.group_tokens:
-            return *(torch.empty_like(tensor) for tensor in saved), grad_sinks, None
+            return *(torch.empty_like(tensor) for tensor in (query, key, value)), grad_sinks, None
+        output, log_sum_exp = saved
         own = slice(*schedule.heads[schedule.position])
         arriving = [tokens_to_heads(grads, (half,), schedule, layer.a2a_group) for half in schedule.halves]
         leaving, grad_own = attend_backward(
-            layer, arriving, tuple(saved), None if sinks is None else sinks[own]
+            layer, arriving, (query, key, value, output, log_sum_exp), None if sinks is None else sinks[own]
         )
-        if grad_sinks is not None:
+        if grad_sinks is not None and grad_own is not None:
             grad_sinks[own] = grad_own
         queries = [half.wait() for half in leaving]
-        _, key, value = queries[-1]
-        grad_query = _joined([half[0] for half in queries], schedule.halves)
+        _, grad_key, grad_value = queries[-1]
         return (
-            grad_query,
-            _joined([key], [schedule.kv]),
-            _joined([value], [schedule.kv]),
+            _joined([half[0] for half in queries], schedule.halves),
+            _joined([grad_key], [schedule.kv]),
+            _joined([grad_value], [schedule.kv]),
             grad_sinks,
             None,
         )

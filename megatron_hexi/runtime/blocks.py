@@ -9,7 +9,7 @@ arXiv 2307.08691, section 3.1). The own group's blocks come first and cover ever
 log-sum-exp is finite from the start.
 
 Shape letters: B batch, h own query heads, k own KV heads, G tokens of the group, Q queries and S keys of a
-block, D head size.
+block, D head size (of values, in outputs, where it is another).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron_hexi.plan.blocks import Block, Shape
 from megatron_hexi.plan.heads import HeadSpan
 from megatron_hexi.plan.model import Range
 from megatron_hexi.runtime.kernels.base import Kernel
+from megatron_hexi.runtime.kernels.sizes import backward_of_sizes, forward_of_sizes
 
 #: Blocks of one size with fewer queries than this are one call, as a larger batch: alone they would not fill
 #: a GPU (two rounds of 128 rows on an H100's 132 multiprocessors, with 32 heads).
@@ -71,7 +72,8 @@ class BlockAttention:
             q = _taken(query, [block.queries for block in alike], shape)
             k, v = (_taken(tensor, [block.keys for block in alike], shape) for tensor in (key, value))
             parts = [
-                self.kernel.forward(
+                forward_of_sizes(
+                    self.kernel,
                     q[:, slice(*span.queries)],
                     k[:, slice(*span.kv)],
                     v[:, slice(*span.kv)],
@@ -113,7 +115,8 @@ class BlockAttention:
             k, v = (_taken(tensor, keys, shape) for tensor in (key, value))
             for span in self.spans:
                 heads, kv = slice(*span.queries), slice(*span.kv)
-                grads = self.kernel.backward(
+                grads = backward_of_sizes(
+                    self.kernel,
                     grad[:, heads],
                     q[:, heads],
                     k[:, kv],

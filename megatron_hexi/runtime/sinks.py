@@ -2,8 +2,8 @@
 
 It is one more key of which only the log-sum-exp knows: `lse' = log(exp(lse) + exp(sink))`, and outputs
 shrink by `exp(lse - lse')`. With the merged log-sum-exp and output the gradients of query, key and value are
-exact as they are; the sink's is minus the sum over its rows of `exp(sink - lse') dO·O`, the softmax's gradient
-for a key whose value is 0 (StreamingLLM, arXiv 2309.17453; the gpt-oss models have such logits).
+exact as they are; the sink's is minus the sum over its rows of `exp(sink - lse') dO·O`, the softmax's
+gradient for a key whose value is 0 (StreamingLLM, arXiv 2309.17453; the gpt-oss models have such logits).
 
 Shape letters: B batch, h own query heads, G tokens of the group, D head size.
 """

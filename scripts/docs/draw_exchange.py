@@ -47,7 +47,7 @@ def _draw_step(axes: Axes, domain: Domain, step: int, *, grey: bool) -> None:
         schedule = build_schedule(WORKLOAD, domain, index, parts=1)
         for block in schedule.steps[step - 1].blocks:
             for down in slice_segments(group.segments, *block.queries):
-                for across in slice_segments(source.segments, 0, block.keys):
+                for across in slice_segments(source.segments, *block.keys):
                     add_rectangle(axes, across, down, colour, edgecolor="white")
 
 

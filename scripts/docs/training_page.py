@@ -23,7 +23,6 @@ _VARIABLES_HEAD = """
 ## Environment variables
 
 torchrun sets those in the first four rows. Under `srun`, where they are not set, they are taken from SLURM's.
-The package has no variables of its own.
 
 """
 
@@ -34,6 +33,10 @@ VARIABLES = (
     ("LOCAL_WORLD_SIZE", "ranks on this node; on the CPU, what Megatron is told of GPUs"),
     ("MASTER_ADDR, MASTER_PORT", "where rank 0 is reached"),
     ("SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_GTIDS", "in place of the first four variables"),
+    (
+        "HEXI_HOSTS, SLURMD_NODENAME",
+        "a file of `hexi place`, and this host's line in it: in place of `RANK` and `MASTER_ADDR`",
+    ),
     (
         "SLURM_HET_JOB_ID, SLURM_JOB_ID",
         "in place of `MASTER_PORT`: a port that two jobs on a node are unlikely to share",

@@ -7,6 +7,7 @@ kind of process, several times as fast. `Forks` is used in the tests, the rest r
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -22,6 +23,9 @@ from typing import Any, Self
 
 from megatron_hexi.plan import Plan, write_plan
 from tests.megatron.launch import REPOSITORY, TrainingLog, environment, read_metrics
+
+#: What a rank runs unless told otherwise.
+ENTRY = "megatron_hexi.pretrain_gpt"
 
 #: Seconds that the other ranks have to end after one has failed.
 GRACE = 5.0
@@ -72,19 +76,27 @@ class Forks:
         self._server.wait(timeout=30)
 
     def launch(
-        self, folder: Path, *, ranks: int, args: Sequence[str | Path], timeout: float = 200.0
+        self,
+        folder: Path,
+        *,
+        ranks: int,
+        args: Sequence[str | Path],
+        entry: str = ENTRY,
+        timeout: float = 200.0,
     ) -> Outcome:
-        """Run our entry point on some ranks, and come back however they ended.
+        """Run an entry point on some ranks, and come back however they ended.
 
         Args:
             folder: the working directory.
             ranks: processes to fork.
             args: the entry point's arguments.
+            entry: the module whose `main` a rank calls.
             timeout: seconds after which all are killed.
         """
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        job = {"folder": str(folder), "ranks": ranks, "args": [str(word) for word in args]}
+        words = [str(word) for word in args]
+        job = {"folder": str(folder), "ranks": ranks, "args": words, "entry": entry}
         print(json.dumps({**job, "timeout": timeout}), file=self._server.stdin, flush=True)
         answer = self._server.stdout.readline()
         assert answer, "the process that forks is gone"
@@ -99,6 +111,7 @@ class Forks:
         ranks: int,
         args: Sequence[str | Path],
         plan: Plan | None = None,
+        entry: str = ENTRY,
         timeout: float = 200.0,
     ) -> TrainingLog:
         """Train and read the metrics.
@@ -114,7 +127,7 @@ class Forks:
             path = metrics.with_suffix(".plan.yaml")
             write_plan(plan, path)
             words += ["--hexi-plan", path]
-        outcome = self.launch(folder, ranks=ranks, args=words, timeout=timeout)
+        outcome = self.launch(folder, ranks=ranks, args=words, entry=entry, timeout=timeout)
         assert outcome.succeeded, outcome.why()
         return read_metrics(metrics, "".join(outcome.output))
 
@@ -136,14 +149,16 @@ def _serve() -> None:
         print(json.dumps(_run(**json.loads(line))), file=answers, flush=True)
 
 
-def _run(folder: str, ranks: int, args: list[str], timeout: float) -> list[int | None]:
+def _run(folder: str, ranks: int, args: list[str], entry: str, timeout: float) -> list[int | None]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     forks = multiprocessing.get_context("fork")
     processes = [
-        forks.Process(target=_rank, args=(Path(folder), args, {**shared, "RANK": rank, "LOCAL_RANK": rank}))
+        forks.Process(
+            target=_rank, args=(Path(folder), args, entry, {**shared, "RANK": rank, "LOCAL_RANK": rank})
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -161,17 +176,15 @@ def _run(folder: str, ranks: int, args: list[str], timeout: float) -> list[int |
     return [None if process in waiting else process.exitcode for process in processes]
 
 
-def _rank(folder: Path, args: list[str], variables: dict[str, int | str]) -> None:
+def _rank(folder: Path, args: list[str], entry: str, variables: dict[str, int | str]) -> None:
     """Be one rank, as torchrun would have started it."""
-    from megatron_hexi.pretrain_gpt import main
-
     with _log(folder, int(variables["RANK"])).open("wb") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.chdir(folder)
     os.environ |= {name: str(value) for name, value in variables.items()}
     sys.argv[:] = ["pretrain_gpt.py", *args]
-    main()
+    importlib.import_module(entry).main()
 
 
 # Saving a checkpoint spawns a process that imports this module again.

@@ -43,12 +43,16 @@ class Case:
     Attributes:
         model: arguments that the run without a plan has too.
         job: arguments of the run under a plan alone.
+        reference: arguments of the run without a plan alone.
+        corpus: whether both read a data set of many short documents and some long ones.
         replicas: whether the plans have two replicas.
         slow: whether it runs on request only.
     """
 
     model: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
+    reference: tuple[str, ...] = ()
+    corpus: bool = False
     replicas: bool = False
     slow: bool = False
 
@@ -82,8 +86,11 @@ class Case:
             }
         else:
             pairs = {name: (domain,) for name, domain in of_one.items()}
+        latent = "--multi-latent-attention" in self.model
         workload = Workload(
-            SEQ_LENGTH, heads=6, kv_heads=2, head_dim=16, tensor_parallel=self.tensor_parallel
+            *(SEQ_LENGTH, 6, 6 if latent else 2, 16),
+            tensor_parallel=self.tensor_parallel,
+            value_dim=24 if latent else None,
         )
         return {
             name: Plan(workload, tuple(_replica(domain, number) for number, domain in enumerate(domains)))
@@ -99,6 +106,23 @@ def _replica(domain: _Domain, number: int) -> Replica:
     )
     return Replica((Stage(Domain(groups)),))
 
+
+#: The run without a plan has a mask that keeps documents apart, of all pairs of tokens.
+APART = ("--reset-attention-mask", "--reset-position-ids")
+#: The run under a plan is told where documents end.
+PACKED = ("--dataloader-inter-document-masking",)
+ONE_EACH = ("--micro-batch-size", "1", "--global-batch-size", "4")
+WINDOW = ("--window-size", "19,0")
+SINKS = ("--softmax-type", "learnable")
+
+LATENT = (
+    *("--multi-latent-attention", "--kv-lora-rank", "32", "--qk-head-dim", "8"),
+    *("--qk-pos-emb-head-dim", "8", "--v-head-dim", "24"),
+    # The gradients of keys' biases are nothing but rounding, which the optimizer makes as large as others.
+    "--disable-bias-linear",
+)
+#: Megatron's own attention takes no values of another size without Transformer Engine.
+LATENT_SPEC = ("--spec", "tests.megatron.latent_spec", "spec")
 
 CASES = {
     # Attention and positions
@@ -129,6 +153,35 @@ CASES = {
         )
     ),
     "no-positions": Case(("--position-embedding-type", "none"), slow=True),
+    # Masks
+    "windows": Case(WINDOW),
+    "alternating-windows": Case((*WINDOW, *DEEPER, "--window-attn-skip-freq", "2"), slow=True),
+    "windows-recomputed": Case(WINDOW, (*FULL, "uniform", *SEQUENCE), slow=True),
+    "sinks": Case(SINKS),
+    "sinks-off-by-one": Case(("--softmax-type", "off-by-one"), slow=True),
+    "windows-sinks": Case((*WINDOW, *SINKS), PIPELINE, slow=True),
+    "documents": Case(ONE_EACH, PACKED, APART, corpus=True),
+    "documents-learned-positions": Case(
+        (*ONE_EACH, "--position-embedding-type", "learned_absolute"), PACKED, APART, corpus=True, slow=True
+    ),
+    "documents-recomputed": Case(
+        ONE_EACH, (*PACKED, *FULL, "uniform", *SEQUENCE), APART, corpus=True, slow=True
+    ),
+    "documents-pipeline": Case(
+        (*ONE_EACH, *DEEPER), (*PACKED, *VIRTUAL, *SEQUENCE), APART, corpus=True, slow=True
+    ),
+    "documents-replicas": Case(
+        ONE_EACH, (*PACKED, *OVERLAPPED), APART, corpus=True, replicas=True, slow=True
+    ),
+    "documents-experts": Case((*ONE_EACH, *balanced("aux_loss")), PACKED, APART, corpus=True, slow=True),
+    "latent": Case(LATENT, reference=LATENT_SPEC),
+    "latent-yarn": Case(
+        (*LATENT, "--rope-type", "yarn", "--rotary-scaling-factor", "4", "--q-lora-rank", "24"),
+        (*SEQUENCE, *FULL, "uniform"),
+        LATENT_SPEC,
+        slow=True,
+    ),
+    "latent-windows-sinks": Case((*LATENT, *WINDOW, *SINKS), PIPELINE, LATENT_SPEC, slow=True),
     # Parallelism
     "tensor-parallel": Case(job=TENSOR, slow=True),
     "sequence-parallel": Case(job=SEQUENCE),
@@ -143,8 +196,9 @@ CASES = {
     "tensor-pipeline": Case(job=(*SEQUENCE, *PIPELINE, *DISTRIBUTED)),
     "tensor-pipeline-data": Case(job=(*SEQUENCE, *PIPELINE, *OVERLAPPED), replicas=True, slow=True),
     "accumulation": Case(("--micro-batch-size", "1", "--global-batch-size", "8"), replicas=True, slow=True),
-    "rampup": Case(
-        ("--micro-batch-size", "1", "--global-batch-size", "8", "--rampup-batch-size", "2", "2", "12"),
+    # Thresholds are in tokens: 8 and 24 samples.
+    "batch-schedule": Case(
+        ("--micro-batch-size", "1", "--step-batch-size-schedule", "0:2 1016:4 3048:8"),
         slow=True,
     ),
     # Memory

@@ -132,6 +132,93 @@ def test_the_layer_gives_what_megatrons_gives(cpu, megatron):
         torch.testing.assert_close(ours(query, key, value, None), stock(query, key, value, mask))
 
 
+def both_layers(**changes):
+    """Megatron's own layer and ours, with the same sinks."""
+    set_active_session(None)
+    stock = build_layer(None, **changes).core_attention
+    activate(proportional_plan(WORKLOAD, [[[1]]]))
+    ours = build_layer(None, **changes).core_attention
+    stock.attention_dropout = torch.nn.Identity()
+    stock.config.sequence_parallel = True
+    with torch.no_grad():
+        for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
+            mine.copy_(theirs)
+    return stock, ours
+
+
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
+@pytest.mark.parametrize("window", [None, (5, 0), (0, 0), (-1, 0)])
+def test_windows_and_sinks_are_megatrons(softmax_type, window, cpu, megatron):
+    stock, ours = both_layers(softmax_type=softmax_type, window_size=window)
+    query, grad = torch.randn(32, 2, 4, 8, requires_grad=True), torch.randn(32, 2, 32)
+    key, value = (torch.randn(32, 2, 2, 8, requires_grad=True) for _ in range(2))
+    mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1)
+    if window == (-1, 0):  # Megatron's own mask has no words for a window without end on one side
+        stock.scale_mask_softmax.window_size = None
+    for layer in (stock, ours):
+        output = layer(query, key, value, mask if layer is stock else None)
+        grads = torch.autograd.grad(output, [query, key, value, *layer.parameters()], grad)
+        if layer is stock:
+            expected = output, *grads
+    for found, exact in zip((output, *grads), expected, strict=True):
+        torch.testing.assert_close(found, exact, atol=2e-5, rtol=2e-5)
+
+
+def test_a_layer_without_a_window_sees_all(cpu, megatron):
+    """Layer 3 of every third is a full one."""
+    _, ours = both_layers(window_size=(5, 0), window_attn_skip_freq=3)
+    assert ours.window is None
+    _, ours = both_layers(window_size=(5, 0), window_attn_skip_freq=2)
+    assert ours.window == 5
+
+
+def test_sinks_are_stored_as_megatron_stores_them(cpu, megatron):
+    group = megatron.get_data_parallel_group(with_context_parallel=True)
+    stored = [
+        {key: (part.key, part.data.shape, part.global_shape, part.axis_fragmentations)}
+        for layer in both_layers(softmax_type="learnable")
+        for key, part in layer.sharded_state_dict("layer.", metadata={"dp_cp_group": group}).items()
+    ]
+    assert stored[0] == stored[1]
+    _, ours = both_layers()
+    assert ours.sharded_state_dict("layer.", metadata={"dp_cp_group": group}) == {}
+
+
+def packed(ends: list[int]):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    places = torch.tensor(ends, dtype=torch.int32)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=places, cu_seqlens_kv=places)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_documents_do_not_see_each_other(window, cpu, megatron):
+    """Also beside a window, where Megatron's own layer would forget them: it is given one mask for both."""
+    _, ours = both_layers(window_size=None if window is None else (window, 0), softmax_type="learnable")
+    stock, _ = both_layers(softmax_type="learnable")
+    with torch.no_grad():
+        stock.softmax_offset.copy_(ours.softmax_offset)
+    query, key, value = torch.randn(32, 1, 4, 8), torch.randn(32, 1, 2, 8), torch.randn(32, 1, 2, 8)
+    document = torch.repeat_interleave(torch.tensor([3, 20, 0, 9]))
+    mask = torch.ones(32, 32, dtype=torch.bool).triu(1) | (document[:, None] != document)
+    if window is not None:
+        mask |= torch.ones(32, 32, dtype=torch.bool).tril(-window - 1)
+    found = ours(
+        *(tensor.squeeze(1) for tensor in (query, key, value)),
+        None,
+        packed_seq_params=packed([0, 3, 23, 23, 32]),
+    )
+    torch.testing.assert_close(found, stock(query, key, value, mask[None, None]).squeeze(1))
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 31], [0, 20, 64], [1, 32], [0, 20, 10, 32]])
+def test_documents_that_are_not_the_sequence_are_refused(ends, cpu, megatron):
+    _, ours = both_layers()
+    query, key, value = torch.randn(32, 4, 8), torch.randn(32, 2, 8), torch.randn(32, 2, 8)
+    with pytest.raises(HexiError, match="was made for sequences of 32 tokens"):
+        ours(query, key, value, None, packed_seq_params=packed(ends))
+
+
 def test_arguments_that_a_plan_cannot_carry_out_are_refused(megatron):
     activate(proportional_plan(WORKLOAD, [[[1]]]))
     ours = build_layer(None).core_attention
@@ -142,7 +229,6 @@ def test_arguments_that_a_plan_cannot_carry_out_are_refused(megatron):
     for named in (
         {"attention_mask": mask},
         {"attention_mask": None, "attention_bias": mask},
-        {"attention_mask": None, "packed_seq_params": object()},
         {"attention_mask": None, "attn_mask_type": AttnMaskType.padding_causal},
     ):
         with pytest.raises(HexiError, match="train without it"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,18 +89,25 @@ print(json.dumps({"apart": apart, "ours": ours, "cp": saved.context_parallel_siz
 """
 
 
+def loaded_by_stock_megatron(alone: Path, under_a_plan: Path, store: Path) -> dict[str, Any]:
+    """What two checkpoints hold, as Megatron finds them where this package cannot be imported."""
+    loading = [sys.executable, "-c", STOCK, *map(str, (store, alone, under_a_plan))]
+    result = subprocess.run(
+        loading, capture_output=True, text=True, env=environment(), timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
 def test_stock_megatron_loads_what_a_plan_saved(saved, forks, references, tmp_path):
     """Its weights after two iterations are those of a training without a plan from the same start."""
     words = [*MODEL, *RESHARDABLE, "--load", references(())[0], "--finetune", "--train-iters", "4"]
     saving = ["--save", tmp_path / "alone", "--save-interval", "2", "--exit-interval", "2"]
     forks.train(tmp_path, ranks=1, args=[*words, *saving])
-    folders = [tmp_path / "alone" / "iter_0000002", saved[0] / "iter_0000002"]
-    loading = [sys.executable, "-c", STOCK, str(tmp_path / "store"), *map(str, folders)]
-    result = subprocess.run(
-        loading, capture_output=True, text=True, env=environment(), timeout=120, check=False
+    found = loaded_by_stock_megatron(
+        tmp_path / "alone" / "iter_0000002", saved[0] / "iter_0000002", tmp_path / "store"
     )
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout.splitlines()[-1])
     assert found["cp"] == 3
     assert [
         key for key in found["more"] if not key.startswith("rerun_state_machine_state")

@@ -16,6 +16,7 @@ from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.plan import (
     Plan,
     Replica,
+    Share,
     Stage,
     Workload,
     proportional_domain,
@@ -65,28 +66,34 @@ def test_a_fitting_plan_is_taken_and_sets_what_it_decides(take):
     ]
 
 
+def test_unequal_replicas_lie_in_one_context_parallel_group(take):
+    args, changed = take(two_replicas(3, 1), "--global-batch-size", "8")
+    assert args.context_parallel_size == 4
+    assert "--context-parallel-size 4" in changed
+    given = given_plan()
+    assert given is not None
+    assert given.shares == (Share(0, 3, 4), Share(3, 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("shares", "batch"),
+    [((3, 1), 8), ((2, 2), 8), ((None, None), None)],
+    ids=["unequal", "equal", "unstated"],
+)
+def test_a_batch_that_only_the_plan_states_is_the_plans(shares, batch, take, monkeypatch):
+    at = DATA.index("--global-batch-size")
+    monkeypatch.setattr(f"{__name__}.DATA", (*DATA[:at], *DATA[at + 2 :]))
+    args, changed = take(two_replicas(*shares))
+    assert args.global_batch_size == batch
+    assert (f"--global-batch-size {batch}" in changed) == (batch is not None)
+
+
 def two_replicas(*shares: int | None) -> Plan:
     domains = [proportional_domain(WORKLOAD, [[1, 1]], first_rank=first) for first in (0, 2)]
     return Plan(
         WORKLOAD,
         tuple(Replica((Stage(domain),), share) for domain, share in zip(domains, shares, strict=True)),
     )
-
-
-def dealt_in_turn() -> Plan:
-    plan = proportional_plan(WORKLOAD, [[[1], [1]], [[1], [1]]])
-    first, second = plan.replicas
-
-    def renumber(replica, ranks):
-        from dataclasses import replace
-
-        groups = tuple(
-            replace(group, members=(replace(group.members[0], rank=rank),))
-            for group, rank in zip(replica.domain.groups, ranks, strict=True)
-        )
-        return Replica((Stage(type(replica.domain)(groups)),))
-
-    return Plan(WORKLOAD, (renumber(first, (0, 2)), renumber(second, (1, 3))))
 
 
 def workload(**changes) -> Plan:
@@ -110,16 +117,44 @@ MISMATCHES = {
     "context parallel size": (THREE_AND_ONE, ("--context-parallel-size", "2"), ("4 ranks", "leave it out")),
     "too few ranks": (proportional_plan(WORKLOAD, [[[1, 1]]]), (), ("2 ranks", "the job has 4")),
     "too many ranks": (proportional_plan(WORKLOAD, [[[1] * 8]]), (), ("8 ranks", "the job has 4")),
-    "unequal replicas": (
+    "unequal replicas in another size": (
         proportional_plan(WORKLOAD, [[[1, 1, 1]], [[1]]]),
-        (),
-        ("replicas have 3, 1 ranks", "the same number"),
+        ("--context-parallel-size", "3"),
+        ("group of all 4 ranks", "--context-parallel-size 3", "leave it out"),
     ),
-    "ranks dealt by the plan": (dealt_in_turn(), (), ("replicas[0] has the ranks 0, 2", "0 to 1")),
-    "unequal shares": (two_replicas(3, 1), (), ("take 3, 1 micro-batches", "the same")),
-    "global batch": (two_replicas(2, 2), (), ("4 micro-batches of 2 are 8", "--global-batch-size 4")),
+    "unequal replicas, a rank too few": (
+        proportional_plan(WORKLOAD, [[[1, 1]], [[1]]]),
+        (),
+        ("replicas of 2 + 1 ranks", "are 3 ranks, the job has 4"),
+    ),
+    "more shares than the batch": (
+        two_replicas(3, 1),
+        (),
+        ("take 4 micro-batches of 2, 8 sequences", "--global-batch-size 4, --micro-batch-size 2"),
+    ),
+    "equal shares, another batch": (two_replicas(2, 2), (), ("8 sequences", "the global batch has 4")),
+    "a batch that replicas cannot share": (
+        proportional_plan(WORKLOAD, [[[1, 1]], [[1]], [[1]]]),
+        (),
+        ("3 replicas cannot share 2 micro-batches of 2 equally", "state each micro_batches"),
+    ),
+    "a batch that is no whole micro-batches": (
+        two_replicas(1, None),
+        ("--global-batch-size", "5"),
+        ("4 sequences, the global batch has 5",),
+    ),
+    "a batch that grows": (
+        two_replicas(1, 1),
+        ("--step-batch-size-schedule", "0:2 1016:4"),
+        ("the job has --step-batch-size-schedule", "leave it out"),
+    ),
+    "no micro-batch": (
+        two_replicas(1, 1),
+        ("--micro-batch-size", "0"),
+        ("--micro-batch-size 0", "1 or more"),
+    ),
     "kernel": (THREE_AND_ONE, ("--hexi-kernel", "cudnn"), ("kernel cudnn", "use: aten-cpu")),
-    "option": (THREE_AND_ONE, ("--sft",), ("--sft does not work", "train without it")),
+    "option": (THREE_AND_ONE, ("--qk-clip",), ("--qk-clip does not work", "train without it")),
 }
 
 

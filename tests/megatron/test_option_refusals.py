@@ -6,7 +6,9 @@ import re
 from argparse import ArgumentParser
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
+from megatron_hexi import patching
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron.options import (
     Refused,
@@ -23,7 +25,10 @@ OPTION_WORDS = {
     "--cp-comm-type": "--cp-comm-type a2a",
     "--cpu-offloading-num-layers": "--cpu-offloading-num-layers 1",
     "--cuda-graph-impl": "--cuda-graph-impl local",
+    "--dataloader-type-unequal": "--dataloader-type external",
     "--decoder-seq-length": "--decoder-seq-length 64",
+    "--eval-global-batch-size-unequal": "--eval-global-batch-size 8",
+    "--eval-micro-batch-size-unequal": "--eval-micro-batch-size 1",
     "--experimental-attention-variant": "--experimental-attention-variant dsa",
     "--expert-tensor-parallel-num-weight-shards": "--expert-tensor-parallel-num-weight-shards 2",
     "--fp4-format": "--fp4-format e2m1",
@@ -32,22 +37,31 @@ OPTION_WORDS = {
     "--hidden-dropout": "--hidden-dropout 0.1",
     "--hierarchical-context-parallel-sizes": "--hierarchical-context-parallel-sizes 2 2",
     "--hybrid-layer-pattern": "--hybrid-layer-pattern M*",
+    "--hybrid-layer-pattern<0.19": "--hybrid-layer-pattern *-",
+    "--iterations-to-skip-unequal": "--iterations-to-skip 2",
     "--logits-load-dir": "--logits-load-dir logits",
     "--logits-save-dir": "--logits-save-dir logits",
+    "--eval-iters": "--sft --no-rope-fusion --eval-iters 2",
+    "--micro-batch-size": "--dataloader-inter-document-masking --no-rope-fusion --micro-batch-size 2",
     "--max-seqlen-per-dp-cp-rank": "--max-seqlen-per-dp-cp-rank 64",
     "--moe-expert-capacity-factor": "--moe-expert-capacity-factor 1",
     "--moe-expert-rank-capacity-factor": "--moe-expert-rank-capacity-factor 1",
     "--moe-input-jitter-eps": "--moe-input-jitter-eps 0.1",
     "--moe-router-force-biased": "--moe-router-force-biased 1",
     "--moe-router-load-balancing-type": "--moe-router-load-balancing-type sinkhorn",
+    "--moe-router-load-balancing-type<0.19": "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss",
     "--moe-token-dispatcher-type": "--num-experts 4 --moe-token-dispatcher-type flex",
     "--mtp-num-layers": "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
+    "--num-experts-unequal": "--num-experts 4",
     "--num-distributed-optimizer-instances": "--num-distributed-optimizer-instances 2",
     "--position-embedding-type": "--position-embedding-type mrope",
-    "--softmax-type": "--softmax-type learnable",
+    "--rampup-batch-size<0.18": "--rampup-batch-size 2 2 12",
+    "--rampup-batch-size>=0.18": "--rampup-batch-size 2 2 12",
+    "--sft<0.19": "--sft",
+    "--sft-unequal": "--sft --no-rope-fusion --micro-batch-size 1 --eval-iters 0",
     "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
     "--use-tp-pp-dp-mapping": "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2",
-    "--window-size": "--window-size 128,0",
+    "--window-size": "--window-size 128,128",
 }
 
 
@@ -59,12 +73,21 @@ def parser() -> ArgumentParser:
     return add_megatron_arguments(ArgumentParser(allow_abbrev=False))
 
 
-@pytest.mark.parametrize("option", refused(), ids=lambda option: option.option)
-def test_an_option_is_refused_by_its_real_name(option: Refused, parser: ArgumentParser):
-    words = OPTION_WORDS.get(option.option, option.option).split()
-    message = f"{option.option} does not work with --hexi-plan: {option.reason}; {option.remedy}"
+@pytest.mark.parametrize("option", refused(), ids=lambda option: option.name)
+def test_an_option_is_refused_by_its_real_name(
+    option: Refused, parser: ArgumentParser, monkeypatch: pytest.MonkeyPatch
+):
+    versions = SpecifierSet(option.versions or ">=0.19")
+    version = next(version for version in ("0.19.2", "0.18.2", "0.17.1") if version in versions)
+    monkeypatch.setattr(patching, "_version", lambda package: version)
+    words = OPTION_WORDS.get(option.name, option.option).split()
+    args = parser.parse_args([*MODEL, *words])
+    beside = "unequal replicas" if option.unequal else "--hexi-plan"
+    message = f"{option.option} does not work with {beside}: {option.reason}; {option.remedy}"
     with pytest.raises(HexiError, match=f"^{re.escape(message)}$"):
-        refuse_unsupported(parser.parse_args([*MODEL, *words]))
+        refuse_unsupported(args, unequal=option.unequal)
+    if option.unequal:
+        refuse_unsupported(args, unequal=False)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +100,11 @@ def test_an_option_is_refused_by_its_real_name(option: Refused, parser: Argument
 )
 def test_so_is_each_of_its_values(words: str, parser: ArgumentParser):
     with pytest.raises(HexiError, match="does not work with --hexi-plan"):
-        refuse_unsupported(parser.parse_args([*MODEL, *words.split()]))
+        refuse_unsupported(parser.parse_args([*MODEL, *words.split()]), unequal=False)
 
 
 def test_what_is_not_refused_passes(parser: ArgumentParser):
-    refuse_unsupported(parser.parse_args(MODEL))
+    refuse_unsupported(parser.parse_args(MODEL), unequal=True)
 
 
 def test_a_yaml_configuration_beside_a_plan_is_refused_before_it_drops_the_plan():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_hexi.megatron.options import refused
-from megatron_hexi.plan import write_plan
+from megatron_hexi.plan import Plan, write_plan
 from tests.megatron.option_cases import (
     DEEPER,
     EXPERTS,
@@ -24,6 +24,7 @@ from tests.megatron.option_cases import (
 )
 from tests.megatron.option_pairs import Choice, all_pairs
 from tests.megatron.test_option_refusals import OPTION_WORDS
+from tests.megatron.test_unequal_replicas import plan_of
 from tests.megatron.test_uneven_training import MODEL, largest_difference
 
 #: What a model may have, which the run without a plan has too.
@@ -89,7 +90,7 @@ JOBS: dict[str, dict[str, tuple[str, ...]]] = {
         "block": (*FULL, "block"),
     },
 }
-PLANS = ("groups", "no-heads", "no-tokens", "replicas", "replicas-without")
+PLANS = ("groups", "no-heads", "no-tokens", "replicas", "replicas-without", "unequal")
 
 
 def possible(choice: Choice) -> bool:
@@ -102,8 +103,13 @@ def possible(choice: Choice) -> bool:
         # Two stages of two layers need four, and as many micro-batches as stages.
         or (parallel == "virtual" and choice.get("layers") == "2")
         or (
-            parallel == "virtual" and "replicas" in choice.get("plan", "") and choice.get("batch") == "2 of 4"
+            parallel == "virtual"
+            and choice.get("plan") in ("replicas", "replicas-without", "unequal")
+            and choice.get("batch") == "2 of 4"
         )
+        # Experts beside unequal replicas are refused.
+        or (choice.get("plan") == "unequal" and experts not in (None, "none"))
+        or (choice.get("plan") == "unequal" and choice.get("expert-parallel") == "2")
         # Further tokens take rotary positions or none; beside a pipeline, Megatron cannot save them.
         or (choice.get("further-tokens") == "2" and choice.get("positions") in ("learned", "yarn"))
         or (choice.get("further-tokens") == "2" and parallel in ("pipeline", "virtual", "both"))
@@ -143,21 +149,33 @@ def test_a_combination_trains_as_without_a_plan(row: Choice, forks, references, 
     model = tuple(word for name, values in MODELS.items() for word in values[row[name]])
     job = tuple(word for name, values in JOBS.items() for word in values[row[name]])
     case = Case((*model, "--calculate-per-token-loss"), job, replicas=row["plan"].startswith("replicas"))
-    plan = case.plans()[row["plan"]]
+    plan = _plan(case, row["plan"])
     weights, reference = references(case.model, iterations=3, ranks=len(plan.replicas))
     words = [*MODEL, *case.model, *case.job, "--train-iters", "3", "--load", weights, "--finetune"]
     log = forks.train(tmp_path, ranks=plan.ranks * case.model_parallel, args=words, plan=plan)
     assert largest_difference(log, reference) < 1e-5
 
 
+def _plan(case: Case, name: str) -> Plan:
+    return plan_of("two-and-one", case.tensor_parallel) if name == "unequal" else case.plans()[name]
+
+
+REFUSALS = [
+    (option, name)
+    for option in refused()
+    for name in (("unequal",) if option.unequal else ("groups", "replicas", "unequal"))
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["groups", "replicas"])
-@pytest.mark.parametrize("option", refused(), ids=lambda option: option.option)
+@pytest.mark.parametrize(
+    ("option", "name"), REFUSALS, ids=[f"{option.name}-{name}" for option, name in REFUSALS]
+)
 def test_a_refused_option_ends_every_rank_with_one_line(option, name, forks, tmp_path):
-    plan = Case(replicas=name == "replicas").plans()[name]
+    plan = _plan(Case(replicas=name == "replicas"), name)
     write_plan(plan, tmp_path / "plan.yaml")
     words = [*MODEL, "--train-iters", "1", "--hexi-plan", tmp_path / "plan.yaml"]
-    words += OPTION_WORDS.get(option.option, option.option).split()
+    words += OPTION_WORDS.get(option.name, option.option).split()
     outcome = forks.launch(tmp_path, ranks=plan.ranks, args=words)
     assert outcome.codes == [2] * plan.ranks
     for output in outcome.output:
@@ -167,5 +185,5 @@ def test_a_refused_option_ends_every_rank_with_one_line(option, name, forks, tmp
 
 
 def test_the_sweep_is_as_wide_as_it_should_be():
-    assert len(COMBINATIONS) + 2 * len(refused()) >= 150
+    assert len(COMBINATIONS) + len(REFUSALS) >= 150
     assert len(SAMPLE) == 6

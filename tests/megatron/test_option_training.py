@@ -9,26 +9,33 @@ import re
 
 import pytest
 
+from tests.megatron.conftest import job, skip_what_is_not_there
 from tests.megatron.option_cases import CASES, Case
 from tests.megatron.test_uneven_training import MODEL, largest_difference
 
 ITERATIONS = ("--train-iters", "10", "--log-interval", "1")
 
 RUNS = [
-    pytest.param(case, name, id=f"{job}-{name}", marks=[pytest.mark.slow] if case.slow or number else [])
-    for job, case in CASES.items()
+    pytest.param(
+        case, name, id=f"{name_of_job}-{name}", marks=[pytest.mark.slow] if case.slow or number else []
+    )
+    for name_of_job, case in CASES.items()
     for number, name in enumerate(case.plans())
 ]
 
 
 @pytest.mark.parametrize(("case", "name"), RUNS)
-def test_losses_and_gradient_norms_are_those_without_a_plan(case: Case, name, forks, references, tmp_path):
-    weights, reference = references(case.model)
+def test_losses_and_gradient_norms_are_those_without_a_plan(
+    case: Case, name, forks, references, documents, tmp_path
+):
+    skip_what_is_not_there((*case.model, *case.job, *case.reference))
+    data = documents if case.corpus else ()
+    weights, reference = references((*case.model, *data, *case.reference))
     plan = case.plans()[name]
     log = forks.train(
         tmp_path,
         ranks=plan.ranks * case.model_parallel,
-        args=[*MODEL, *ITERATIONS, "--load", weights, "--finetune", *case.model, *case.job],
+        args=[*job([*case.model, *data]), *ITERATIONS, "--load", weights, "--finetune", *case.job],
         plan=plan,
     )
     difference = largest_difference(log, reference)
@@ -52,6 +59,7 @@ def logged(output: str, name: str) -> list[float]:
 @pytest.mark.slow
 def test_other_losses_are_logged_as_without_a_plan(job, plan, name, forks, references, tmp_path):
     case = CASES[job]
+    skip_what_is_not_there(case.model)
     weights, reference = references(case.model)
     log = forks.train(
         tmp_path,

@@ -1,7 +1,7 @@
 """Real Megatron training under uneven plans, beside the same training on one rank from one checkpoint.
 
-Set MEGATRON_LM to a Megatron-LM checkout of core_v0.19.0 to train through its unmodified pretrain_gpt.py,
-20 iterations; without it, 6 through our own entry point.
+Set MEGATRON_LM to a Megatron-LM checkout of the installed version to train through its unmodified
+pretrain_gpt.py, 20 iterations; without it, 6 through our own entry point.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ RANDOMS = st.integers(0, 2**24 - 1).map(Random)
 
 
 @st.composite
-def workloads(draw, lengths=LENGTHS, most_heads=12, head_dims=(1, 3, 8)):
+def workloads(draw, lengths=LENGTHS, most_heads=12, head_dims=(1, 3, 8), value_dims=(None, None, 2, 9)):
     """A workload; up to `most_heads` heads on each tensor-parallel rank, with any KV heads that fit."""
     random = draw(RANDOMS)
     parallel = random.choice([1, 1, 1, 2, 4])
@@ -60,6 +60,7 @@ def workloads(draw, lengths=LENGTHS, most_heads=12, head_dims=(1, 3, 8)):
         head_dim=random.choice(head_dims),
         causal=random.random() < 0.7,
         tensor_parallel=parallel,
+        value_dim=random.choice(value_dims),
     )
 
 

@@ -1,6 +1,6 @@
 """Plain attention on one device, and a plan carried out by threads, in the same terms.
 
-Shape letters: S sequence, B batch, H query heads, K KV heads, D head size.
+Shape letters: S sequence, B batch, H query heads, K KV heads, D head size, Dv that of values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.threads import run_ranks
 
 @dataclass(frozen=True)
 class Problem:
-    """Query [S, B, H, D], key and value [S, B, K, D], the gradient of the output [S, B, H, D], sinks [H]."""
+    """Query [S, B, H, D], key [S, B, K, D], value [S, B, K, Dv], gradient of the output; sinks [H]."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -34,21 +34,30 @@ class Problem:
         return [tensor for tensor in inputs if tensor is not None]
 
     def to(self, dtype):
-        tensors = {
-            name: value.to(dtype) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **tensors)
+        return replace(
+            self,
+            query=self.query.to(dtype),
+            key=self.key.to(dtype),
+            value=self.value.to(dtype),
+            grad_output=self.grad_output.to(dtype),
+            sinks=None if self.sinks is None else self.sinks.to(dtype),
+        )
 
 
 def random_problem(workload, batch, dtype=torch.float64, scale=None, seed=0, mask=None, has_sinks=False):
     """Normal values that `dtype` holds exactly, in that dtype."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [workload.local_heads, workload.local_kv_heads, workload.local_kv_heads, workload.local_heads]
+    heads, kv_heads = workload.local_heads, workload.local_kv_heads
     query, key, value, grad_output = (
-        torch.randn(
-            workload.seq_length, batch, heads, workload.head_dim, generator=generator, dtype=torch.float64
-        ).to(dtype)
-        for heads in shapes
+        torch.randn(workload.seq_length, batch, count, size, generator=generator, dtype=torch.float64).to(
+            dtype
+        )
+        for count, size in (
+            (heads, workload.head_dim),
+            (kv_heads, workload.head_dim),
+            (kv_heads, workload.value_size),
+            (heads, workload.value_size),
+        )
     )
     scale = workload.head_dim**-0.5 if scale is None else scale
     sinks = torch.randn(workload.local_heads, generator=generator, dtype=torch.float64).to(dtype)
@@ -147,7 +156,7 @@ def planned_results(plan, problem, kernel="auto", layer=None):
 
     parts = run_ranks(len(domain.members), work)
     whole = []
-    for number, like in enumerate((problem.query, problem.query, problem.key, problem.value)):
+    for number, like in enumerate((problem.grad_output, problem.query, problem.key, problem.value)):
         tensor = torch.full_like(like, math.nan)
         for mine, part in zip(places, parts, strict=True):
             assert part[number].dtype == like.dtype

@@ -32,7 +32,7 @@ def pairs(block):
 
 def covered_by(blocks, queries, keys):
     """The pairs of positions that blocks cover, as often as they do."""
-    met = Counter()
+    met: Counter[tuple[int, int]] = Counter()
     for block in blocks:
         assert pairs(block)
         assert block.area == len(pairs(block))

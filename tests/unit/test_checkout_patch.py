@@ -145,9 +145,13 @@ def test_a_diff_that_removes_lines_is_refused(diff: Path) -> None:
         read_diff(diff)
 
 
-def test_the_diff_that_is_shipped_adds_our_line_alone() -> None:
-    (diff,) = known_diffs()
-    changes = read_diff(diff)
-    assert [change.name for change in changes] == ["pretrain_gpt.py", "pretrain_hybrid.py"]
-    for change in changes:
-        assert [line for _, line in change.insertions] == [LINE]
+def test_the_diffs_that_are_shipped_add_our_line_alone() -> None:
+    changed = {diff.name: read_diff(diff) for diff in known_diffs()}
+    assert {name: [change.name for change in changes] for name, changes in changed.items()} == {
+        "megatron-lm-core_v0.17.0.diff": ["pretrain_gpt.py"],
+        "megatron-lm-core_v0.18.0.diff": ["pretrain_gpt.py"],
+        "megatron-lm-core_v0.19.0.diff": ["pretrain_gpt.py", "pretrain_hybrid.py"],
+    }
+    for changes in changed.values():
+        for change in changes:
+            assert [line for _, line in change.insertions] == [LINE]

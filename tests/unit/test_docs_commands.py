@@ -19,10 +19,12 @@ _BLOCK = re.compile(r"^```console(?P<slow> slow)?\n(?P<text>.*?)^```$", re.MULTI
 #: Examples that need what is not here.
 _NEED_MORE = {
     "hexi validate": "a cluster file of one's own",
+    "hexi report": "the record of a run",
     "hexi patch": "a checkout of Megatron-LM",
     "hexi unpatch": "a checkout of Megatron-LM",
     "hexi doctor": "torchrun over several machines",
     "hexi probe": "torchrun over several machines",
+    "hexi place": "a job of Slurm's",
     "hexi testbed run": "minutes of an idle machine",
     "hexi testbed check": "minutes of an idle machine",
 }

@@ -181,7 +181,7 @@ def test_blocks_of_one_size_are_one_call_if_they_are_small(shape, size, monkeypa
     query, key, value, grad = inputs((4, 2, 3 * size, 3 * size, False), torch.float64, batch=2)
     starts = (0, size), (2 * size, 0), (size, size)
     blocks = [Block((q, q + size), (k, k + size), shape) for q, k in starts]
-    calls = []
+    calls: list[dict] = []
     kernel = MathKernel()
     monkeypatch.setattr(MathKernel, "forward", log_calls(MathKernel.forward, calls))
     together = BlockAttention(kernel, head_spans((0, 4), 2), 0.3)
@@ -201,8 +201,8 @@ def test_blocks_of_one_size_are_one_call_if_they_are_small(shape, size, monkeypa
         expected = torch.autograd.grad(output, leaves, g)
         whole = [torch.zeros_like(tensor) for tensor in (grad, grad, scores.new_zeros(2, 4, 3 * size))]
         whole[0][:, :, rows], whole[1][:, :, rows], whole[2][:, :, rows] = g, *found[block]
-        sums = [torch.zeros_like(tensor) for tensor in (query, key, value)]
-        together.add_backward(sums, whole[0], query, key, value, *whole[1:], [block])
+        sums = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        together.add_backward(sums, whole[0], query, key, value, whole[1], whole[2], [block])
         assert_close([sums[0][:, :, rows], *(total[:, :, keys] for total in sums[1:])], expected, 1e-11)
 
 
@@ -234,7 +234,7 @@ def test_heads_may_be_cut_anywhere(heads):
     sums = ones_query, ones_key, ones_value
     for spans in spans_in_two(heads, 4):
         part = BlockAttention(BY_NAME["aten-cpu"], spans, scale)
-        part.add_backward(sums, grad[:, own], *parts, *found, [own_block])
+        part.add_backward(sums, grad[:, own], *parts, found[0], found[1], [own_block])
     assert_close(sums, [1 + gradient for gradient in expected], 1e-12)
 
 

@@ -119,3 +119,14 @@ def test_merged_segments_are_the_same_positions_ascending_and_apart(pieces):
 @examples(200)
 def test_a_slice_is_a_slice_of_the_positions(segments, start, stop):
     assert positions(slice_segments(segments, start, stop)) == positions(segments)[start:stop]
+
+
+@given(segment_lists(), st.integers(1, 5), st.data())
+@examples(100)
+def test_shards_are_the_group_cut_in_member_order(segments, count, data):
+    ranges = data.draw(cuts(len(positions(segments)), count))
+    members = tuple(Member(rank, stop - start, (0, 1)) for rank, (start, stop) in enumerate(ranges))
+    group = Group(segments, members)
+    assert [positions(shard_segments(group, i)) for i in range(count)] == [
+        positions(segments)[start:stop] for start, stop in ranges
+    ]

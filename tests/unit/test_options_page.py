@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_hexi.megatron.options import OPTIONS, refused, supported
+from megatron_hexi.megatron.options import OPTIONS, Supported, refused
 from megatron_hexi.megatron.options_page import page
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,5 +29,8 @@ def test_every_option_names_a_test_that_exists():
 
 
 def test_an_option_is_listed_once():
-    for names in ([option.option for option in refused()], [option.flags for option in supported()]):
-        assert len(names) == len(set(names))
+    refusals = [option.name for option in refused()]
+    assert len(refusals) == len(set(refusals))
+    for options in OPTIONS.values():
+        flags = [option.flags for option in options if isinstance(option, Supported)]
+        assert len(flags) == len(set(flags))

@@ -16,6 +16,8 @@ from packaging.requirements import Requirement
 
 import megatron_hexi
 from megatron_hexi.cli.main import main
+from megatron_hexi.plan import write_plan
+from tests.support.records import PLAN, interval, start, write_record
 
 REPOSITORY = Path(__file__).parents[2]
 DIFFS = [path.name for path in (REPOSITORY / "patches").glob("*.diff")]
@@ -163,6 +165,16 @@ def test_the_installed_command_plans_without_torch(built, clean, tmp_path):
     assert json.loads(planned.stdout)["tokens_per_s"] > 0
     assert (tmp_path / "plan.png").stat().st_size > 0
     assert _hexi(clean, tmp_path, "validate", "plan.yaml").returncode == 0
+
+
+@pytest.mark.slow
+def test_the_installed_command_reports_a_run(clean, tmp_path):
+    """Its template is no Python file."""
+    write_plan(PLAN, tmp_path / "plan.yaml")
+    write_record(tmp_path / "record.jsonl", start(), interval(1), interval(2))
+    told = _hexi(clean, tmp_path, "report", "plan.yaml", "--record", "record.jsonl", "-o", "report.html")
+    assert told.returncode == 0, told.stderr
+    assert "</html>" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_hexi import patching
 from megatron_hexi.errors import PatchError
-from megatron_hexi.patching import Patch, PatchSet
+from megatron_hexi.patching import Patch, PatchSet, is_installed
 
 
 class Base:
@@ -154,3 +155,39 @@ def test_installing_twice_is_refused(library: types.ModuleType, patch_sets: list
 
 def test_a_patch_for_something_not_installed_is_left_out(library: types.ModuleType) -> None:
     assert PatchSet([patch("patched_library:add", plus_one, requires="no_such_library")]).patches == ()
+
+
+def test_a_patch_for_other_versions_is_left_out(library: types.ModuleType) -> None:
+    there = patch("patched_library:add", plus_one, only=">=1")
+    gone = patch("patched_library:subtract", plus_one, only="<1")
+    assert PatchSet([there, gone]).patches == (there,)
+
+
+def test_a_version_that_no_patch_is_for_is_refused_by_those_of_its_side(library: types.ModuleType) -> None:
+    early, late = (
+        Patch("patched_library:add", "", plus_one, package="torch", versions="<1", only=only)
+        for only in ("<0.5", ">=0.5")
+    )
+    patches = PatchSet([early, late])
+    assert patches.patches == (late,)
+    with pytest.raises(PatchError, match="written for torch <1, found"):
+        patches.install()
+
+
+def test_parameters_may_differ_by_version(library: types.ModuleType) -> None:
+    right = patch("patched_library:add", plus_one, parameters={"<1": ("x",), ">=1": ("a", "b")})
+    right.locate()
+    wrong = patch("patched_library:add", plus_one, parameters={"<1": ("a", "b"), ">=1": ("a", "b", "c")})
+    with pytest.raises(PatchError, match="expected the parameters a, b, c, found a, b"):
+        wrong.locate()
+
+
+@pytest.mark.parametrize(
+    ("installed", "later"), [("0.18.2", False), ("0.19.0rc1", True), ("0.19.2+0c90725", True)]
+)
+def test_a_prerelease_counts_as_what_it_leads_to(
+    installed: str, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patching, "_version", lambda package: installed)
+    assert is_installed(">=0.19") is later
+    assert is_installed("<0.19") is not later

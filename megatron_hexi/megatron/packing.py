@@ -1,0 +1,65 @@
+"""Sequences that consist of documents: Megatron's packed path (THD), in which attention stays within each.
+
+A rank's shard has as many tokens as without documents, at positions that the documents decide. They are
+derived where Megatron hands out the documents' ends: in the batch, at the rotary embeddings, in each layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatron_hexi.errors import PlanError
+from megatron_hexi.megatron.session import LocalShard, Session, local_shard
+from megatron_hexi.plan import Mask
+
+
+@dataclass(frozen=True)
+class PackedShard:
+    """This rank's part of one sequence of documents.
+
+    Args:
+        documents: their lengths.
+        shard: the rank's rows.
+        in_document: position of each row in its document, [L].
+    """
+
+    documents: tuple[int, ...]
+    shard: LocalShard
+    in_document: Tensor
+
+
+# The ends of documents are read once for each sequence: on a GPU, reading them waits for the device.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def packed_shard(session: Session, ends: Tensor) -> PackedShard:
+    """This rank's part of a sequence.
+
+    Args:
+        session: what this rank trains by.
+        ends: 0 and the end of each document, ascending, [documents + 1] or [1, documents + 1].
+
+    Raises:
+        PlanError: the documents are not as long as the plan's sequence.
+    """
+    known: tuple[Session, PackedShard] | None = _known.get(ends)
+    if known is not None and known[0] is session:
+        return known[1]
+    places = ends.flatten().tolist()
+    documents = tuple(stop - start for start, stop in zip(places, places[1:], strict=False))
+    if places[0] != 0 or places[-1] != session.seq_length or min(documents) < 0:
+        raise PlanError(
+            f"documents from {places[0]} to {places[-1]}, the plan {session.given.path} was made for "
+            f"sequences of {session.seq_length} tokens; give --micro-batch-size 1, or a plan for this length"
+        )
+    schedule = session.attention.schedules(Mask(documents=documents))
+    shard = local_shard(schedule, session.given.row_multiple, ends.device)
+    starts = ends.flatten()
+    document = torch.searchsorted(starts, shard.positions.to(starts.dtype), right=True) - 1
+    found = PackedShard(documents, shard, shard.positions - starts[document])
+    _known[ends] = session, found
+    return found
