@@ -6,6 +6,7 @@ derived where Megatron hands out the documents' ends: in the batch, at the rotar
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -50,7 +51,7 @@ def packed_shard(session: Session, ends: Tensor) -> PackedShard:
     if known is not None and known[0] is session:
         return known[1]
     places = ends.flatten().tolist()
-    documents = tuple(stop - start for start, stop in zip(places, places[1:], strict=False))
+    documents = tuple(stop - start for start, stop in itertools.pairwise(places))
     if places[0] != 0 or places[-1] != session.seq_length or min(documents) < 0:
         raise PlanError(
             f"documents from {places[0]} to {places[-1]}, the plan {session.given.path} was made for "
