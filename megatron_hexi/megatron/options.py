@@ -7,112 +7,23 @@ meets context parallelism and stands in neither part of it is a mistake.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from megatron_hexi.errors import PlanError
+from megatron_hexi.megatron.option_kinds import (
+    Refused,
+    Supported,
+    before_0_19,
+    beside_unequal,
+    given,
+    one_of,
+    other_than,
+    shown,
+    with_fused_rotary,
+)
 from megatron_hexi.patching import is_installed
 
-_TRAINING = "tests/megatron/test_option_training.py::test_losses_and_gradient_norms_are_those_without_a_plan"
 _UNEQUAL = "tests/megatron/test_unequal_replicas.py::test_training_is_that_of_one_rank[{}]"
-_REFUSAL = "tests/megatron/test_option_refusals.py::test_an_option_is_refused_by_its_real_name"
-
-
-@dataclass(frozen=True)
-class Supported:
-    """Options that a plan carries out: the training is that without context parallelism.
-
-    Args:
-        flags: as on the command line, with a value where only that one is meant.
-        test: the test that shows it.
-        note: what else there is to know.
-    """
-
-    flags: str
-    test: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """One option that a plan does not carry out.
-
-    Args:
-        option: the flag, as on the command line.
-        used: whether the job uses it.
-        reason: why a plan cannot carry it out.
-        remedy: what to do instead.
-        values: which values of the option are refused; empty: any.
-        unequal: whether it is refused beside unequal replicas only.
-        versions: of megatron-core in which it is refused (PEP 440); empty: all.
-    """
-
-    option: str
-    used: Callable[[Namespace], bool] = field(repr=False)
-    reason: str
-    remedy: str = "train without it"
-    values: str = ""
-    unequal: bool = False
-    versions: str = ""
-
-    @property
-    def name(self) -> str:
-        """Tells it from all others: an option may be refused for several reasons in different jobs."""
-        return self.option + ("-unequal" if self.unequal else "") + self.versions
-
-    @property
-    def test(self) -> str:
-        """The test of its message."""
-        return f"{_REFUSAL}[{self.name}]"
-
-
-def _shown(flags: str, case: str, note: str = "") -> Supported:
-    """Shown by a case of the one test of real training, under plans that are uneven in different ways."""
-    return Supported(flags, f"{_TRAINING}[{case}]", note)
-
-
-def _given(
-    option: str,
-    reason: str,
-    remedy: str = "train without it",
-    name: str | None = None,
-    since: str | None = None,
-) -> Refused:
-    """Refused when set to anything but nothing.
-
-    Args:
-        option: the flag.
-        reason: why a plan cannot carry it out.
-        remedy: what to do instead.
-        name: of the argument, if not the flag's.
-        since: the first version of megatron-core in which it is.
-    """
-    name = name or option.removeprefix("--").replace("-", "_")
-    versions = f">={since}" if since else ""
-    return Refused(option, lambda args: bool(getattr(args, name, None)), reason, remedy, versions=versions)
-
-
-def _other_than(usual: object, option: str, reason: str, remedy: str = "train without it") -> Refused:
-    """Refused when set to another value than the usual one."""
-    name = option.removeprefix("--").replace("-", "_")
-    return Refused(
-        option,
-        lambda args: getattr(args, name, usual) not in (usual, None),
-        reason,
-        remedy,
-        f"any but {usual[0] if isinstance(usual, list) else usual}",
-    )
-
-
-def _one_of(refused: Sequence[str], option: str, reason: str, remedy: str) -> Refused:
-    """Refused when set to one of some values, or to several of which one is refused."""
-    name = option.removeprefix("--").replace("-", "_")
-
-    def used(args: Namespace) -> bool:
-        value = getattr(args, name, None)
-        return any(item in refused for item in (value if isinstance(value, list) else [value]))
-
-    return Refused(option, used, reason, remedy, ", ".join(refused))
 
 
 def _gathers_or_is_flexible(args: Namespace) -> bool:
@@ -125,18 +36,6 @@ def _balances_sequences(args: Namespace) -> bool:
     return bool(args.num_experts) and "seq_aux_loss" in (kind if isinstance(kind, list) else [kind])
 
 
-def _with_fused_rotary(option: str) -> Refused:
-    """Refused beside Megatron's fused rotary kernel."""
-    name = option.removeprefix("--").replace("-", "_")
-    return Refused(
-        option,
-        lambda args: getattr(args, name, False) and args.apply_rope_fusion,
-        "the fused rotary kernel knows equal shards only",
-        "give --no-rope-fusion too",
-        "without --no-rope-fusion",
-    )
-
-
 def masks_documents(args: Namespace) -> bool:
     """Whether ``--dataloader-inter-document-masking`` is given; Megatron has it since 0.19."""
     return getattr(args, "dataloader_inter_document_masking", False)
@@ -146,24 +45,8 @@ def _is_packed(args: Namespace) -> bool:
     return masks_documents(args) or args.sft
 
 
-def _before_0_19(option: str, used: Callable[[Namespace], bool]) -> Refused:
-    """Carried out with megatron-core 0.19 only, which changed what is replaced for it."""
-    reason, remedy = (
-        "megatron-core cut it elsewhere before 0.19",
-        "install megatron-core 0.19, or train without it",
-    )
-    return Refused(option, used, reason, remedy, versions="<0.19")
-
-
 def _hybrid_layers(args: Namespace) -> str:
     return args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
-
-
-def _beside_unequal(
-    option: str, used: Callable[[Namespace], bool], reason: str, remedy: str, values: str = ""
-) -> Refused:
-    """Refused where the plan's replicas are unequal."""
-    return Refused(option, used, reason, remedy, values, unequal=True)
 
 
 _UNSHOWN = "it was not shown to be exact under a plan yet"
@@ -173,12 +56,12 @@ _CAPTURE = "the exchange between groups is not captured yet"
 #: Every option that meets context parallelism, by what it is about.
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     "Attention": (
-        _shown("--group-query-attention, --num-query-groups", "recompute-full-groups"),
-        _shown("--qk-layernorm", "qk-norm-groups"),
-        _shown("--qk-l2-norm", "qk-l2-norm-groups"),
-        _shown("--attention-output-gate, --add-qkv-bias", "gated-attention-groups"),
-        _given("--attention-dropout", _DRAWS, "give --attention-dropout 0"),
-        _shown("--window-size", "windows-groups", "keys that no query of another group sees do not travel"),
+        shown("--group-query-attention, --num-query-groups", "recompute-full-groups"),
+        shown("--qk-layernorm", "qk-norm-groups"),
+        shown("--qk-l2-norm", "qk-l2-norm-groups"),
+        shown("--attention-output-gate, --add-qkv-bias", "gated-attention-groups"),
+        given("--attention-dropout", _DRAWS, "give --attention-dropout 0"),
+        shown("--window-size", "windows-groups", "keys that no query of another group sees do not travel"),
         Refused(
             "--window-size",
             lambda args: args.window_size is not None and args.window_size[1] != 0,
@@ -186,9 +69,9 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "give --window-size N,0",
             "with a second number other than 0",
         ),
-        _shown("--window-attn-skip-freq", "alternating-windows-groups"),
-        _shown("--softmax-type off-by-one, learnable", "sinks-groups"),
-        _shown(
+        shown("--window-attn-skip-freq", "alternating-windows-groups"),
+        shown("--softmax-type off-by-one, learnable", "sinks-groups"),
+        shown(
             "--multi-latent-attention",
             "latent-groups",
             "a plan has head_dim, of keys, and value_dim: `hexi proportion --value-dim`",
@@ -200,10 +83,10 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "give --no-rope-fusion, and neither --dataloader-inter-document-masking nor --sft",
             "without --no-rope-fusion, or with --dataloader-inter-document-masking or --sft",
         ),
-        _given("--experimental-attention-variant", "its layers are not cut by a plan"),
-        _given("--qk-clip", "the largest logit is not tracked over blocks"),
-        _given("--log-max-attention-logit", "the largest logit is not tracked over blocks"),
-        _given("--use-kitchen-attention", "a plan brings its own kernels", "choose one with --hexi-kernel"),
+        given("--experimental-attention-variant", "its layers are not cut by a plan"),
+        given("--qk-clip", "the largest logit is not tracked over blocks"),
+        given("--log-max-attention-logit", "the largest logit is not tracked over blocks"),
+        given("--use-kitchen-attention", "a plan brings its own kernels", "choose one with --hexi-kernel"),
         Refused(
             "--attention-backend",
             lambda args: getattr(getattr(args, "attention_backend", None), "name", "auto") != "auto",
@@ -211,17 +94,17 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "choose one with --hexi-kernel",
             "any but auto",
         ),
-        _given("--batch-invariant-mode", "Megatron supports it without context parallelism only"),
+        given("--batch-invariant-mode", "Megatron supports it without context parallelism only"),
     ),
     "Positions": (
-        _shown("--position-embedding-type rope", "recompute-full-groups"),
-        _shown("--rotary-percent, --rotary-base, --rotary-interleaved", "rope-variants-groups"),
-        _shown("--rotary-seq-len-interpolation-factor", "rope-variants-groups"),
-        _shown("--use-rope-scaling, --no-rope-freq", "rope-scaling-groups"),
-        _shown("--position-embedding-type yarn", "yarn-groups"),
-        _shown("--position-embedding-type learned_absolute", "learned-positions-groups"),
-        _shown("--position-embedding-type none", "no-positions-groups"),
-        _one_of(
+        shown("--position-embedding-type rope", "recompute-full-groups"),
+        shown("--rotary-percent, --rotary-base, --rotary-interleaved", "rope-variants-groups"),
+        shown("--rotary-seq-len-interpolation-factor", "rope-variants-groups"),
+        shown("--use-rope-scaling, --no-rope-freq", "rope-scaling-groups"),
+        shown("--position-embedding-type yarn", "yarn-groups"),
+        shown("--position-embedding-type learned_absolute", "learned-positions-groups"),
+        shown("--position-embedding-type none", "no-positions-groups"),
+        one_of(
             ("mrope", "relative"),
             "--position-embedding-type",
             "mrope and relative positions are not taken at the plan's positions yet",
@@ -229,12 +112,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
     ),
     "Masks and packing": (
-        _shown(
+        shown(
             "--reset-position-ids, --eod-mask-loss",
             "learned-positions-groups",
             "positions count from the document's start where they are learned; rotary ones never do",
         ),
-        _shown(
+        shown(
             "--dataloader-inter-document-masking",
             "documents-groups",
             "each document is cut over all groups, so that each has its part of the work",
@@ -244,9 +127,9 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "tests/megatron/test_conversations.py::test_packed_conversations_train_as_on_one_rank[windows-sinks]",
             "conversations are cut as documents are",
         ),
-        _before_0_19("--sft", lambda args: args.sft),
-        _with_fused_rotary("--dataloader-inter-document-masking"),
-        _with_fused_rotary("--sft"),
+        before_0_19("--sft", lambda args: args.sft),
+        with_fused_rotary("--dataloader-inter-document-masking"),
+        with_fused_rotary("--sft"),
         Refused(
             "--eval-iters",
             lambda args: args.sft and args.eval_iters != 0,
@@ -261,27 +144,27 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "give --micro-batch-size 1",
             "above 1 with --dataloader-inter-document-masking or --sft",
         ),
-        _given(
+        given(
             "--reset-attention-mask",
             "a plan makes its own masks",
             "give --dataloader-inter-document-masking in its place",
         ),
-        _given("--decoder-seq-length", "a plan has one sequence length"),
+        given("--decoder-seq-length", "a plan has one sequence length"),
     ),
     "Other ways to cut the sequence": (
-        _other_than(["p2p"], "--cp-comm-type", "the plan says how ranks exchange", "leave it out"),
-        _given("--hybrid-context-parallel", "the plan says which ranks share a sequence"),
-        _given("--max-seqlen-per-dp-cp-rank", "the plan says how many tokens a rank holds", "leave it out"),
-        _given("--hierarchical-context-parallel-sizes", "the plan says how ranks exchange", "leave it out"),
+        other_than(["p2p"], "--cp-comm-type", "the plan says how ranks exchange", "leave it out"),
+        given("--hybrid-context-parallel", "the plan says which ranks share a sequence"),
+        given("--max-seqlen-per-dp-cp-rank", "the plan says how many tokens a rank holds", "leave it out"),
+        given("--hierarchical-context-parallel-sizes", "the plan says how ranks exchange", "leave it out"),
     ),
     "Tensor parallelism": (
-        _shown("--tensor-model-parallel-size", "tensor-parallel-groups"),
-        _shown(
+        shown("--tensor-model-parallel-size", "tensor-parallel-groups"),
+        shown(
             "--sequence-parallel",
             "sequence-parallel-groups",
             "shards that the size does not divide are padded outside attention",
         ),
-        _given("--tp-comm-overlap", "its buffers have the size of an equal shard"),
+        given("--tp-comm-overlap", "its buffers have the size of an equal shard"),
         Refused(
             "--tensor-parallel-num-weight-shards",
             lambda args: (
@@ -302,12 +185,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
     ),
     "Pipeline parallelism": (
-        _shown("--pipeline-model-parallel-size", "pipeline-groups"),
-        _shown("--num-layers-per-virtual-pipeline-stage", "virtual-pipeline-groups"),
-        _shown(
+        shown("--pipeline-model-parallel-size", "pipeline-groups"),
+        shown("--num-layers-per-virtual-pipeline-stage", "virtual-pipeline-groups"),
+        shown(
             "--decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers", "uneven-stages-groups"
         ),
-        _shown("--pipeline-model-parallel-layout", "stage-layout-groups"),
+        shown("--pipeline-model-parallel-layout", "stage-layout-groups"),
         Refused(
             "--use-tp-pp-dp-mapping",
             lambda args: args.use_tp_pp_dp_mapping and args.pipeline_model_parallel_size > 1,
@@ -317,20 +200,20 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
     ),
     "Data parallelism": (
-        _shown(
+        shown(
             "several replicas",
             "distributed-optimizer-replicas",
             "as many ranks each; their groups, shards and heads may differ",
         ),
-        _shown(
+        shown(
             "--use-distributed-optimizer, --overlap-grad-reduce, --overlap-param-gather",
             "distributed-optimizer-replicas",
         ),
-        _shown("--ddp-bucket-size", "small-buckets-replicas"),
-        _other_than(1, "--num-distributed-optimizer-instances", _UNSHOWN),
-        _given("--ddp-average-in-collective", "it averages over ranks, a plan over tokens"),
-        _given("--use-torch-fsdp2", _UNSHOWN),
-        _given("--use-megatron-fsdp", _UNSHOWN),
+        shown("--ddp-bucket-size", "small-buckets-replicas"),
+        other_than(1, "--num-distributed-optimizer-instances", _UNSHOWN),
+        given("--ddp-average-in-collective", "it averages over ranks, a plan over tokens"),
+        given("--use-torch-fsdp2", _UNSHOWN),
+        given("--use-megatron-fsdp", _UNSHOWN),
     ),
     "Unequal replicas": (
         Supported(
@@ -354,40 +237,40 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Supported("--window-size, --softmax-type", _UNEQUAL.format("windows-sinks")),
         Supported("--dataloader-inter-document-masking", _UNEQUAL.format("documents")),
         Supported("--dataloader-type cyclic", _UNEQUAL.format("cyclic")),
-        _beside_unequal(
+        beside_unequal(
             "--num-experts",
             lambda args: bool(args.num_experts),
             "routers and experts join ranks that run different numbers of micro-batches",
             "make a plan with equal replicas: --data-parallel N in place of auto",
         ),
-        _beside_unequal(
+        beside_unequal(
             "--sft",
             lambda args: args.sft,
             "Megatron pads conversations by the context-parallel size, and averages their losses over ranks",
             "make a plan with equal replicas: --data-parallel N in place of auto",
         ),
-        _beside_unequal(
+        beside_unequal(
             "--dataloader-type",
             lambda args: args.dataloader_type == "external",
             "an external loader does not know which sequences are a replica's",
             "use single or cyclic",
             "external",
         ),
-        _beside_unequal(
+        beside_unequal(
             "--eval-global-batch-size",
             lambda args: getattr(args, "eval_global_batch_size", None) not in (None, args.global_batch_size),
             "replicas take what they take in training",
             "leave it out",
             "any but --global-batch-size",
         ),
-        _beside_unequal(
+        beside_unequal(
             "--eval-micro-batch-size",
             lambda args: getattr(args, "eval_micro_batch_size", None) not in (None, args.micro_batch_size),
             "replicas take what they take in training",
             "leave it out",
             "any but --micro-batch-size",
         ),
-        _beside_unequal(
+        beside_unequal(
             "--iterations-to-skip",
             lambda args: bool(args.iterations_to_skip),
             "a skipped iteration draws as many micro-batches on all ranks",
@@ -395,13 +278,13 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
     ),
     "Batches": (
-        _shown("--global-batch-size", "accumulation-replicas", "gradients of several micro-batches add up"),
-        _shown(
+        shown("--global-batch-size", "accumulation-replicas", "gradients of several micro-batches add up"),
+        shown(
             "--step-batch-size-schedule",
             "batch-schedule-groups",
             "with equal replicas that do not state their micro_batches",
         ),
-        _given("--rampup-batch-size", "Megatron ignores it", "give --step-batch-size-schedule", since="0.18"),
+        given("--rampup-batch-size", "Megatron ignores it", "give --step-batch-size-schedule", since="0.18"),
         Refused(
             "--rampup-batch-size", lambda args: args.rampup_batch_size is not None, _UNSHOWN, versions="<0.18"
         ),
@@ -409,33 +292,31 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--eval-iters, --eval-interval",
             "tests/megatron/test_option_training.py::test_evaluation_gives_the_loss_without_a_plan",
         ),
-        _given("--full-validation", _UNSHOWN),
-        _given("--multiple-validation-sets", _UNSHOWN),
+        given("--full-validation", _UNSHOWN),
+        given("--multiple-validation-sets", _UNSHOWN),
     ),
     "Memory": (
-        _shown("--recompute-granularity full", "recompute-full-groups"),
-        _shown("--recompute-method block", "recompute-block-groups"),
-        _shown("--recompute-granularity selective", "recompute-selective-groups"),
-        _shown("--recompute-modules core_attn, mlp, moe", "recompute-modules-groups"),
-        _shown("--distribute-saved-activations", "saved-activations-groups"),
-        _given("--fine-grained-activation-offloading", _UNSHOWN),
-        _given("--cpu-offloading-num-layers", _UNSHOWN),
-        _shown("--mlp-chunks-for-training", "chunked-layers-groups"),
+        shown("--recompute-granularity full", "recompute-full-groups"),
+        shown("--recompute-method block", "recompute-block-groups"),
+        shown("--recompute-granularity selective", "recompute-selective-groups"),
+        shown("--recompute-modules core_attn, mlp, moe", "recompute-modules-groups"),
+        shown("--distribute-saved-activations", "saved-activations-groups"),
+        given("--fine-grained-activation-offloading", _UNSHOWN),
+        given("--cpu-offloading-num-layers", _UNSHOWN),
+        shown("--mlp-chunks-for-training", "chunked-layers-groups"),
     ),
     "Mixture of experts": (
-        _shown("--num-experts, --moe-aux-loss-coeff", "experts-groups"),
-        _shown("--moe-router-load-balancing-type seq_aux_loss", "experts-seq-loss-groups"),
-        _shown("--moe-router-load-balancing-type global_aux_loss", "experts-global-loss-groups"),
-        _shown("--moe-z-loss-coeff", "experts-z-loss-groups"),
-        _shown("--moe-router-enable-expert-bias", "experts-bias-groups"),
-        _shown("--moe-token-dispatcher-type alltoall", "experts-groups"),
-        _shown("--expert-model-parallel-size", "experts-parallel-replicas"),
-        _shown("--expert-tensor-parallel-size", "experts-tensor-parallel-groups"),
-        _shown("--moe-shared-expert-intermediate-size", "experts-shared-groups"),
-        _shown(
-            "--moe-layer-freq, --moe-router-num-groups, --moe-router-group-topk", "experts-grouped-groups"
-        ),
-        _one_of(
+        shown("--num-experts, --moe-aux-loss-coeff", "experts-groups"),
+        shown("--moe-router-load-balancing-type seq_aux_loss", "experts-seq-loss-groups"),
+        shown("--moe-router-load-balancing-type global_aux_loss", "experts-global-loss-groups"),
+        shown("--moe-z-loss-coeff", "experts-z-loss-groups"),
+        shown("--moe-router-enable-expert-bias", "experts-bias-groups"),
+        shown("--moe-token-dispatcher-type alltoall", "experts-groups"),
+        shown("--expert-model-parallel-size", "experts-parallel-replicas"),
+        shown("--expert-tensor-parallel-size", "experts-tensor-parallel-groups"),
+        shown("--moe-shared-expert-intermediate-size", "experts-shared-groups"),
+        shown("--moe-layer-freq, --moe-router-num-groups, --moe-router-group-topk", "experts-grouped-groups"),
+        one_of(
             ("sinkhorn", "quantile_balancing"),
             "--moe-router-load-balancing-type",
             "it balances the tokens of a rank, as if all had equal parts of a sequence",
@@ -449,7 +330,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "seq_aux_loss with --micro-batch-size above 1",
             versions="<0.19",
         ),
-        _shown("--moe-token-dispatcher-type allgather, experts on one rank", "experts-gathered-groups"),
+        shown("--moe-token-dispatcher-type allgather, experts on one rank", "experts-gathered-groups"),
         Refused(
             "--moe-token-dispatcher-type",
             lambda args: bool(args.num_experts) and _gathers_or_is_flexible(args),
@@ -457,21 +338,21 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "give --moe-token-dispatcher-type alltoall",
             "flex; allgather with --expert-model-parallel-size above 1",
         ),
-        _given("--moe-expert-capacity-factor", "which tokens an expert drops would depend on the plan"),
-        _given("--moe-expert-rank-capacity-factor", "which tokens an expert drops would depend on the plan"),
-        _given("--moe-input-jitter-eps", _DRAWS),
-        _given("--moe-router-force-load-balancing", _DRAWS),
-        _given("--moe-router-force-biased", _DRAWS),
-        _given("--moe-enable-routing-replay", "recorded routes are not cut by a plan"),
-        _given("--moe-paged-stash", _UNSHOWN),
-        _given("--moe-shared-expert-overlap", _UNSHOWN),
-        _given("--overlap-moe-expert-parallel-comm", _UNSHOWN),
+        given("--moe-expert-capacity-factor", "which tokens an expert drops would depend on the plan"),
+        given("--moe-expert-rank-capacity-factor", "which tokens an expert drops would depend on the plan"),
+        given("--moe-input-jitter-eps", _DRAWS),
+        given("--moe-router-force-load-balancing", _DRAWS),
+        given("--moe-router-force-biased", _DRAWS),
+        given("--moe-enable-routing-replay", "recorded routes are not cut by a plan"),
+        given("--moe-paged-stash", _UNSHOWN),
+        given("--moe-shared-expert-overlap", _UNSHOWN),
+        given("--overlap-moe-expert-parallel-comm", _UNSHOWN),
     ),
     "Layers and losses": (
-        _shown("--untie-embeddings-and-output-weights", "untied-groups"),
-        _shown("--cross-entropy-loss-fusion", "fused-loss-groups"),
-        _shown("--use-mup", "maximal-update-groups"),
-        _shown("--mtp-num-layers, --mtp-loss-scaling-factor", "multi-token-groups"),
+        shown("--untie-embeddings-and-output-weights", "untied-groups"),
+        shown("--cross-entropy-loss-fusion", "fused-loss-groups"),
+        shown("--use-mup", "maximal-update-groups"),
+        shown("--mtp-num-layers, --mtp-loss-scaling-factor", "multi-token-groups"),
         Refused(
             "--mtp-num-layers",
             lambda args: (
@@ -481,9 +362,9 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "give --pipeline-model-parallel-size 1, and no --dataloader-inter-document-masking or --sft",
             "with --pipeline-model-parallel-size above 1, --dataloader-inter-document-masking or --sft",
         ),
-        _given("--hidden-dropout", _DRAWS, "give --hidden-dropout 0"),
-        _shown("--hybrid-layer-pattern of attention (*) and MLP (-) layers", "hybrid-model-groups"),
-        _before_0_19("--hybrid-layer-pattern", lambda args: bool(_hybrid_layers(args))),
+        given("--hidden-dropout", _DRAWS, "give --hidden-dropout 0"),
+        shown("--hybrid-layer-pattern of attention (*) and MLP (-) layers", "hybrid-model-groups"),
+        before_0_19("--hybrid-layer-pattern", lambda args: bool(_hybrid_layers(args))),
         Refused(
             "--hybrid-layer-pattern",
             lambda args: not set(_hybrid_layers(args)) <= set("*-|"),
@@ -506,9 +387,9 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             ),
             "a plan has one number of heads for all layers",
         ),
-        _given("--logits-load-dir", "the stored logits are not cut by a plan"),
-        _given("--logits-save-dir", "logits are stored by equal shards"),
-        _given("--perform-rl-step", "generation is not cut by a plan"),
+        given("--logits-load-dir", "the stored logits are not cut by a plan"),
+        given("--logits-save-dir", "logits are stored by equal shards"),
+        given("--perform-rl-step", "generation is not cut by a plan"),
     ),
     "Number formats and graphs": (
         Supported(
@@ -516,11 +397,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "tests/megatron/test_uneven_training.py::test_bf16_is_as_near_as_even_shards_are",
             "as near to one rank as even shards are",
         ),
-        _given("--fp8-format", "its rows are not padded to what fp8 needs yet", name="fp8"),
-        _given("--fp4-format", "its rows are not padded to what fp4 needs yet", name="fp4"),
-        _other_than("none", "--cuda-graph-impl", _CAPTURE),
-        _given("--enable-cuda-graph", _CAPTURE),
-        _given("--external-cuda-graph", _CAPTURE),
+        given("--fp8-format", "its rows are not padded to what fp8 needs yet", name="fp8"),
+        given("--fp4-format", "its rows are not padded to what fp4 needs yet", name="fp4"),
+        other_than("none", "--cuda-graph-impl", _CAPTURE),
+        given("--enable-cuda-graph", _CAPTURE),
+        given("--external-cuda-graph", _CAPTURE),
     ),
     "Checkpoints": (
         Supported(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_hexi.megatron.options import OPTIONS, Supported
+from megatron_hexi.megatron.option_kinds import Supported
+from megatron_hexi.megatron.options import OPTIONS
 
 _HEAD = """\
 # Megatron's options beside a plan

@@ -10,8 +10,8 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_hexi import patching
 from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.option_kinds import Refused
 from megatron_hexi.megatron.options import (
-    Refused,
     refuse_unsupported,
     refuse_yaml_configuration,
     refused,
