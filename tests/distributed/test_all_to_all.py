@@ -19,7 +19,7 @@ from megatron_hexi.plan import (
 )
 from megatron_hexi.runtime import exchange
 from megatron_hexi.runtime import wire as wire_room
-from megatron_hexi.runtime.all_to_all import join_heads
+from megatron_hexi.runtime.all_to_all import heads_to_tokens, join_heads, tokens_to_heads
 from megatron_hexi.runtime.exchange import KeyExchange
 from megatron_hexi.runtime.wire import Transfers
 from tests.support.plans import SPARSE, TORN, examples, plans
@@ -65,21 +65,22 @@ def test_every_element_gets_to_its_place_and_back(plan, batch):
     widths = (3, 1, 2)
 
     def work(rank):
-        attention, own = rank.attention(plan), schedules[rank.rank]
+        own = schedules[rank.rank]
+        way = own, rank.attention(plan).a2a_group
         mine = positions_of(own.segments)
         parts = [
             ids(mine, batch, heads, width)
             for heads, width in zip((query_heads, kv_heads, kv_heads), widths, strict=True)
         ]
         tables = [own.heads, own.kv, own.kv]
-        inside = [piece for (piece,) in attention.to_heads(parts, tables).wait()]
-        pieces = attention.to_tokens(inside, tables).wait()
+        inside = [piece for (piece,) in tokens_to_heads(parts, tables, *way).wait()]
+        pieces = heads_to_tokens(inside, tables, *way).wait()
         back = [join_heads(found, table) for found, table in zip(pieces, tables, strict=True)]
         # Halves of the queries are the same, in two all-to-alls.
-        halves = [attention.to_heads(parts[:1], [half]) for half in own.halves]
+        halves = [tokens_to_heads(parts[:1], [half], *way) for half in own.halves]
         arrived = [half.wait()[0][0] for half in halves]
         assert torch.equal(torch.cat(arrived, dim=2), inside[0])
-        home = [attention.to_tokens([part], [half]) for part, half in zip(arrived, own.halves, strict=True)]
+        home = [heads_to_tokens([part], [half], *way) for part, half in zip(arrived, own.halves, strict=True)]
         found = [piece for half in home for piece in half.wait()[0]]
         assert torch.equal(join_heads(found, [heads for half in own.halves for heads in half]), back[0])
         return parts, inside, back
@@ -105,8 +106,9 @@ def test_parts_of_a_shared_kv_head_are_added_up_in_fp32():
         attention = rank.attention(plan)
         query = torch.zeros(8, 1, 1, 2, dtype=torch.bfloat16)
         part = torch.full_like(query, 256 if rank.rank == 0 else 1)
-        own = attention.schedule
-        _, keys, _ = attention.to_tokens([query, part, part], [own.heads, own.kv, own.kv]).wait()
+        own = attention.schedules()
+        tables = own.heads, own.kv, own.kv
+        _, keys, _ = heads_to_tokens([query, part, part], tables, own, attention.a2a_group).wait()
         return join_heads(keys, own.kv)
 
     for summed in run_ranks(8, work):
@@ -159,7 +161,7 @@ def test_collectives_messages_and_bytes_are_those_that_the_plan_says(plan, batch
 
     def work(rank):
         attention = rank.attention(plan)
-        schedule = attention.schedule
+        schedule = attention.schedules()
         heads = (workload.local_heads, workload.local_kv_heads, workload.local_kv_heads)
         tensors = [
             torch.ones(schedule.tokens, batch, h, workload.head_dim, dtype=dtype, requires_grad=True)

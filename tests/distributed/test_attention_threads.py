@@ -34,8 +34,12 @@ def assert_close(results, expected, tolerance):
         torch.testing.assert_close(result, truth, atol=tolerance, rtol=tolerance, msg=say)
 
 
+#: Values may have another size than keys.
+ANY = workloads(value_dims=(None, None, 2, 9))
+
+
 @given(
-    plan=plans(),
+    plan=plans(ANY),
     batch=st.integers(1, 3),
     scale=st.none() | st.floats(0.05, 2.0),
     kernel=st.sampled_from(["auto", "auto", "math"]),
@@ -44,7 +48,7 @@ def assert_close(results, expected, tolerance):
 @example(plan=TORN, batch=2, scale=None, kernel="auto", seed=0)
 @example(plan=RAGGED, batch=2, scale=None, kernel="auto", seed=0)
 @example(plan=SPARSE, batch=3, scale=0.3, kernel="auto", seed=0)
-@examples(430)
+@examples(300)
 def test_any_plan_gives_the_output_and_the_gradients_of_one_device(plan, batch, scale, kernel, seed):
     problem = random_problem(plan.workload, batch, scale=scale, seed=seed)
     assert_close(planned_results(plan, problem, kernel), plain_results(problem), tolerance=1e-10)
@@ -53,7 +57,7 @@ def test_any_plan_gives_the_output_and_the_gradients_of_one_device(plan, batch, 
 @st.composite
 def masked_plans(draw):
     """Any plan, with any mask that its workload allows."""
-    plan = draw(plans())
+    plan = draw(plans(ANY))
     return plan, draw(masks(plan.workload))
 
 
@@ -67,7 +71,7 @@ def masked_plans(draw):
 @example(
     case=(RAGGED, Mask(window=7, documents=(20, 1, 0, 20))), batch=2, has_sinks=True, kernel="auto", seed=0
 )
-@examples(300)
+@examples(150)
 def test_windows_documents_and_sinks_under_any_plan_are_those_of_one_device(
     case, batch, has_sinks, kernel, seed
 ):
@@ -86,7 +90,7 @@ def test_the_scale_is_one_over_the_root_of_the_head_size_unless_given():
 
 
 #: Enough numbers for an error to be a statistic: a handful may be exact in one way and not in the other.
-LARGE = workloads(lengths=[97, 128, 150, 199], head_dims=(16,), value_dims=(None,))
+LARGE = workloads(lengths=[97, 128, 150, 199], head_dims=(16,))
 
 
 def low_precision_ratios(plan, batch, dtype, seed):

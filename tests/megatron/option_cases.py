@@ -154,12 +154,12 @@ CASES = {
     ),
     "no-positions": Case(("--position-embedding-type", "none"), slow=True),
     # Masks
-    "windows": Case(WINDOW),
+    "windows": Case(WINDOW, slow=True),
     "alternating-windows": Case((*WINDOW, *DEEPER, "--window-attn-skip-freq", "2"), slow=True),
     "windows-recomputed": Case(WINDOW, (*FULL, "uniform", *SEQUENCE), slow=True),
-    "sinks": Case(SINKS),
+    "sinks": Case(SINKS, slow=True),
     "sinks-off-by-one": Case(("--softmax-type", "off-by-one"), slow=True),
-    "windows-sinks": Case((*WINDOW, *SINKS), PIPELINE, slow=True),
+    "windows-sinks": Case((*WINDOW, *SINKS), PIPELINE),
     "documents": Case(ONE_EACH, PACKED, APART, corpus=True),
     "documents-learned-positions": Case(
         (*ONE_EACH, "--position-embedding-type", "learned_absolute"), PACKED, APART, corpus=True, slow=True

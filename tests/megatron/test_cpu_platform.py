@@ -107,7 +107,7 @@ def test_evaluation_runs(tmp_path: Path) -> None:
     [
         (("--distributed-backend", "nccl"), "--distributed-backend nccl: needs a GPU"),
         (("--hexi-platform", "cuda"), "--hexi-platform cuda: "),
-        (("--sft", "--tokenizer-type", "SFTTokenizer"), "--sft: "),
+        (("--fim-data",), "--fim-data: "),
     ],
 )
 def test_a_user_error_is_one_line_and_no_traceback(

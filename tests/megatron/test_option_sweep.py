@@ -9,16 +9,21 @@ import pytest
 
 from megatron_hexi.megatron.options import refused
 from megatron_hexi.plan import Plan, write_plan
+from tests.megatron.conftest import job
 from tests.megatron.option_cases import (
+    APART,
     DEEPER,
     EXPERTS,
     FULL,
     FURTHER_TOKENS,
     OVERLAPPED,
+    PACKED,
     PIPELINE,
     SEQUENCE,
+    SINKS,
     TENSOR,
     VIRTUAL,
+    WINDOW,
     Case,
     balanced,
 )
@@ -65,7 +70,16 @@ MODELS: dict[str, dict[str, tuple[str, ...]]] = {
     "further-tokens": {"0": (), "2": FURTHER_TOKENS},
     "batch": {"2 of 4": (), "1 of 8": ("--micro-batch-size", "1", "--global-batch-size", "8")},
     "output": {"tied": (), "untied": ("--untie-embeddings-and-output-weights",)},
-    "mask": {"whole": (), "documents": ("--eod-mask-loss",)},
+    "loss": {"of all": (), "not of ends": ("--eod-mask-loss",)},
+    "window": {
+        "no": (),
+        "all": WINDOW,
+        "every-second": (*WINDOW, "--window-attn-skip-freq", "2"),
+        "sinks": SINKS,
+        "and-sinks": (*WINDOW, *SINKS),
+    },
+    # Which documents see each other: told in one way to the run without a plan, in another under one.
+    "documents": {"one": (), "apart": ()},
 }
 
 #: How a job under a plan may carry it out.
@@ -110,6 +124,10 @@ def possible(choice: Choice) -> bool:
         # Experts beside unequal replicas are refused.
         or (choice.get("plan") == "unequal" and experts not in (None, "none"))
         or (choice.get("plan") == "unequal" and choice.get("expert-parallel") == "2")
+        # Packed samples come one by one, without further tokens; Megatron forgets documents beside a window.
+        or (choice.get("documents") == "apart" and choice.get("batch") == "2 of 4")
+        or (choice.get("documents") == "apart" and choice.get("further-tokens") == "2")
+        or (choice.get("documents") == "apart" and choice.get("window") not in (None, "no", "sinks"))
         # Further tokens take rotary positions or none; beside a pipeline, Megatron cannot save them.
         or (choice.get("further-tokens") == "2" and choice.get("positions") in ("learned", "yarn"))
         or (choice.get("further-tokens") == "2" and parallel in ("pipeline", "virtual", "both"))
@@ -145,13 +163,17 @@ def shown(row: Choice) -> str:
         for row in COMBINATIONS
     ],
 )
-def test_a_combination_trains_as_without_a_plan(row: Choice, forks, references, tmp_path):
-    model = tuple(word for name, values in MODELS.items() for word in values[row[name]])
-    job = tuple(word for name, values in JOBS.items() for word in values[row[name]])
-    case = Case((*model, "--calculate-per-token-loss"), job, replicas=row["plan"].startswith("replicas"))
+def test_a_combination_trains_as_without_a_plan(row: Choice, forks, references, documents, tmp_path):
+    apart = row["documents"] == "apart"
+    model = [word for name, values in MODELS.items() for word in values[row[name]]]
+    model += ["--calculate-per-token-loss", *(documents if apart else ())]
+    options = [word for name, values in JOBS.items() for word in values[row[name]]]
+    options += PACKED if apart else ()
+    case = Case(tuple(model), tuple(options), replicas=row["plan"].startswith("replicas"))
     plan = _plan(case, row["plan"])
-    weights, reference = references(case.model, iterations=3, ranks=len(plan.replicas))
-    words = [*MODEL, *case.model, *case.job, "--train-iters", "3", "--load", weights, "--finetune"]
+    told = (*model, *(APART if apart else ()))
+    weights, reference = references(told, iterations=3, ranks=len(plan.replicas))
+    words = [*job(model), *options, "--train-iters", "3", "--load", weights, "--finetune"]
     log = forks.train(tmp_path, ranks=plan.ranks * case.model_parallel, args=words, plan=plan)
     assert largest_difference(log, reference) < 1e-5
 

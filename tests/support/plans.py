@@ -43,7 +43,7 @@ RANDOMS = st.integers(0, 2**24 - 1).map(Random)
 
 
 @st.composite
-def workloads(draw, lengths=LENGTHS, most_heads=12, head_dims=(1, 3, 8), value_dims=(None, None, 2, 9)):
+def workloads(draw, lengths=LENGTHS, most_heads=12, head_dims=(1, 3, 8), value_dims=(None,)):
     """A workload; up to `most_heads` heads on each tensor-parallel rank, with any KV heads that fit."""
     random = draw(RANDOMS)
     parallel = random.choice([1, 1, 1, 2, 4])
