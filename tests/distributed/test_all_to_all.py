@@ -22,7 +22,7 @@ from megatron_hexi.runtime import wire as wire_room
 from megatron_hexi.runtime.all_to_all import heads_to_tokens, join_heads, tokens_to_heads
 from megatron_hexi.runtime.exchange import KeyExchange
 from megatron_hexi.runtime.wire import Transfers
-from tests.support.plans import SPARSE, TORN, examples, plans
+from tests.support.plans import SPARSE, TORN, examples, plans, workloads
 from tests.support.reference import positions_of
 from tests.support.threads import run_ranks
 
@@ -152,7 +152,11 @@ class Wire:
             yield
 
 
-@given(plan=plans(), batch=st.integers(1, 3), dtype=st.sampled_from([torch.bfloat16, torch.float64]))
+@given(
+    plan=plans(workloads(value_dims=(None, 2, 9))),
+    batch=st.integers(1, 3),
+    dtype=st.sampled_from([torch.bfloat16, torch.float64]),
+)
 @example(plan=TORN, batch=2, dtype=torch.float32)
 @example(plan=SPARSE, batch=1, dtype=torch.float32)
 @examples(60)
@@ -162,10 +166,13 @@ def test_collectives_messages_and_bytes_are_those_that_the_plan_says(plan, batch
     def work(rank):
         attention = rank.attention(plan)
         schedule = attention.schedules()
-        heads = (workload.local_heads, workload.local_kv_heads, workload.local_kv_heads)
+        sizes = (
+            (workload.local_heads, workload.head_dim),
+            (workload.local_kv_heads, workload.head_dim),
+            (workload.local_kv_heads, workload.value_size),
+        )
         tensors = [
-            torch.ones(schedule.tokens, batch, h, workload.head_dim, dtype=dtype, requires_grad=True)
-            for h in heads
+            torch.ones(schedule.tokens, batch, *size, dtype=dtype, requires_grad=True) for size in sizes
         ]
         wire.start(schedule.position)
         output = attention(*tensors)
@@ -177,7 +184,7 @@ def test_collectives_messages_and_bytes_are_those_that_the_plan_says(plan, batch
     wire = Wire()
     with wire.counted():
         counted = run_ranks(plan.ranks, work)
-    size = (workload.head_dim, batch, dtype.itemsize)
+    size = (workload.head_dim, batch, dtype.itemsize, workload.value_dim)
     for schedule, (forward, backward) in zip(schedules_of(plan), counted, strict=True):
         assert forward == forward_traffic(schedule, *size)
         assert backward == backward_traffic(schedule, *size)
