@@ -84,11 +84,11 @@ def check_random(seed, layouts, steps, **changes):
 
 def test_no_layout_whatever_beats_it():
     # Groups of any units, uneven, some without tokens or heads, replicas of any size, recomputation, TP, PP.
-    assert sum(check_random(seed, 4, 25) for seed in range(12)) > 240
+    assert sum(check_random(seed, 4, 25) for seed in range(4)) > 50
 
 
 def test_no_layout_of_up_to_16_gpus_beats_it():
-    assert sum(check_random(seed, 4, 25, gpus=(12, 16), batches=(2, 4)) for seed in range(200, 203)) > 50
+    assert sum(check_random(seed, 4, 25, gpus=(12, 16), batches=(2, 4)) for seed in range(200, 201)) > 10
 
 
 @pytest.mark.slow  # five minutes
@@ -97,7 +97,10 @@ def test_hundreds_of_clusters_and_a_longer_climb():
     assert total > 50_000
 
 
-@pytest.mark.parametrize("seed", [*range(3), *HARD])
+@pytest.mark.parametrize(
+    "seed",
+    [*range(2), *HARD[:3], *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, *HARD[3:]))],
+)
 def test_no_change_of_the_planner_s_own_plan_beats_it(seed):
     text, known, job = random_parallel_case(seed, gpus=(2, 3, 4, 5, 6, 8))
     random = Random(seed)
