@@ -259,7 +259,9 @@ def test_it_never_says_more_than_what_is_known_to_be_possible():
         assert lower_bound(fleet, 1, found_s).iteration_s <= found_s
 
 
-@pytest.mark.parametrize("data_parallel", [1, 2, None])
+@pytest.mark.parametrize(
+    "data_parallel", [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, None))]
+)
 def test_more_gpus_or_faster_links_never_raise_it(data_parallel):
     job = tiny_job(seq_length=2**14, global_batch_size=2)
     few = [("a", "PLAIN", 2), ("b", "DOUBLE", 2)]
