@@ -19,16 +19,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_hexi.plan.blocks import Block, Shape
 from megatron_hexi.plan.heads import HeadSpan
 from megatron_hexi.plan.model import Range
+from megatron_hexi.plan.parts import BUSY_ROWS
 from megatron_hexi.runtime.kernels.base import Kernel
-from megatron_hexi.runtime.kernels.sizes import backward_of_sizes, forward_of_sizes
-
-#: Blocks of one size with fewer queries than this are one call, as a larger batch: alone they would not fill
-#: a GPU (two rounds of 128 rows on an H100's 132 multiprocessors, with 32 heads).
-_FEW_QUERIES = 2 * 132 * 128 // 32
 
 
 @dataclass(frozen=True)
@@ -67,13 +64,13 @@ class BlockAttention:
             value: likewise.
             blocks: in any order; they come back in another.
         """
-        for alike in _alike(blocks if self.spans else ()):
+        width = max(query.shape[3], value.shape[3])
+        for alike in self._alike(blocks if self.spans else ()):
             shape = alike[0].shape
-            q = _taken(query, [block.queries for block in alike], shape)
-            k, v = (_taken(tensor, [block.keys for block in alike], shape) for tensor in (key, value))
+            q = _wide(_taken(query, [block.queries for block in alike], shape), width)
+            k, v = (_wide(_taken(t, [block.keys for block in alike], shape), width) for t in (key, value))
             parts = [
-                forward_of_sizes(
-                    self.kernel,
+                self.kernel.forward(
                     q[:, slice(*span.queries)],
                     k[:, slice(*span.kv)],
                     v[:, slice(*span.kv)],
@@ -82,10 +79,9 @@ class BlockAttention:
                 )
                 for span in self.spans
             ]
-            outputs, sums = (
-                _given(_join(list(halves)), len(alike), shape) for halves in zip(*parts, strict=True)
-            )
-            yield from zip(alike, outputs, sums, strict=True)
+            output, log_sum_exp = (_join(list(halves)) for halves in zip(*parts, strict=True))
+            outputs = _given(output[..., : value.shape[3]], len(alike), shape)
+            yield from zip(alike, outputs, _given(log_sum_exp, len(alike), shape), strict=True)
 
     def backward(
         self,
@@ -108,15 +104,16 @@ class BlockAttention:
             log_sum_exp: likewise, [B, heads, G].
             blocks: in any order; they come back in another.
         """
-        for alike in _alike(blocks):
+        width, sizes = max(query.shape[3], value.shape[3]), (query.shape[3], key.shape[3], value.shape[3])
+        for alike in self._alike(blocks):
             shape = alike[0].shape
             rows, keys = [block.queries for block in alike], [block.keys for block in alike]
-            grad, q, out, lse = (_taken(t, rows, shape) for t in (grad_output, query, output, log_sum_exp))
-            k, v = (_taken(tensor, keys, shape) for tensor in (key, value))
+            grad, q, out = (_wide(_taken(t, rows, shape), width) for t in (grad_output, query, output))
+            k, v = (_wide(_taken(t, keys, shape), width) for t in (key, value))
+            lse = _taken(log_sum_exp, rows, shape)
             for span in self.spans:
                 heads, kv = slice(*span.queries), slice(*span.kv)
-                grads = backward_of_sizes(
-                    self.kernel,
+                grads = self.kernel.backward(
                     grad[:, heads],
                     q[:, heads],
                     k[:, kv],
@@ -126,7 +123,10 @@ class BlockAttention:
                     causal=shape is not Shape.FULL,
                     scale=self.scale,
                 )
-                given = (_given(tensor, len(alike), shape) for tensor in grads)
+                given = (
+                    _given(tensor[..., :size], len(alike), shape)
+                    for tensor, size in zip(grads, sizes, strict=True)
+                )
                 for block, *gradients in zip(alike, *given, strict=True):
                     yield block, span, (gradients[0], gradients[1], gradients[2])
 
@@ -147,6 +147,19 @@ class BlockAttention:
             places = (span.queries, block.queries), (span.kv, block.keys), (span.kv, block.keys)
             for total, (heads, rows), grad in zip(sums, places, grads, strict=True):
                 total[:, slice(*heads), slice(*rows)].add_(grad)
+
+    def _alike(self, blocks: Iterable[Block]) -> list[list[Block]]:
+        """Blocks that are one call of the kernel: those of one size, as a larger batch, if they are small.
+
+        Alone such a block would not keep a GPU busy.
+        """
+        heads = self.queries[1] - self.queries[0]
+        calls: dict[object, list[Block]] = {}
+        for block in blocks:
+            queries, keys = (stop - start for start, stop in (block.queries, block.keys))
+            is_small = max(queries, keys) * heads < BUSY_ROWS
+            calls.setdefault((queries, keys, block.shape) if is_small else block, []).append(block)
+        return list(calls.values())
 
 
 class Merger:
@@ -172,16 +185,6 @@ class Merger:
         self.log_sum_exp[rows] = merged
 
 
-def _alike(blocks: Iterable[Block]) -> list[list[Block]]:
-    """Blocks that are one call of the kernel."""
-    calls: dict[object, list[Block]] = {}
-    for block in blocks:
-        queries, keys = (stop - start for start, stop in (block.queries, block.keys))
-        few = queries < _FEW_QUERIES and keys < _FEW_QUERIES
-        calls.setdefault((queries, keys, block.shape) if few else block, []).append(block)
-    return list(calls.values())
-
-
 def _taken(tensor: Tensor, ranges: Sequence[Range], shape: Shape) -> Tensor:
     """Rows of [B, heads, rows, ...], several ranges as a larger batch; from behind at a window's edge."""
     parts = [tensor[:, :, slice(*rows)] for rows in ranges]
@@ -192,6 +195,15 @@ def _taken(tensor: Tensor, ranges: Sequence[Range], shape: Shape) -> Tensor:
 def _given(tensor: Tensor, count: int, shape: Shape) -> Sequence[Tensor]:
     """What `_taken` put together, apart again."""
     return (tensor.flip(2) if shape is Shape.WINDOW_EDGE else tensor).chunk(count)
+
+
+def _wide(tensor: Tensor, width: int) -> Tensor:
+    """[..., D] padded with zeros to a head size: kernels take one for keys and values.
+
+    Zeros in queries and keys add nothing to a score; zeros in values give zeros in the output.
+    """
+    missing = width - tensor.shape[-1]
+    return pad(tensor, (0, missing)) if missing else tensor
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

@@ -209,16 +209,14 @@ def _own_backward(
 ) -> tuple[list[Moving], Tensor | None]:
     """`attend_backward` where there is no other group."""
     schedule = layer.schedule
-    query, key, value, output, log_sum_exp = saved
+    _, key, _, output, log_sum_exp = saved
     arrived: list[Tensor] = []
     leaving: list[Moving] = []
     grad_keys: list[Sequence[Tensor]] = []
     for number, spans in enumerate(schedule.spans_in_two if len(arriving) > 1 else [schedule.spans]):
         arrived.append(_heads_first(arriving[number].wait()[0][0]))
         blocks = BlockAttention(layer.kernel, spans, layer.scale)
-        grad_query, *own = _own_gradients(
-            blocks, schedule, _cat(arrived), query, key, value, output, log_sum_exp
-        )
+        grad_query, *own = _own_gradients(blocks, schedule, _cat(arrived), saved)
         grad_keys.append(own)
         if number + 1 < len(arriving):
             leaving.append(layer.leave(number, grad_query))
@@ -228,24 +226,17 @@ def _own_backward(
 
 
 def _own_gradients(
-    blocks: BlockAttention,
-    schedule: Schedule,
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sum_exp: Tensor,
+    blocks: BlockAttention, schedule: Schedule, grad_output: Tensor, saved: Saved
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value by the own group's blocks, of the blocks' heads."""
-    tensors = grad_output, query, key, value, output, log_sum_exp
+    query, key, value, _, log_sum_exp = saved
     own = (*schedule.own, *schedule.own_beside)
     if blocks.spans and len(own) == 1:
-        parts = [grads for _, _, grads in blocks.backward(*tensors, own)]
+        parts = [grads for _, _, grads in blocks.backward(grad_output, *saved, own)]
         grad_query, grad_key, grad_value = (_cat(grads) for grads in zip(*parts, strict=True))
         return grad_query, grad_key, grad_value
     sums = tuple(torch.zeros_like(tensor, dtype=log_sum_exp.dtype) for tensor in (query, key, value))
-    blocks.add_backward((sums[0], sums[1], sums[2]), *tensors, own)
+    blocks.add_backward((sums[0], sums[1], sums[2]), grad_output, *saved, own)
     ranges = blocks.queries, blocks.kv, blocks.kv
     grad_query, grad_key, grad_value = (
         total[:, slice(*heads)].to(query.dtype) for total, heads in zip(sums, ranges, strict=True)
