@@ -8,7 +8,6 @@ the line of any place, so that an error can say it.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import yaml
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.text_file import read_text
 
 #: A place in a document: keys and indices from the root.
 Place = tuple[str | int, ...]
@@ -67,19 +67,7 @@ def read_yaml(path: str | os.PathLike[str]) -> YamlFile:
             alias, repeats a key, or nests too deeply.
     """
     path = Path(path)
-    try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise HexiError(
-                f"{path}: {size} bytes, more than the {MAX_BYTES} that are read; is it the right file?"
-            )
-        text = path.read_text(encoding="utf-8")
-    except OSError as problem:
-        raise HexiError(
-            f"{path}: cannot be read ({problem.strerror}); check the path and its permissions"
-        ) from None
-    except UnicodeDecodeError:
-        raise HexiError(f"{path}: not text (no UTF-8); is it the right file?") from None
+    text = read_text(path, MAX_BYTES)
     lines: dict[Place, int] = {}
     try:
         _refuse_bombs(path, text)
@@ -96,35 +84,8 @@ def read_yaml(path: str | os.PathLike[str]) -> YamlFile:
     return YamlFile(path, data, lines)
 
 
-def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole or not at all: a reader never sees half of it.
-
-    Raises:
-        HexiError: the folder is missing or cannot be written to.
-    """
-    path = Path(path)
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as problem:
-        raise HexiError(f"{path}: cannot be written ({problem.strerror}); check the folder") from None
-
-
 # libyaml's parser where PyYAML was built with it: about eight times faster, the same nodes.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _refuse_bombs(path: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from benchmarks.measured.measure import measure
 from benchmarks.measured.page import findings, write_page
 from benchmarks.measured.results import read_results, results_text
 from benchmarks.measured.scenarios import SCENARIOS
-from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
 
 
 def main(words: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.measured.picture import draw_scenarios
 from benchmarks.measured.results import Measured, ScenarioResult
-from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
 
 _INTRODUCTION = """# Measured
 

@@ -17,7 +17,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import read_plan
 from megatron_hexi.slurm import allocated_hosts, parse_nodes
 from megatron_hexi.slurm import place as place_ranks
-from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
 
 app = typer.Typer()
 

@@ -30,7 +30,7 @@ from megatron_hexi.cli.output import (
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import estimate, find_shortage
 from megatron_hexi.plan import read_plan, write_plan
-from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
 
 if TYPE_CHECKING:
     from megatron_hexi.planner import Planned

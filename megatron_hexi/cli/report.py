@@ -14,7 +14,7 @@ from megatron_hexi.cost import Job, estimate
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, read_plan
 from megatron_hexi.record import Start, read_record
-from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
 
 app = typer.Typer()
 

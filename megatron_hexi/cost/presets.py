@@ -13,6 +13,7 @@ from megatron_hexi.cost.hugging_face import model_from_config
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
+from megatron_hexi.text_file import read_text
 from megatron_hexi.yaml_file import read_yaml
 
 DATA = Path(__file__).parent / "data" / "models.yaml"
@@ -41,16 +42,7 @@ def read_model(name_or_path: str | os.PathLike[str]) -> Model:
         path = path / "config.json"
     if not path.exists():
         raise HexiError(f"model {name!r} is neither a preset nor a file; {_hint(name)}")
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise HexiError(f"{path}: larger than {MAX_BYTES} bytes; is it the right file?")
-        text = path.read_text(encoding="utf-8")
-    except OSError as problem:
-        raise HexiError(
-            f"{path}: cannot be read ({problem.strerror}); check the path and its permissions"
-        ) from None
-    except UnicodeDecodeError:
-        raise HexiError(f"{path}: not text (no UTF-8); is it the right file?") from None
+    text = read_text(path, MAX_BYTES)
     if path.suffix == ".json" or text.lstrip().startswith("{"):
         return model_from_config(text, path)
     return model_from_arguments(text, path)

@@ -24,7 +24,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron import versions
-from megatron_hexi.megatron.options import masks_documents
+from megatron_hexi.megatron.options.kinds import masks_documents
 
 #: What a model takes of a batch, each [B, S] on one context-parallel rank; the mask is [B, 1, S, S].
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_hexi.megatron.option_kinds import Supported
 from megatron_hexi.megatron.options import OPTIONS
+from megatron_hexi.megatron.options.kinds import Supported
 
 _HEAD = """\
 # Megatron's options beside a plan
 
-<!-- Made from megatron_hexi/megatron/options.py:
+<!-- Made from megatron_hexi/megatron/options/:
      python -m megatron_hexi.megatron.options_page > docs/options.md -->
 
 Every option of Megatron 0.17 to 0.19 that meets context parallelism is either carried out or refused by

@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.check import check_plan
 from megatron_hexi.plan.model import FORMAT_VERSION, Plan
-from megatron_hexi.yaml_file import YamlFile, read_yaml, spell_place, write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
+from megatron_hexi.yaml_file import YamlFile, read_yaml, spell_place
 from megatron_hexi.yaml_schema import Where, parse, short
 
 _ADAPTER = TypeAdapter(Plan)

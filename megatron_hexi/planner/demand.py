@@ -135,15 +135,19 @@ class Demand:
 
     def _least_of(self, box: Box, depths: Sequence[_Depth], low: float, high: float, reach: float) -> float:
         """The same of a box that is not cut, and can do `reach` times all tokens in the time given."""
-        guess = high / reach
+        # What can be done grows with the time nearly as a straight line: secants find the time, aimed a
+        # little too short; halving where they do not.
+        last, guess, halve = (high, reach), high / reach, False
         while high - low > _PRECISION * high:
-            middle = guess * (1 - _PRECISION / 2)
-            middle = middle if low < middle < high else (low + high) / 2
+            aim, wide = guess * (1 - _PRECISION / 2), high - low
+            middle = aim if low < aim < high and not halve else (low + high) / 2
             reach = self.reach(middle, box, depths)
             low, high = (low, middle) if reach >= 1 else (middle, high)
-            guess = middle / reach if reach > 0 else (low + high) / 2
             if 1 - _PRECISION < reach < 1:
                 break
+            slope = (last[1] - reach) / (last[0] - middle)
+            guess = middle + (1 - reach) / slope if slope > 0 else (low + high) / 2
+            last, halve = (middle, reach), high - low > wide / 2
         return low
 
     def _depths(self, box: Box, seconds: float, free: float) -> Sequence[_Depth]:

@@ -27,7 +27,7 @@ from megatron_hexi.planner.gradients import Limits
 from megatron_hexi.planner.links import Links
 
 #: How a piece's tokens are sought: rounds of scaling, what is added then, halvings where that does not do.
-_ROUNDS = 6
+_ROUNDS = 12
 _CLOSE = 3e-5
 _SLACKS = (5e-5, 5e-4, 3e-3, 3e-2)
 _HALVINGS = 20
@@ -66,8 +66,9 @@ class Pieces:
         self._element = float(job.micro_batch_size * job.model.head_dim * job.element_bytes)
         self._size = size
         self._whole = job.seq_length * self.share
-        #: What was found last: a search asks for much the same again and again.
-        self._near = self._whole
+        #: What was found last, and how the load grew there, by what was sought: a search asks for much the
+        #: same again and again.
+        self._near: dict[str, tuple[Floats, Floats]] = {}
         self._memory_cap = self._find_memory_cap()
         # Queries and outputs travel in halves at best, one of which is hidden on each way.
         columns = self._all_heads + 2 * self._all_kv
@@ -96,7 +97,10 @@ class Pieces:
             depth: where the group's middle is among the nested ones, from 0, outermost, to 1, at most.
             several: whether there are several replicas, so that a site may have any number of units of one.
         """
-        free = self._last(self._whole, lambda most: self._load(limits, most, most, groups, 0.0))
+        if limits.whole <= 0 or (limits.and_wire is not None and limits.and_wire <= 0):
+            nothing = np.zeros(len(self._units))
+            return nothing, nothing
+        free = self._last("free", self._whole, lambda most: self._load(limits, most, most, groups, 0.0))
         tokens = np.zeros(len(free))
         for least, most in _beside(self._size) if several else [(self._size, self._size)]:
             # A replica has a sequence: with so many units of it on a site, each holds its part at most.
@@ -112,7 +116,9 @@ class Pieces:
         spare = (tokens >= self._whole) & (self._heads < self._all_heads)
         if spare.any():
             most_held = self._job.seq_length / self._units
-            more = self._last(most_held, lambda most: self._load(limits, most, self._whole, groups, 0.0))
+            more = self._last(
+                "held", most_held, lambda most: self._load(limits, most, self._whole, groups, 0.0)
+            )
             held = np.minimum(np.where(spare, np.maximum(more, tokens), tokens), self._memory_cap)
         else:
             held = np.minimum(tokens, self._memory_cap)
@@ -120,7 +126,9 @@ class Pieces:
         if not short.any():
             return held, tokens
         # What other sites' tokens bring has to come over the site's links.
-        attended = self._last(self._whole, lambda most: self._load(limits, held, most, groups, 0.0))
+        attended = self._last(
+            "attended", self._whole, lambda most: self._load(limits, held, most, groups, 0.0)
+        )
         return held, np.where(short, np.maximum(attended, tokens), tokens)
 
     def _exchanging(self, free: Floats, limits: Limits, groups: int, depth: float, units: int) -> Floats:
@@ -134,20 +142,29 @@ class Pieces:
             forward, backward = self._attention(free / self.share, groups)
             if (wire <= forward).all() and (2 * wire <= backward).all():
                 return free
-        return self._last(free, lambda most: self._load(limits, most, most, groups, wire))
+        return self._last("exchanging", free, lambda most: self._load(limits, most, most, groups, wire))
 
-    def _last(self, most: Floats, load: Callable[[Floats], Floats]) -> Floats:
+    def _last(self, sought: str, most: Floats, load: Callable[[Floats], Floats]) -> Floats:
         """The largest number up to `most` whose load is 1, or a little more."""
         # All tokens of the sequence may be less to do than nearly all: then there is no exchange.
         whole = load(most) <= 1 + _SLACKS[0]
         if whole.all():
             return most
-        found = np.where(whole, most, np.minimum(most, self._near))
+        # A load grows with the tokens nearly as a straight line: first as last time, then as its secants.
+        near, each = self._near.get(sought, (most, None))
+        found = np.where(whole, most, np.minimum(most, near))
+        filled = load(found)
+        each = filled / np.maximum(found, 1.0) if each is None else each
         for _ in range(_ROUNDS):
-            before, found = found, np.where(whole, most, np.minimum(most, found / load(found)))
-            if (np.abs(found - before) <= _CLOSE * found).all():
+            before, full = found, filled
+            found = np.where(whole, most, np.clip(found + (1 - filled) / each, 0.0, most))
+            change = found - before
+            if (np.abs(change) <= _CLOSE * found).all():
                 break
-        self._near = np.maximum(found, 1.0)
+            filled = load(found)
+            grows = (filled - full) * change > 0
+            each = np.where(grows, (filled - full) / np.where(grows, change, 1.0), each)
+        self._near[sought] = found, each
         # Scaling comes close to where the time is up; a little above, it must be.
         above = np.full(len(found), False)
         for slack in _SLACKS:
@@ -174,11 +191,9 @@ class Pieces:
         again = 2 if self._job.recompute == "full" else 1
         whole = again * token.forward + token.backward + moved + beyond + self._again * forward + backward
         whole = whole + self._logits_seconds(tokens)
-        load = whole / limits.whole if limits.whole > 0 else np.full(len(whole), np.inf)
+        load: Floats = whole / limits.whole
         if limits.and_wire is None:
             return load
-        if limits.and_wire <= 0:
-            return np.full(len(whole), np.inf)
         # The wire is taken to be free for as long as the pass is longer than what uses it.
         used = self._move_each * tokens * self._of_a_pass
         shown = moved / (self._again + 1)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
 from megatron_hexi.yaml_schema import short
 
 _STRICT = ConfigDict(extra="forbid")

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.record.model import FORMAT_VERSION, Interval, Leg, RankTimes, Record, Start
+from megatron_hexi.text_file import read_text
 from megatron_hexi.yaml_file import Place, spell_place
 from megatron_hexi.yaml_schema import parse, short
 
@@ -83,14 +84,8 @@ def read_record(path: Path) -> Record:
     Raises:
         HexiError: the file cannot be read, is no record, or ends too early; with the line.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as problem:
-        raise HexiError(
-            f"{path}: cannot be read ({problem.strerror}); give the file of the run's --hexi-record"
-        ) from None
-    except UnicodeDecodeError:
-        raise HexiError(f"{path}: not text (no UTF-8); give the file of the run's --hexi-record") from None
+    remedy = "give the file of the run's --hexi-record"
+    text = read_text(path, remedy=remedy, other=remedy)
     *lines, rest = text.split("\n")
     legs: list[tuple[Start, list[Interval]]] = []
     for number, line in enumerate(lines, start=1):

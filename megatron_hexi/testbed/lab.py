@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
 
 Speeds = Literal["paced", "quota", "none"]
 SPEEDS: tuple[Speeds, ...] = ("paced", "quota", "none")

@@ -23,7 +23,7 @@ from megatron_hexi.testbed.job import Ended, run_job
 from megatron_hexi.testbed.lab import Lab, UntrueError, read_lab
 from megatron_hexi.testbed.links import LinkMeasured, measure_links
 from megatron_hexi.testbed.network import build_network, raise_loopback
-from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
 
 _ATTEMPTS = 3
 _LOAD = ("-m", "megatron_hexi.testbed.in_rank.load")

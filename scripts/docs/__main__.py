@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
 from scripts.docs.pages import DOCS, GENERATED
 
 

@@ -14,7 +14,7 @@ from megatron_hexi.report.holdings import holdings
 from megatron_hexi.report.losses import draw_losses, relative_differences
 from megatron_hexi.report.pictures import save_picture
 from megatron_hexi.report.tables import spell_range
-from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
 from scripts.quickstart.job import Launch
 
 #: Losses are fp32 sums, made in another order by each layout; training then makes such differences grow.

@@ -230,7 +230,7 @@ CASES = {
     "experts": Case(balanced("aux_loss")),
     "experts-seq-loss": Case(balanced("seq_aux_loss")),
     "experts-global-loss": Case((*balanced("global_aux_loss"), "--calculate-per-token-loss"), slow=True),
-    "experts-z-loss": Case((*balanced("aux_loss"), "--moe-z-loss-coeff", "0.01"), slow=True),
+    "experts-z-loss": Case((*balanced("aux_loss"), "--moe-z-loss-coeff", "0.01")),
     "experts-bias": Case(
         (
             *EXPERTS,

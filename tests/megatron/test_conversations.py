@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hexi.plan import proportional_plan, write_plan
+from megatron_hexi.plan import proportional_plan
 from tests.megatron.conversations import VOCABULARY
-from tests.megatron.launch import train
 from tests.megatron.option_cases import OVERLAPPED, PIPELINE, SEQUENCE, SINKS, WINDOW, Case
 from tests.megatron.test_uneven_training import MODEL, WORKLOAD, largest_difference
 
 #: Megatron pads conversations to a multiple of twice the context-parallel size; of all that are tried here.
 PADDED_TO = 12
-ENTRY = ["-m", "tests.megatron.conversations"]
+ENTRY = "tests.megatron.conversations"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +48,7 @@ def conversations(tmp_path_factory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(conversations, tmp_path_factory):
+def on_one_rank(forks, conversations, tmp_path_factory):
     """For a model, weights and the training by a plan of one rank.
 
     Megatron's own attention takes no conversations without Transformer Engine, nor documents beside a window.
@@ -59,12 +58,11 @@ def on_one_rank(conversations, tmp_path_factory):
     @functools.cache
     def trained(model: tuple[str, ...]):
         folder = tmp_path_factory.mktemp("one-rank")
-        write_plan(proportional_plan(WORKLOAD, [[[1]]]), folder / "plan.yaml")
-        common = {"ranks": 1, "plan": folder / "plan.yaml", "entry": ENTRY}
+        common = {"ranks": 1, "plan": proportional_plan(WORKLOAD, [[[1]]]), "entry": ENTRY}
         saving = "--save", folder / "weights", "--save-interval", "1", "--no-save-optim", "--train-iters", "1"
-        train(folder, args=[*conversations, *model, *saving], **common)
+        forks.train(folder, args=[*conversations, *model, *saving], **common)
         loading = "--load", folder / "weights", "--finetune", "--train-iters", "10"
-        return folder / "weights", train(folder, args=[*conversations, *model, *loading], **common)
+        return folder / "weights", forks.train(folder, args=[*conversations, *model, *loading], **common)
 
     return trained
 
@@ -79,17 +77,16 @@ def on_one_rank(conversations, tmp_path_factory):
     ],
 )
 def test_packed_conversations_train_as_on_one_rank(
-    name, model, job, conversations, on_one_rank, tmp_path: Path
+    name, model, job, forks, conversations, on_one_rank, tmp_path: Path
 ):
     weights, reference = on_one_rank(model)
     case = Case(job=job, replicas=name == "replicas")
     plan = case.plans()[name]
-    write_plan(plan, tmp_path / "plan.yaml")
-    log = train(
+    log = forks.train(
         tmp_path,
         ranks=plan.ranks * case.model_parallel,
         args=[*conversations, *model, *job, "--train-iters", "10", "--load", weights, "--finetune"],
-        plan=tmp_path / "plan.yaml",
+        plan=plan,
         entry=ENTRY,
     )
     difference = largest_difference(log, reference)

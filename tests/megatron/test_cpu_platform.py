@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.megatron.forked import Forks
 from tests.megatron.launch import REPOSITORY, TINY_GPT, TrainingLog, launch, train
 
 
@@ -30,36 +31,38 @@ def test_the_loss_falls_from_that_of_a_guess(one_rank: TrainingLog) -> None:
     assert "hexi: no GPU found: running on the CPU with gloo" in one_rank.output
 
 
-def test_two_data_parallel_ranks_train_as_one(tmp_path: Path, one_rank: TrainingLog) -> None:
-    assert_same_training(train(tmp_path, ranks=2, args=TINY_GPT), one_rank)
+def test_two_data_parallel_ranks_train_as_one(forks: Forks, tmp_path: Path, one_rank: TrainingLog) -> None:
+    assert_same_training(forks.train(tmp_path, ranks=2, args=TINY_GPT), one_rank)
 
 
-def test_the_distributed_optimizer_trains_as_the_plain_one(tmp_path: Path, one_rank: TrainingLog) -> None:
+def test_the_distributed_optimizer_trains_as_the_plain_one(
+    forks: Forks, tmp_path: Path, one_rank: TrainingLog
+) -> None:
     overlapped = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-    assert_same_training(train(tmp_path, ranks=2, args=[*TINY_GPT, *overlapped]), one_rank)
+    assert_same_training(forks.train(tmp_path, ranks=2, args=[*TINY_GPT, *overlapped]), one_rank)
 
 
-def test_bf16_stays_near(tmp_path: Path, one_rank: TrainingLog) -> None:
-    found = train(tmp_path, ranks=2, args=[*TINY_GPT, "--bf16", "--use-distributed-optimizer"])
+def test_bf16_stays_near(forks: Forks, tmp_path: Path, one_rank: TrainingLog) -> None:
+    found = forks.train(tmp_path, ranks=2, args=[*TINY_GPT, "--bf16", "--use-distributed-optimizer"])
     assert_same_training(found, one_rank, relative=2e-3)
 
 
 @pytest.mark.parametrize("recompute", [("--recompute-activations",), ("--recompute-granularity", "full")])
-def test_recomputation_changes_nothing(tmp_path: Path, recompute: tuple[str, ...]) -> None:
+def test_recomputation_changes_nothing(forks: Forks, tmp_path: Path, recompute: tuple[str, ...]) -> None:
     """With dropout, so that the random state has to be restored for the second forward pass."""
     if "full" in recompute:
         recompute = (*recompute, "--recompute-method", "uniform", "--recompute-num-layers", "1")
     dropout = [*TINY_GPT, "--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--train-iters", "2"]
-    plain = train(tmp_path, ranks=1, args=dropout)
-    assert_same_training(train(tmp_path, ranks=1, args=[*dropout, *recompute]), plain)
+    plain = forks.train(tmp_path, ranks=1, args=dropout)
+    assert_same_training(forks.train(tmp_path, ranks=1, args=[*dropout, *recompute]), plain)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one rank saves after two iterations of four."""
     folder = tmp_path_factory.mktemp("checkpoint")
     saving = ("--save", folder / "saved", "--save-interval", "2", "--exit-interval", "2")
-    train(folder, ranks=1, args=[*TINY_GPT, *saving])
+    forks.train(folder, ranks=1, args=[*TINY_GPT, *saving])
     return folder / "saved"
 
 
@@ -73,17 +76,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_checkpoint_continues_identically_in_any_layout(
-    tmp_path: Path, one_rank: TrainingLog, checkpoint: Path, ranks: int, layout: tuple[str, ...]
+    forks: Forks, tmp_path: Path, one_rank: TrainingLog, checkpoint: Path, ranks: int, layout: tuple[str, ...]
 ) -> None:
     # The vocabulary is padded to the same size in every layout; random states belong to a layout.
     loading = ("--load", checkpoint, "--no-load-rng", "--make-vocab-size-divisible-by", "64")
-    found = train(tmp_path, ranks=ranks, args=[*TINY_GPT, *layout, *loading])
+    found = forks.train(tmp_path, ranks=ranks, args=[*TINY_GPT, *layout, *loading])
     assert found.iterations == [3, 4]
     assert found.losses == pytest.approx(one_rank.losses[2:], rel=1e-5)
     assert found.grad_norms == pytest.approx(one_rank.grad_norms[2:], rel=1e-4)
 
 
-def test_a_virtual_pipeline_trains(tmp_path: Path) -> None:
+def test_a_virtual_pipeline_trains(forks: Forks, tmp_path: Path) -> None:
     layers = (
         "--num-layers",
         "4",
@@ -92,12 +95,12 @@ def test_a_virtual_pipeline_trains(tmp_path: Path) -> None:
         "--num-layers-per-virtual-pipeline-stage",
         "1",
     )
-    found = train(tmp_path, ranks=2, args=[*TINY_GPT, *layers])
+    found = forks.train(tmp_path, ranks=2, args=[*TINY_GPT, *layers])
     assert found.losses == sorted(found.losses, reverse=True)
 
 
-def test_evaluation_runs(tmp_path: Path) -> None:
-    found = train(tmp_path, ranks=1, args=[*TINY_GPT, "--eval-interval", "2", "--eval-iters", "1"])
+def test_evaluation_runs(forks: Forks, tmp_path: Path) -> None:
+    found = forks.train(tmp_path, ranks=1, args=[*TINY_GPT, "--eval-interval", "2", "--eval-iters", "1"])
     for iteration in (2, 4):
         assert f"validation loss at iteration {iteration} |" in found.output
 

@@ -10,12 +10,12 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_hexi import patching
 from megatron_hexi.errors import HexiError
-from megatron_hexi.megatron.option_kinds import Refused
 from megatron_hexi.megatron.options import (
     refuse_unsupported,
     refuse_yaml_configuration,
     refused,
 )
+from megatron_hexi.megatron.options.kinds import Refused
 from tests.megatron.test_uneven_training import MODEL
 
 # The words that make Megatron's parser set the option, where it is more than the flag alone.

@@ -142,7 +142,7 @@ def possible(choice: Choice) -> bool:
 VALUES = {name: tuple(values) for name, values in {**JOBS, **MODELS}.items()}
 COMBINATIONS = all_pairs({"plan": PLANS, **VALUES}, possible)
 SAMPLE = [row for row in COMBINATIONS if row["parallel"] in ("no", "sequence") and row["plan"] != "groups"][
-    :2
+    :6
 ]
 
 

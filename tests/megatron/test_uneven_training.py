@@ -1,13 +1,14 @@
 """Real Megatron training under uneven plans, beside the same training on one rank from one checkpoint.
 
 Set MEGATRON_LM to a Megatron-LM checkout of the installed version to train through its unmodified
-pretrain_gpt.py, 20 iterations; without it, 6 through our own entry point.
+pretrain_gpt.py under torchrun, 20 iterations; without it, 6 through our own entry point.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -72,28 +73,36 @@ def one_domain(*members: tuple[int, tuple[int, int]]) -> Plan:
     return Plan(WORKLOAD, (Replica((Stage(Domain((group,))),)),))
 
 
-def entry() -> str | list[str]:
-    checkout = os.environ.get("MEGATRON_LM")
-    return (
-        ["-m", "megatron_hexi.run", str(Path(checkout) / "pretrain_gpt.py")]
-        if checkout
-        else "megatron_hexi.pretrain_gpt"
-    )
+class Run(Protocol):
+    """Trains on some ranks, with more arguments, under a plan if there is one."""
 
-
-def run(
-    folder: Path, ranks: int, *args: str, plan: Plan | None = None, iterations: int = ITERATIONS
-) -> TrainingLog:
-    path = None
-    if plan is not None:
-        path = folder / f"plan-{len(list(folder.glob('plan-*')))}.yaml"
-        write_plan(plan, path)
-    words = [*MODEL, "--train-iters", str(iterations), *args]
-    return train(folder, ranks=ranks, args=words, plan=path, entry=entry())
+    def __call__(
+        self, folder: Path, ranks: int, *args: str, plan: Plan | None = None, iterations: int = ITERATIONS
+    ) -> TrainingLog: ...
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
+def run(forks) -> Run:
+    checkout = os.environ.get("MEGATRON_LM")
+    script = ["-m", "megatron_hexi.run", str(Path(checkout) / "pretrain_gpt.py")] if checkout else None
+
+    def train_on(
+        folder: Path, ranks: int, *args: str, plan: Plan | None = None, iterations: int = ITERATIONS
+    ) -> TrainingLog:
+        words = [*MODEL, "--train-iters", str(iterations), *args]
+        if script is None:
+            return forks.train(folder, ranks=ranks, args=words, plan=plan)
+        path = None
+        if plan is not None:
+            path = folder / f"plan-{len(list(folder.glob('plan-*')))}.yaml"
+            write_plan(plan, path)
+        return train(folder, ranks=ranks, args=words, plan=path, entry=script)
+
+    return train_on
+
+
+@pytest.fixture(scope="module")
+def checkpoint(run, tmp_path_factory) -> Path:
     """Weights that every run starts from: CP 1 and CP n would initialise different ones."""
     folder = tmp_path_factory.mktemp("checkpoint")
     run(folder, 1, "--save", str(folder / "weights"), "--save-interval", "1", iterations=1)
@@ -101,7 +110,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint, tmp_path_factory) -> TrainingLog:
+def reference(run, checkpoint, tmp_path_factory) -> TrainingLog:
     """One rank, without a plan: Megatron's own attention."""
     return run(tmp_path_factory.mktemp("reference"), 1, "--load", str(checkpoint), "--finetune")
 
@@ -151,14 +160,16 @@ EXACT = {
 
 
 @pytest.mark.parametrize(("ranks", "plan", "args"), EXACT.values(), ids=EXACT)
-def test_losses_and_gradient_norms_are_those_of_one_rank(ranks, plan, args, checkpoint, reference, tmp_path):
+def test_losses_and_gradient_norms_are_those_of_one_rank(
+    run, ranks, plan, args, checkpoint, reference, tmp_path
+):
     log = run(tmp_path, ranks, "--load", str(checkpoint), "--finetune", *args, plan=plan)
     difference = largest_difference(log, reference)
     print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
     assert difference < 1e-5
 
 
-def test_learned_positions_are_taken_at_the_true_positions(tmp_path):
+def test_learned_positions_are_taken_at_the_true_positions(run, tmp_path):
     args = ("--position-embedding-type", "learned_absolute")
     run(tmp_path, 1, *args, "--save", str(tmp_path / "weights"), "--save-interval", "1", iterations=1)
     loaded = (*args, "--load", str(tmp_path / "weights"), "--finetune")
@@ -167,7 +178,7 @@ def test_learned_positions_are_taken_at_the_true_positions(tmp_path):
     assert largest_difference(log, reference) < 1e-5
 
 
-def test_bf16_is_as_near_as_even_shards_are(checkpoint, tmp_path):
+def test_bf16_is_as_near_as_even_shards_are(run, checkpoint, tmp_path):
     args = ("--bf16", "--load", str(checkpoint), "--finetune")
     reference = run(tmp_path, 1, *args)
     even = run(tmp_path, 4, *args, plan=proportional_plan(WORKLOAD, [[[1, 1], [1, 1]]]))
@@ -177,7 +188,7 @@ def test_bf16_is_as_near_as_even_shards_are(checkpoint, tmp_path):
     assert distances[0] <= 2 * distances[1]
 
 
-def test_a_checkpoint_is_continued_under_any_plan_and_none(checkpoint, tmp_path):
+def test_a_checkpoint_is_continued_under_any_plan_and_none(run, checkpoint, tmp_path):
     """Saved under one plan after some iterations, continued under others as if nothing had changed."""
     optimizer = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
     saved = ("--save", str(tmp_path / "weights"), "--save-interval", "3")

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_hexi.megatron.option_kinds import Supported
 from megatron_hexi.megatron.options import OPTIONS, refused
+from megatron_hexi.megatron.options.kinds import Supported
 from megatron_hexi.megatron.options_page import page
 
 REPOSITORY = Path(__file__).parents[2]

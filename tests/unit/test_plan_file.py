@@ -27,7 +27,8 @@ from megatron_hexi.plan import (
     validate_plan,
     write_plan,
 )
-from megatron_hexi.yaml_file import YamlFile, read_yaml, spell_place, write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
+from megatron_hexi.yaml_file import YamlFile, read_yaml, spell_place
 from tests.support.plans import examples, plans
 
 NUMBERS = st.floats(0, 1e300)

@@ -84,11 +84,11 @@ def check_random(seed, layouts, steps, **changes):
 
 def test_no_layout_whatever_beats_it():
     # Groups of any units, uneven, some without tokens or heads, replicas of any size, recomputation, TP, PP.
-    assert sum(check_random(seed, 4, 25) for seed in range(4)) > 50
+    assert sum(check_random(seed, 4, 25) for seed in range(30)) > 600
 
 
 def test_no_layout_of_up_to_16_gpus_beats_it():
-    assert sum(check_random(seed, 4, 25, gpus=(12, 16), batches=(2, 4)) for seed in range(200, 201)) > 10
+    assert sum(check_random(seed, 4, 25, gpus=(12, 16), batches=(2, 4)) for seed in range(200, 206)) > 100
 
 
 @pytest.mark.slow  # five minutes
@@ -97,10 +97,7 @@ def test_hundreds_of_clusters_and_a_longer_climb():
     assert total > 50_000
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [*range(2), *HARD[:3], *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, *HARD[3:]))],
-)
+@pytest.mark.parametrize("seed", [*range(6), *HARD])
 def test_no_change_of_the_planner_s_own_plan_beats_it(seed):
     text, known, job = random_parallel_case(seed, gpus=(2, 3, 4, 5, 6, 8))
     random = Random(seed)
@@ -259,9 +256,7 @@ def test_it_never_says_more_than_what_is_known_to_be_possible():
         assert lower_bound(fleet, 1, found_s).iteration_s <= found_s
 
 
-@pytest.mark.parametrize(
-    "data_parallel", [1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, None))]
-)
+@pytest.mark.parametrize("data_parallel", [1, 2, None])
 def test_more_gpus_or_faster_links_never_raise_it(data_parallel):
     job = tiny_job(seq_length=2**14, global_batch_size=2)
     few = [("a", "PLAIN", 2), ("b", "DOUBLE", 2)]

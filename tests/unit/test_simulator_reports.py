@@ -15,7 +15,7 @@ from megatron_hexi.report.pictures import save_picture
 from megatron_hexi.report.timeline import timeline_dict, timeline_report
 from megatron_hexi.report.timeline_picture import draw_timeline
 from megatron_hexi.simulator import Difference, chrome_trace, compare_with_model, simulate
-from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
 from tests.support.costs import TINY, cluster, tiny_job
 
 

@@ -94,19 +94,13 @@ class Floor:
             *(array.tobytes() for array in (kinds, tokens, heads, first, nodes, outside)),
         )
         if key not in self._known:
+            keys = heads * self._token_bytes
             stages = [
                 self._stage(
                     stage,
-                    kinds,
-                    tokens,
-                    heads,
-                    group,
-                    first[:-1],
-                    totals,
-                    heads
-                    * _from_other_nodes(nodes[stage], group, totals)
-                    * self._token_bytes
-                    / outside[stage],
+                    (kinds, tokens, heads, group),
+                    (first[:-1], totals),
+                    keys * _from_other_nodes(nodes[stage], group, totals) / outside[stage],
                 )
                 for stage in range(self._job.pipeline_parallel)
             ]
@@ -114,16 +108,18 @@ class Floor:
         return self._known[key]
 
     def _stage(
-        self,
-        stage: int,
-        kinds: Ints,
-        tokens: Ints,
-        heads: Ints,
-        group: Ints,
-        first: Ints,
-        totals: Ints,
-        wire: Floats,
+        self, stage: int, units: tuple[Ints, Ints, Ints, Ints], groups: tuple[Ints, Ints], wire: Floats
     ) -> float:
+        """Seconds of a micro-batch on a pipeline stage.
+
+        Args:
+            stage: which.
+            units: kind, tokens, heads and group of each.
+            groups: the first unit and the tokens of each.
+            wire: seconds in which each unit's heads of keys come from other nodes, one way.
+        """
+        kinds, tokens, heads, group = units
+        first, totals = groups
         job = self._job
         last = stage == job.pipeline_parallel - 1
         rows = job.micro_batch_size * tokens.astype(float)

@@ -23,7 +23,7 @@ from megatron_hexi.testbed.isolation import go_first
 from megatron_hexi.testbed.lab import Lab, read_lab
 from megatron_hexi.testbed.namespaces import enter
 from megatron_hexi.testbed.network import rank_namespace
-from megatron_hexi.yaml_file import write_text_atomically
+from megatron_hexi.text_file import write_text_atomically
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

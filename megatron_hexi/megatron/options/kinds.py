@@ -10,6 +10,11 @@ _TRAINING = "tests/megatron/test_option_training.py::test_losses_and_gradient_no
 _REFUSAL = "tests/megatron/test_option_refusals.py::test_an_option_is_refused_by_its_real_name"
 
 
+#: Reasons that several options share.
+UNSHOWN = "it was not shown to be exact under a plan yet"
+DRAWS = "its draws would depend on the plan"
+
+
 @dataclass(frozen=True)
 class Supported:
     """Options that a plan carries out: the training is that without context parallelism.
@@ -133,3 +138,13 @@ def beside_unequal(
 ) -> Refused:
     """Refused where the plan's replicas are unequal."""
     return Refused(option, used, reason, remedy, values, unequal=True)
+
+
+def masks_documents(args: Namespace) -> bool:
+    """Whether ``--dataloader-inter-document-masking`` is given; Megatron has it since 0.19."""
+    return getattr(args, "dataloader_inter_document_masking", False)
+
+
+def is_packed(args: Namespace) -> bool:
+    """Whether a sequence holds several documents that do not see each other."""
+    return masks_documents(args) or args.sft
