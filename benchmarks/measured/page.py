@@ -13,10 +13,9 @@ from megatron_hexi.text_file import write_text_atomically
 _INTRODUCTION = """# Measured
 
 Written by `python -m benchmarks.measured`; do not edit. Real Megatron training (`megatron_hexi.pretrain_gpt`,
-CPU platform, gloo, fp32) on mixed clusters that `hexi testbed` emulates on one machine
-([../testbed.md](../testbed.md)). The cluster is probed once (`hexi probe`); plan, baselines and predictions
-come from the probe's file alone; then all layouts train in turn, round by round, the same model on the same
-data, and their losses must agree.
+CPU platform, gloo, fp32) on mixed clusters that [`hexi testbed`](../testbed.md) emulates on one machine.
+The cluster is probed once (`hexi probe`); plan, baselines and predictions come from the probe's file alone;
+then all layouts train in turn, round by round, the same model on the same data, and their losses must agree.
 
 **What is emulated.** *Paced*: matrix products and attention really run, then wait until the time that the
 cluster file's curves give them is over; element-wise work is free as long as it fits in the head-room.

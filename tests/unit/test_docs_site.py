@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -26,18 +27,29 @@ def site(tmp_path_factory):
     return out
 
 
-class _Loaded(HTMLParser):
-    """Addresses that a browser loads by itself."""
+class _Page(HTMLParser):
+    """Addresses that a browser loads by itself, links that a reader may follow, and where links may lead."""
 
     def __init__(self) -> None:
         super().__init__()
         self.addresses: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
+        self.anchors.add(given.get("id") or "")
+        if tag == "a":
+            self.links.append(given.get("href") or "")
         self.addresses += [given[name] or "" for name in ("src", "srcset", "poster") if name in given]
         if tag == "link":
             self.addresses.append(given.get("href") or "")
+
+
+def _read(file: Path) -> _Page:
+    page = _Page()
+    page.feed(file.read_text(encoding="utf-8"))
+    return page
 
 
 def test_every_page_is_built(site):
@@ -51,12 +63,37 @@ def test_every_page_is_built(site):
 def test_pages_load_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     for page in pages:
-        loaded = _Loaded()
-        loaded.feed(page.read_text(encoding="utf-8"))
+        loaded = _read(page)
         assert loaded.addresses, page
         for address in loaded.addresses:
             assert not urlsplit(address).netloc, f"{page.name} loads {address}"
             assert (page.parent / urlsplit(address).path).exists() or address.startswith("data:"), address
+
+
+def test_every_link_of_the_site_leads_somewhere(site):
+    pages = {page: _read(page) for page in site.rglob("*.html")}
+    followed = 0
+    for page, read in pages.items():
+        for link in read.links:
+            where = urlsplit(link)
+            if where.scheme in ("http", "https"):
+                assert where.netloc, f"{page.name}: {link}"
+                continue
+            target = (page.parent / where.path).resolve() if where.path else page
+            assert target.exists(), f"{page.name}: {link}"
+            if where.fragment and target in pages:
+                assert where.fragment in pages[target].anchors, f"{page.name}: {link}"
+            followed += 1
+    assert followed > 100
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_every_link_beside_the_site_leads_somewhere(name):
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not urlsplit(link).scheme]
+    assert links or name == "CHANGELOG.md"
+    for link in links:
+        assert (REPOSITORY / urlsplit(link).path).exists(), link
 
 
 def test_style_sheets_load_nothing_from_elsewhere(site):
