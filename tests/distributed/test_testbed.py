@@ -68,6 +68,14 @@ def start(tmp_path):
         process.wait()
 
 
+def name_of(process):
+    """Its name, if it still runs."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return None
+
+
 def family(process):
     """The lab's processes once both ranks run."""
     top = psutil.Process(process.pid)
@@ -76,7 +84,7 @@ def family(process):
         if process.poll() == 4:
             pytest.skip(f"this machine is too busy to be a testbed: {process.communicate()[1]}")
         assert process.poll() is None, process.communicate()
-        return [child.name() for child in top.children(recursive=True)].count("sleep") == 2
+        return [name_of(child) for child in top.children(recursive=True)].count("sleep") == 2
 
     wait_for(running, 120)
     return top.children(recursive=True)
