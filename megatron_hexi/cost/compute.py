@@ -77,8 +77,7 @@ def head_size_factor(head_dim: int) -> float:
 
 def rates(curve: Curve, sizes: Floats) -> Floats:
     """FLOP/s at many sizes: `Curve.rate` for arrays."""
-    logs, values = _points(curve)
-    return np.interp(np.log(np.maximum(sizes, 1.0)), logs, values)
+    return _rates(curve, _logs(sizes))
 
 
 def token_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
@@ -128,9 +127,9 @@ def rectangle_times(speeds: Speeds, job: Job, queries: Floats, keys: Floats) -> 
 
 def _attention(curves: Passes, job: Job, area: Floats, size: Floats) -> Times:
     """4 B D area FLOPs forward (two products of 2 FLOPs each), 2.5 times that backward."""
-    flops = 4 * job.micro_batch_size * job.model.head_dim * area
+    flops, logs = 4 * job.micro_batch_size * job.model.head_dim * area, _logs(size)
     return Times(
-        flops / rates(curves.forward, size), ATTENTION_BACKWARD * flops / rates(curves.backward, size)
+        flops / _rates(curves.forward, logs), ATTENTION_BACKWARD * flops / _rates(curves.backward, logs)
     )
 
 
@@ -185,6 +184,15 @@ def optimizer_seconds(speeds: Speeds, job: Job, params: int, shard: float) -> fl
     clear = params * (2 if job.precision == "fp16" else 4)
     step = shard * (32 + (0 if job.precision == "fp32" else job.element_bytes))
     return (clear + step) / speeds.memory
+
+
+def _logs(sizes: Floats) -> Floats:
+    logs: Floats = np.log(np.maximum(sizes, 1.0))
+    return logs
+
+
+def _rates(curve: Curve, logs: Floats) -> Floats:
+    return np.interp(logs, *_points(curve))
 
 
 @lru_cache(maxsize=4096)

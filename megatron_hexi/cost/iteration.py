@@ -131,6 +131,7 @@ class CostModel:
         nodes = [cluster.nodes[rank.node] for rank in cluster.ranks]
         self._bandwidth = np.array([node.bandwidth for node in nodes])
         self._latency = np.array([node.latency_s for node in nodes])
+        #: By identity: devices are the cluster's own, few, and long to compare.
         self._speeds: dict[int, Speeds] = {}
 
     def estimate(self, plan: Plan, gpus: Sequence[int] | None = None) -> IterationCost:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -105,6 +106,7 @@ class Stage:
     bandwidth: Floats
     latency: Floats
 
+    @cached_property
     def by_kind(self) -> list[tuple[Speeds, Ints]]:
         """The speeds in use, each with its units."""
         return [(self.speeds[kind], np.flatnonzero(self.kinds == kind)) for kind in np.unique(self.kinds)]
@@ -209,7 +211,7 @@ def by_group(plan: PlanArrays, values: Floats) -> Floats:
 
 def _unit_times(plan: PlanArrays, job: Job, stage: Stage, rows: Floats) -> tuple[Times, Times]:
     token, own = (Times(np.zeros(len(rows)), np.zeros(len(rows))) for _ in range(2))
-    for speeds, units in stage.by_kind():
+    for speeds, units in stage.by_kind:
         group_tokens = plan.group_tokens[plan.group[units]].astype(float)
         parts = token_times(speeds, job, rows[units])
         blocks = own_block_times(speeds, job, group_tokens, plan.causal)
@@ -222,7 +224,7 @@ def _unit_times(plan: PlanArrays, job: Job, stage: Stage, rows: Floats) -> tuple
 def _chunk_times(plan: PlanArrays, job: Job, stage: Stage, chunk: Chunk) -> Times:
     """Seconds that each unit computes in each part, [C, U]."""
     work = Times(np.zeros(chunk.heads.shape), np.zeros(chunk.heads.shape))
-    for speeds, units in stage.by_kind():
+    for speeds, units in stage.by_kind:
         groups, column = np.unique(plan.group[units], return_inverse=True)
         queries, keys = chunk.queries[:, groups].astype(float), chunk.keys[:, groups].astype(float)
         blocks = rectangle_times(speeds, job, queries, keys)

@@ -144,14 +144,14 @@ def optimizer_times(job: Job, stage: Stage, params: int, shards: int) -> Floats:
     """The optimizer's step of each unit, s, [U]; with the distributed optimizer `shards` units share it."""
     shard = params / shards if job.distributed_optimizer else float(params)
     times = np.zeros(len(stage.gpus))
-    for speeds, members in stage.by_kind():
+    for speeds, members in stage.by_kind:
         times[members] = optimizer_seconds(speeds, job, params, shard)
     return times
 
 
 def _logits(job: Job, stage: Stage, rows: Floats) -> Times:
     times = Times(np.zeros(len(rows)), np.zeros(len(rows)))
-    for speeds, units in stage.by_kind():
+    for speeds, units in stage.by_kind:
         parts = logits_times(speeds, job, rows[units])
         for way in range(2):
             times[way][units] = parts[way]

@@ -116,34 +116,29 @@ def cpu():
     platform.remove()
 
 
-def test_the_layer_gives_what_megatrons_gives(cpu, megatron):
-    """Also with scores divided by the layer's number, which are multiplied again before the softmax."""
-    query = torch.randn(32, 2, 4, 8)
-    key, value = torch.randn(2, 32, 2, 2, 8)
-    mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1)
-    for changes in ({}, {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}):
-        set_active_session(None)
-        stock = build_layer(None, **changes).core_attention
-        activate(proportional_plan(WORKLOAD, [[[1]]]))
-        ours = build_layer(None, **changes).core_attention
-        # Dropout of the stock layer draws under Megatron's tracker, which only its set-up seeds.
-        stock.attention_dropout = torch.nn.Identity()
-        stock.config.sequence_parallel = True
-        torch.testing.assert_close(ours(query, key, value, None), stock(query, key, value, mask))
-
-
 def both_layers(**changes):
     """Megatron's own layer and ours, with the same sinks."""
     set_active_session(None)
     stock = build_layer(None, **changes).core_attention
     activate(proportional_plan(WORKLOAD, [[[1]]]))
     ours = build_layer(None, **changes).core_attention
+    # Dropout of the stock layer draws under Megatron's tracker, which only its set-up seeds.
     stock.attention_dropout = torch.nn.Identity()
     stock.config.sequence_parallel = True
     with torch.no_grad():
         for mine, theirs in zip(ours.parameters(), stock.parameters(), strict=True):
             mine.copy_(theirs)
     return stock, ours
+
+
+def test_the_layer_gives_what_megatrons_gives(cpu, megatron):
+    """Also with scores divided by the layer's number, which are multiplied again before the softmax."""
+    query = torch.randn(32, 2, 4, 8)
+    key, value = torch.randn(2, 32, 2, 2, 8)
+    mask = torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1)
+    for changes in ({}, {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}):
+        stock, ours = both_layers(**changes)
+        torch.testing.assert_close(ours(query, key, value, None), stock(query, key, value, mask))
 
 
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
