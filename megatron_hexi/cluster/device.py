@@ -10,6 +10,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_hexi.errors import ClusterError
 
@@ -52,6 +56,11 @@ class Curve:
     def time(self, flops: float, size: float) -> float:
         """Seconds that so many floating-point operations take at a size."""
         return flops / (self.rate(size) * 1e12)
+
+    @cached_property
+    def points(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Logarithms of the sizes, and FLOP/s at them."""
+        return np.log(np.array(self.sizes)), np.array(self.rates) * 1e12
 
     def scaled(self, factor: float) -> Curve:
         """The same curve, `factor` times as fast."""

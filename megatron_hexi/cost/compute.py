@@ -7,7 +7,6 @@ memory. Nothing overlaps inside a GPU: kernels run one after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -192,9 +191,4 @@ def _logs(sizes: Floats) -> Floats:
 
 
 def _rates(curve: Curve, logs: Floats) -> Floats:
-    return np.interp(logs, *_points(curve))
-
-
-@lru_cache(maxsize=4096)
-def _points(curve: Curve) -> tuple[Floats, Floats]:
-    return np.log(np.array(curve.sizes)), np.array(curve.rates) * 1e12
+    return np.interp(logs, *curve.points)
