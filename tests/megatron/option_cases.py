@@ -64,6 +64,15 @@ class Case:
     def model_parallel(self) -> int:
         return self.tensor_parallel * (2 if "--pipeline-model-parallel-size" in self.job else 1)
 
+    @property
+    def workload(self) -> Workload:
+        latent = "--multi-latent-attention" in self.model
+        return Workload(
+            *(SEQ_LENGTH, 6, 6 if latent else 2, 16),
+            tensor_parallel=self.tensor_parallel,
+            value_dim=24 if latent else None,
+        )
+
     def plans(self) -> dict[str, Plan]:
         """Plans that are uneven in different ways."""
         heads = 6 // self.tensor_parallel
@@ -86,14 +95,10 @@ class Case:
             }
         else:
             pairs = {name: (domain,) for name, domain in of_one.items()}
-        latent = "--multi-latent-attention" in self.model
-        workload = Workload(
-            *(SEQ_LENGTH, 6, 6 if latent else 2, 16),
-            tensor_parallel=self.tensor_parallel,
-            value_dim=24 if latent else None,
-        )
         return {
-            name: Plan(workload, tuple(_replica(domain, number) for number, domain in enumerate(domains)))
+            name: Plan(
+                self.workload, tuple(_replica(domain, number) for number, domain in enumerate(domains))
+            )
             for name, domains in pairs.items()
         }
 

@@ -16,6 +16,7 @@ from megatron_hexi.megatron.options import (
     refused,
 )
 from megatron_hexi.megatron.options.kinds import Refused
+from tests.megatron.option_cases import LATENT, PACKED
 from tests.megatron.test_uneven_training import MODEL
 
 # The words that make Megatron's parser set the option, where it is more than the flag alone.
@@ -26,6 +27,7 @@ OPTION_WORDS = {
     "--cpu-offloading-num-layers": "--cpu-offloading-num-layers 1",
     "--cuda-graph-impl": "--cuda-graph-impl local",
     "--dataloader-type-unequal": "--dataloader-type external",
+    "--dataloader-inter-document-masking": "--dataloader-inter-document-masking --micro-batch-size 1",
     "--decoder-seq-length": "--decoder-seq-length 64",
     "--eval-global-batch-size-unequal": "--eval-global-batch-size 8",
     "--eval-micro-batch-size-unequal": "--eval-micro-batch-size 1",
@@ -51,13 +53,15 @@ OPTION_WORDS = {
     "--moe-router-load-balancing-type": "--moe-router-load-balancing-type sinkhorn",
     "--moe-router-load-balancing-type<0.19": "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss",
     "--moe-token-dispatcher-type": "--num-experts 4 --moe-token-dispatcher-type flex",
+    "--multi-latent-attention": " ".join((*LATENT, *PACKED, "--micro-batch-size", "1")),
     "--mtp-num-layers": "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
     "--num-experts-unequal": "--num-experts 4",
     "--num-distributed-optimizer-instances": "--num-distributed-optimizer-instances 2",
     "--position-embedding-type": "--position-embedding-type mrope",
     "--rampup-batch-size<0.18": "--rampup-batch-size 2 2 12",
     "--rampup-batch-size>=0.18": "--rampup-batch-size 2 2 12",
-    "--sft<0.19": "--sft",
+    "--sft": "--sft --micro-batch-size 1 --eval-iters 0",
+    "--sft<0.19": "--sft --micro-batch-size 1 --eval-iters 0",
     "--sft-unequal": "--sft --no-rope-fusion --micro-batch-size 1 --eval-iters 0",
     "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
     "--use-tp-pp-dp-mapping": "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2",
