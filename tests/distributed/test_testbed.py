@@ -46,6 +46,8 @@ with rank_quotas(read_cluster(sys.argv[1])) as quotas:
 def start(tmp_path):
     """Starts ``hexi testbed run`` on two nodes with links, without speeds; killed at the test's end."""
     started = []
+    # Where the tests are a shell's background job, they ignore Ctrl-C, and so would what they start.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def start(fail="pass"):
         (tmp_path / "pair.yaml").write_text(pair(memory=1, bandwidth=0.002))
@@ -63,6 +65,7 @@ def start(tmp_path):
         return process
 
     yield start
+    signal.signal(signal.SIGINT, ignored)
     for process in started:
         process.kill()
         process.wait()
