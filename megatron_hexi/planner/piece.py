@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -23,14 +22,9 @@ from megatron_hexi.cost.compute import (
     token_times,
 )
 from megatron_hexi.cost.memory import Flights, Holdings, stage_memory
+from megatron_hexi.planner.filling import Filling
 from megatron_hexi.planner.gradients import Limits
 from megatron_hexi.planner.links import Links
-
-#: How a piece's tokens are sought: rounds of scaling, what is added then, halvings where that does not do.
-_ROUNDS = 12
-_CLOSE = 3e-5
-_SLACKS = (5e-5, 5e-4, 3e-3, 3e-2)
-_HALVINGS = 20
 
 
 class Pieces:
@@ -66,9 +60,7 @@ class Pieces:
         self._element = float(job.micro_batch_size * job.model.head_dim * job.element_bytes)
         self._size = size
         self._whole = job.seq_length * self.share
-        #: What was found last, and how the load grew there, by what was sought: a search asks for much the
-        #: same again and again.
-        self._near: dict[str, tuple[Floats, Floats]] = {}
+        self._filling = Filling()
         self._memory_cap = self._find_memory_cap()
         # Queries and outputs travel in halves at best, one of which is hidden on each way.
         columns = self._all_heads + 2 * self._all_kv
@@ -100,7 +92,9 @@ class Pieces:
         if limits.whole <= 0 or (limits.and_wire is not None and limits.and_wire <= 0):
             nothing = np.zeros(len(self._units))
             return nothing, nothing
-        free = self._last("free", self._whole, lambda most: self._load(limits, most, most, groups, 0.0))
+        free = self._filling.last(
+            "free", self._whole, lambda most: self._load(limits, most, most, groups, 0.0)
+        )
         tokens = np.zeros(len(free))
         for least, most in _beside(self._size) if several else [(self._size, self._size)]:
             # A replica has a sequence: with so many units of it on a site, each holds its part at most.
@@ -116,7 +110,7 @@ class Pieces:
         spare = (tokens >= self._whole) & (self._heads < self._all_heads)
         if spare.any():
             most_held = self._job.seq_length / self._units
-            more = self._last(
+            more = self._filling.last(
                 "held", most_held, lambda most: self._load(limits, most, self._whole, groups, 0.0)
             )
             held = np.minimum(np.where(spare, np.maximum(more, tokens), tokens), self._memory_cap)
@@ -126,7 +120,7 @@ class Pieces:
         if not short.any():
             return held, tokens
         # What other sites' tokens bring has to come over the site's links.
-        attended = self._last(
+        attended = self._filling.last(
             "attended", self._whole, lambda most: self._load(limits, held, most, groups, 0.0)
         )
         return held, np.where(short, np.maximum(attended, tokens), tokens)
@@ -142,42 +136,9 @@ class Pieces:
             forward, backward = self._attention(free / self.share, groups)
             if (wire <= forward).all() and (2 * wire <= backward).all():
                 return free
-        return self._last("exchanging", free, lambda most: self._load(limits, most, most, groups, wire))
-
-    def _last(self, sought: str, most: Floats, load: Callable[[Floats], Floats]) -> Floats:
-        """The largest number up to `most` whose load is 1, or a little more."""
-        # All tokens of the sequence may be less to do than nearly all: then there is no exchange.
-        whole = load(most) <= 1 + _SLACKS[0]
-        if whole.all():
-            return most
-        # A load grows with the tokens nearly as a straight line: first as last time, then as its secants.
-        near, each = self._near.get(sought, (most, None))
-        found = np.where(whole, most, np.minimum(most, near))
-        filled = load(found)
-        each = filled / np.maximum(found, 1.0) if each is None else each
-        for _ in range(_ROUNDS):
-            before, full = found, filled
-            found = np.where(whole, most, np.clip(found + (1 - filled) / each, 0.0, most))
-            change = found - before
-            if (np.abs(change) <= _CLOSE * found).all():
-                break
-            filled = load(found)
-            grows = (filled - full) * change > 0
-            each = np.where(grows, (filled - full) / np.where(grows, change, 1.0), each)
-        self._near[sought] = found, each
-        # Scaling comes close to where the time is up; a little above, it must be.
-        above = np.full(len(found), False)
-        for slack in _SLACKS:
-            found = np.where(above, found, np.minimum(most, found * (1 + slack)))
-            above |= (load(found) > 1) | (found == most)
-            if above.all():
-                return found
-        low, high = np.where(above, 0.0, found), np.where(above, found, most)
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            done = load(middle) <= 1
-            low, high = np.where(done, middle, low), np.where(done, high, middle)
-        return np.where(above, found, high)
+        return self._filling.last(
+            "exchanging", free, lambda most: self._load(limits, most, most, groups, wire)
+        )
 
     def _load(
         self, limits: Limits, tokens: Floats, attended: Floats, groups: int, wire: Floats | float
