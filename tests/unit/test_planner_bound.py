@@ -91,7 +91,8 @@ def test_no_layout_of_up_to_16_gpus_beats_it():
     assert sum(check_random(seed, 4, 25, gpus=(12, 16), batches=(2, 4)) for seed in range(200, 206)) > 100
 
 
-@pytest.mark.slow  # five minutes
+@pytest.mark.slow  # five minutes alone on a core
+@pytest.mark.timeout(1200)
 def test_hundreds_of_clusters_and_a_longer_climb():
     total = sum(check_random(seed, 10, 300, gpus=(2, 3, 4, 5, 6, 8, 12)) for seed in range(1000, 1500))
     assert total > 50_000
