@@ -1,7 +1,9 @@
 """Unequal speeds by quotas of processor time: the second method, beside pacing.
 
 Every rank has a control group and is pinned to a core. The scheduler stops it when its share of a period is
-used up, whatever it computes. Shares are in proportion to the devices' speeds: a quota knows ratios only.
+used up, whatever it computes. Shares are in proportion to the devices' speeds: a quota knows ratios only. A
+rank that is stopped finds the caches cold, the more often the smaller its share: so small shares are worth less
+than their part, and all are corrected once by the speeds that were measured.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_hexi.cluster import Cluster
@@ -48,6 +51,24 @@ def assign_shares(cluster: Cluster, cores: Sequence[int]) -> list[tuple[int, flo
             f"grants {_LEAST_US / _PERIOD_US:.0%} at least; take fewer or more equal ranks, or --speeds paced"
         )
     return [(core_of[rank], unit * speed) for rank, speed in enumerate(speeds)]
+
+
+def correct_shares(quotas: Sequence[Quota], speeds: Mapping[int, float]) -> tuple[Quota, ...]:
+    """Quotas with more for those that were too slow, and less for those that were too fast; they hold at once.
+
+    Args:
+        quotas: of each GPU of the file.
+        speeds: of GPUs, by number: what was measured, as a part of what was asked.
+    """
+    wanted = [quota.share / speeds.get(gpu, 1.0) for gpu, quota in enumerate(quotas)]
+    load: dict[int, float] = {}
+    for quota, share in zip(quotas, wanted, strict=True):
+        load[quota.core] = load.get(quota.core, 0.0) + share
+    unit = _USABLE / max(load.values())
+    corrected = tuple(replace(quota, share=unit * share) for quota, share in zip(quotas, wanted, strict=True))
+    for quota in corrected:
+        _limit(quota)
+    return corrected
 
 
 @contextmanager
@@ -92,15 +113,19 @@ def _make_root(root: Path) -> None:
 
 
 def _make(root: Path, rank: int, core: int, share: float) -> Quota:
-    folder = root / f"rank-{rank}"
-    quota = round(share * _PERIOD_US)
-    folder.mkdir()
+    quota = Quota(str(root / f"rank-{rank}"), core, share)
+    Path(quota.cgroup).mkdir()
+    _limit(quota)
+    return quota
+
+
+def _limit(quota: Quota) -> None:
+    folder, time_us = Path(quota.cgroup), max(_LEAST_US, round(quota.share * _PERIOD_US))
     if _is_v1():
         (folder / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
-        (folder / "cpu.cfs_quota_us").write_text(str(quota))
+        (folder / "cpu.cfs_quota_us").write_text(str(time_us))
     else:
-        (folder / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
-    return Quota(str(folder), core, share)
+        (folder / "cpu.max").write_text(f"{time_us} {_PERIOD_US}")
 
 
 def _is_v1() -> bool:

@@ -10,7 +10,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -23,10 +23,13 @@ from megatron_hexi.testbed.job import Ended, run_job
 from megatron_hexi.testbed.lab import Lab, UntrueError, read_lab
 from megatron_hexi.testbed.links import LinkMeasured, measure_links
 from megatron_hexi.testbed.network import build_network, raise_loopback
+from megatron_hexi.testbed.quotas import correct_shares
 from megatron_hexi.text_file import write_text_atomically
 
 _ATTEMPTS = 3
 _LOAD = ("-m", "megatron_hexi.testbed.in_rank.load")
+#: Seconds of it. A quota varies by a tenth from one moment to the next; over so long, by a few per cent.
+_LOAD_S = {"paced": 4, "quota": 12}
 
 #: What a figure from here is made of, by how speeds are set.
 _METHODS = {
@@ -61,6 +64,10 @@ def main(folder: str) -> int:
         build_network(cluster)
     elif lab.isolation != "none":
         raise_loopback()
+    if lab.speeds == "quota":
+        _say("measuring speeds, to correct the quotas")
+        speeds = {speed.gpu: 1 + speed.error for speed in _measure_speeds(lab, cluster, "load-first")}
+        lab = replace(lab, quotas=correct_shares(lab.quotas, speeds))
     measured = {"before": _measure(lab, cluster, "before", load=lab.speeds != "none")}
     problems = _problems(lab, cluster, measured["before"])
     ended = None
@@ -93,14 +100,17 @@ def _measure(lab: Lab, cluster: Cluster, when: str, *, load: bool) -> Measured:
             found = found._replace(links=measure_links(cluster))
         if load and (attempt == 1 or truth.speed_problems(cluster, found.speeds, lab.speeds)):
             _say(f"measuring speeds {when}{again}")
-            name = f"load-{when}-{attempt}"
-            ended = run_job(lab, cluster, name, _LOAD, show=False)
-            if ended.code:
-                raise HexiError(f"the load that measures speeds failed: {ended.failure}")
-            found = found._replace(speeds=truth.read_speeds(lab, cluster, name))
+            found = found._replace(speeds=_measure_speeds(lab, cluster, f"load-{when}-{attempt}"))
         if not _problems(lab, cluster, found):
             break
     return found._replace(attempts=attempt)
+
+
+def _measure_speeds(lab: Lab, cluster: Cluster, name: str) -> list[truth.SpeedMeasured]:
+    ended = run_job(lab, cluster, name, (*_LOAD, str(_LOAD_S[lab.speeds])), show=False)
+    if ended.code:
+        raise HexiError(f"the load that measures speeds failed: {ended.failure}")
+    return truth.read_speeds(lab, cluster, name)
 
 
 def _problems(lab: Lab, cluster: Cluster, measured: Measured) -> list[str]:

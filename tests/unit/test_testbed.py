@@ -321,6 +321,22 @@ def test_a_share_below_what_the_kernel_grants_is_refused(tmp_path):
         quotas.assign_shares(read_cluster(path), [0])
 
 
+def test_quotas_are_corrected_by_the_speeds_that_were_measured(tmp_path):
+    shares = [0.5, 0.5, 0.25, 0.25]
+    old = [Quota(str(tmp_path / str(gpu)), gpu % 2, share) for gpu, share in enumerate(shares)]
+    for quota in old:
+        Path(quota.cgroup).mkdir()
+    found = quotas.correct_shares(old, {0: 1.0, 1: 1.0, 2: 0.8, 3: 1.0})
+    # The third is worth a fifth less than its share: it gets a quarter more, and no core more than 0.85.
+    assert found[2].share / found[0].share == pytest.approx(0.25 / 0.8 / 0.5)
+    assert found[3].share / found[1].share == pytest.approx(0.5)
+    assert found[0].share + found[2].share == pytest.approx(0.85)
+    assert [quota.core for quota in found] == [0, 1, 0, 1]
+    for quota in found:
+        limits = [int(word) for file in Path(quota.cgroup).iterdir() for word in file.read_text().split()]
+        assert sorted(limits) == sorted([round(10_000 * quota.share), 10_000])
+
+
 def test_the_guard_removes_groups_when_its_pipe_closes(tmp_path):
     root = tmp_path / "group"
     (root / "rank-0").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""``… -m megatron_hexi.testbed.in_rank.load``: cycles of a synthetic load, on all ranks at once.
+"""``… -m megatron_hexi.testbed.in_rank.load SECONDS``: cycles of a synthetic load, on all ranks at once.
 
 Each rank prints ``{"cycles": N, "seconds": T}`` as the last line of its log, T by the wall clock.
 """
@@ -6,6 +6,7 @@ Each rank prints ``{"cycles": N, "seconds": T}`` as the last line of its log, T 
 from __future__ import annotations
 
 import json
+import sys
 import time
 
 import torch
@@ -15,19 +16,17 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from megatron_hexi.testbed.cycle import HEAD_DIM, HEADS, TOKENS, WIDTH
 
-#: A quota varies by a tenth from one moment to the next; so long, by a few per cent.
-_SECONDS = 4.0
 _LEAST_CYCLES = 3
 
 
-def main() -> None:
-    """Run the load together with all other ranks."""
+def main(least_s: float) -> None:
+    """Run the load together with all other ranks, for so many seconds at least."""
     dist.init_process_group("gloo")
     tensors = _tensors()
     _cycle(*tensors)
     dist.barrier()
     begin, cycles, seconds = time.perf_counter(), 0, 0.0
-    while cycles < _LEAST_CYCLES or seconds < _SECONDS:
+    while cycles < _LEAST_CYCLES or seconds < least_s:
         _cycle(*tensors)
         cycles, seconds = cycles + 1, time.perf_counter() - begin
     dist.barrier()  # the others still measure
@@ -49,4 +48,4 @@ def _cycle(rows: Tensor, weight: Tensor, heads: Tensor) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]))
