@@ -1,4 +1,4 @@
-"""What travels besides the exchange: all-to-alls, sums in units, gradients and weights, pipeline sends."""
+"""What travels besides the exchange: all-to-alls, sums in units, pipeline sends; rings are in rings.py."""
 
 from __future__ import annotations
 
@@ -91,23 +91,26 @@ def all_to_alls(
     """
     holder, taker = plan.all_to_all_pairs
     units, moves = len(plan.tokens), all_to_all_bytes(plan, job)
+    # What is sent on both ways alike is worked out once; all at once is much faster than one after the other.
+    alike = {(move.inward, id(move.size)): move for move in moves}
     src, dst = (
-        np.concatenate([ends[0] if move.inward else ends[1] for move in moves])
+        np.concatenate([ends[0] if move.inward else ends[1] for move in alike.values()])
         for ends in ((holder, taker), (taker, holder))
     )
-    # All at once is much faster than one after the other.
-    sets = np.repeat(np.arange(len(moves)), len(holder))
-    size = np.concatenate([move.size for move in moves])
+    sets = np.repeat(np.arange(len(alike)), len(holder))
+    size = np.concatenate([move.size for move in alike.values()])
     message = links.message_seconds(gpus[src], gpus[dst], size, sets, job.tensor_parallel)
-    longest = np.zeros((len(moves), units))
+    longest = np.zeros((len(alike), units))
     np.maximum.at(longest, (sets, src), message)
     np.maximum.at(longest, (sets, dst), message)
+    seconds = dict(zip(alike, longest, strict=True))
     nothing = np.zeros(units)
     found = {True: [Halves(nothing, nothing)] * 2, False: [Halves(nothing, nothing)] * 2}
-    for move, seconds in zip(moves, longest, strict=True):
+    for move in moves:
         ways, number = found[move.inward], int(move.way == "backward")
         is_shown = not plan.in_halves or move.half == (0 if move.inward else 1)
-        ways[number] = replace(ways[number], **{"shown" if is_shown else "hidden": seconds})
+        values = seconds[move.inward, id(move.size)]
+        ways[number] = replace(ways[number], **{"shown" if is_shown else "hidden": values})
     return found[True], found[False]
 
 
@@ -126,29 +129,6 @@ def tensor_parallel_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: 
     tp = job.tensor_parallel
     size = rows * job.model.hidden_size * job.element_bytes
     return np.where(rows > 0, 2 * (tp - 1) / tp * size / bandwidth + 2 * (tp - 1) * latency, 0.0)
-
-
-def ring_seconds(links: LinkTable, gpus: Ints, size: float, width: int) -> float:
-    """One pass of a ring over units in rank order: a reduce-scatter or an all-gather of `size` bytes.
-
-    (U - 1) / U x size over the slowest link that the ring crosses, and U - 1 latencies: ring
-    algorithms as NCCL's (Thakur et al., 2005). Rings of a unit's tensor-parallel ranks run beside it.
-
-    Args:
-        links: the cluster's.
-        gpus: the first GPU of each unit, [U].
-        size: bytes of the whole buffer on one GPU.
-        width: tensor-parallel size.
-    """
-    units = len(gpus)
-    if units == 1:
-        return 0.0
-    following = np.roll(gpus, -1)
-    each = np.full(units, (units - 1) / units * size)
-    once = links.set_seconds(gpus, following, each, width)
-    # A message's latency is in `once` already; the ring has U - 1 steps of it.
-    latency = float(links.message_seconds(gpus, following, np.zeros(units)).max())
-    return once + (units - 2) * latency
 
 
 def pipeline_seconds(links: LinkTable, job: Job, rows: Floats, gpus: Ints, following: Ints) -> float:

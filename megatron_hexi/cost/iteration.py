@@ -25,6 +25,7 @@ from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.placement import Placement, place
 from megatron_hexi.cost.plan_arrays import PlanArrays, plan_arrays
 from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
+from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.stage import StageCost, exposed_synchronisation, optimizer_times, stage_cost
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan, deal_micro_batches
@@ -128,6 +129,7 @@ class CostModel:
         self.cluster = cluster
         self.shards = shards
         self.links = LinkTable(cluster)
+        self.rings = Rings(self.links)
         nodes = [cluster.nodes[rank.node] for rank in cluster.ranks]
         self._bandwidth = np.array([node.bandwidth for node in nodes])
         self._latency = np.array([node.latency_s for node in nodes])
@@ -182,7 +184,7 @@ class CostModel:
             following = placement.gpus[(number + 1) % len(stages), :, 0]
             layer = layer_times(arrays, job, stage, self.links, window)
             costs.append(stage_cost(arrays, job, number, stage, layer, self.links, following))
-        synchronisation = exposed_synchronisation(arrays, job, stages, costs, self.links)
+        synchronisation = exposed_synchronisation(arrays, job, stages, costs, self.rings)
         optimizer = [
             optimizer_times(job, stage, stage_params(job, number), shards)
             for number, stage in enumerate(stages)

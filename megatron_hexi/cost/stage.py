@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.collectives import pipeline_seconds, ring_seconds, tensor_parallel_seconds
+from megatron_hexi.cost.collectives import pipeline_seconds, tensor_parallel_seconds
 from megatron_hexi.cost.compute import Times, logits_times, optimizer_seconds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Layer, Pass, Stage
@@ -16,6 +16,7 @@ from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.rings import Rings
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +105,7 @@ def _pass_phases(plan: PlanArrays, one: Pass, units: Ints) -> Phases:
 
 
 def exposed_synchronisation(
-    plan: PlanArrays, job: Job, stages: Sequence[Stage], costs: Sequence[StageCost], links: LinkTable
+    plan: PlanArrays, job: Job, stages: Sequence[Stage], costs: Sequence[StageCost], rings: Rings
 ) -> list[float]:
     """What each replica waits for gradients and weights, s.
 
@@ -120,7 +121,7 @@ def exposed_synchronisation(
         gradients = float(params * GRADIENT_BYTES[job.precision])
         weights = float(params * job.element_bytes)
         ring = [
-            ring_seconds(links, stage.gpus, size, job.tensor_parallel)
+            rings.seconds(stage.gpus, size, job.tensor_parallel)
             for size in (gradients, weights if job.distributed_optimizer else gradients)
         ]
         covers = [

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_hexi.cost.compute import device_speeds, token_times
 from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
-from megatron_hexi.planner.links import best_links
+from megatron_hexi.planner.links import Links, best_links
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.units import Fleet
 
@@ -106,19 +106,52 @@ def least_ring(fleet: Fleet, found_s: float, crosses: bool) -> Ring:
     units = _fewest_units(fleet, found_s)
     if units < 2:
         return Ring()
-    links = [best_links(fleet, unit, crosses) for unit in range(len(fleet.units))]
-    if crosses:
-        bandwidth = max(one.outside / (job.tensor_parallel if one.shared else 1) for one in links)
-    else:
-        bandwidth = max(one.inside for one in links)
     again = {"none": 0, "selective": 0, "full": 1}[job.recompute]
     share = 1 - (again + (0 if job.distributed_optimizer else 1)) * _forward_share(fleet)
     gradient = GRADIENT_BYTES[job.precision]
     weight = job.element_bytes if job.distributed_optimizer else gradient
-    params = max(stage_params(job, stage) for stage in range(job.pipeline_parallel))
-    seconds = (units - 1) / units * params * (gradient + weight) / bandwidth
+    seconds = (
+        (units - 1)
+        / units
+        * (gradient + weight)
+        * max(
+            stage_params(job, stage) / _bandwidth(fleet, stage, units, crosses)
+            for stage in range(job.pipeline_parallel)
+        )
+    )
     shown = seconds / job.stage_layers if job.overlap_gradients else seconds
     return Ring(seconds, shown, share if job.overlap_gradients else 0.0, job.distributed_optimizer)
+
+
+def _bandwidth(fleet: Fleet, stage: int, units: int, crosses: bool) -> float:
+    """Bytes/s of rings over so many units at least, at their best (cost/rings.py)."""
+    links = [best_links(fleet, unit, crosses, stage) for unit in range(len(fleet.units))]
+    inside = max(one.inside for one in links)
+    if not crosses:
+        return inside
+    members: dict[int, list[Links]] = {}
+    for unit, one in zip(fleet.units, links, strict=True):
+        members.setdefault(fleet.cluster.ranks[unit.gpus[stage][0]].node, []).append(one)
+    # A node passes on what its cards do, with one unit or more; the slowest of those in use sets the pace.
+    nodes = [
+        (
+            max(_through(one[0], count, fleet.job.tensor_parallel) for count in range(1, len(one) + 1)),
+            len(one),
+        )
+        for one in members.values()
+    ]
+    nodes.sort(reverse=True)
+    together = np.cumsum([size for _, size in nodes])
+    fewest = max(2, int(np.searchsorted(together, units)) + 1)
+    bandwidth = nodes[min(fewest, len(nodes)) - 1][0]
+    # Sites that share a node may be crossed on another stage only.
+    return bandwidth if len(nodes) == len(fleet.sites) else max(bandwidth, inside)
+
+
+def _through(links: Links, count: int, width: int) -> float:
+    """Bytes/s of all rings together through a node of which so many units are used."""
+    cards = links.outside / width if links.shared else links.outside * count
+    return min(cards, links.inside * count / (count - 1)) if count > 1 else cards
 
 
 def _fewest_units(fleet: Fleet, found_s: float) -> int:

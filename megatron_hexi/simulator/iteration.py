@@ -60,7 +60,7 @@ def simulate(
     replays = _replays(plan, job, cluster, timing, works, layers, progress)
     stages = [extend_stage(replay, cost, layers) for replay, cost in zip(replays, timing.stages, strict=True)]
     waits = exposed_synchronisation(
-        timing.arrays, job, _places(timing, speeds, cluster), [stage.cost for stage in stages], model.links
+        timing.arrays, job, _places(timing, speeds, cluster), [stage.cost for stage in stages], model.rings
     )
     replicas = [
         _replica_phases([stage.replicas[number] for stage in stages], int(count))

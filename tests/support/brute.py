@@ -14,7 +14,6 @@ import math
 import numpy as np
 
 from megatron_hexi.cost import CostModel, attention_seconds, token_seconds
-from megatron_hexi.cost.collectives import ring_seconds
 from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
 from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
 from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage
@@ -173,7 +172,7 @@ class BruteForce:
             job, params, count = self._job, stage_params(self._job, 0), len(chosen)
             gradients = params * GRADIENT_BYTES[job.precision]
             sizes = [gradients, params * job.element_bytes if job.distributed_optimizer else gradients]
-            ring = sum(ring_seconds(self._model.links, np.array(chosen), float(size), 1) for size in sizes)
+            ring = sum(self._model.rings.seconds(np.array(chosen), float(size), 1) for size in sizes)
             shard = params / count if job.distributed_optimizer else float(params)
             step = max(optimizer_seconds(self._speeds[gpu], job, params, shard) for gpu in chosen)
             self._finished[chosen] = step + (ring / job.model.layers if job.overlap_gradients else ring)

@@ -12,11 +12,11 @@ from megatron_hexi.cluster import cluster_from_yaml
 from megatron_hexi.cost.collectives import (
     all_to_alls,
     pipeline_seconds,
-    ring_seconds,
     tensor_parallel_seconds,
 )
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.plan_arrays import plan_arrays
+from megatron_hexi.cost.rings import Rings
 from megatron_hexi.plan import Group, Member, Workload
 from megatron_hexi.yaml_file import YamlFile
 from tests.support.costs import cluster, tiny_job
@@ -164,13 +164,28 @@ def test_sums_inside_a_unit_by_hand():
 
 
 def test_rings_by_hand():
-    # Four GPUs on two nodes: each hop carries 3/4 of the bytes; the slowest hop leaves a node.
-    links = LinkTable(cluster(TWO, latency=5))
-    assert ring_seconds(links, whole(0, 1, 2, 3), 40 * GB, 1) == pytest.approx(3 + 3 * 5e-6)
+    # Four GPUs on two nodes: 3/4 of the bytes leave a node, over the cards of both of its GPUs.
+    rings = Rings(LinkTable(cluster(TWO, latency=5)))
+    assert rings.seconds(whole(0, 1, 2, 3), 40 * GB, 1) == pytest.approx(3 / 2 + 3 * 5e-6)
+    # Where the node has one card, over that.
+    rings = Rings(LinkTable(cluster(TWO, per="node")))
+    assert rings.seconds(whole(0, 1, 2, 3), 40 * GB, 1) == pytest.approx(3)
     # Two tensor-parallel rings over one card a node.
-    links = LinkTable(cluster(TWO, per="node"))
-    assert ring_seconds(links, whole(0, 2), 40 * GB, 2) == pytest.approx(2 * 2)
-    assert ring_seconds(links, whole(0), 40 * GB, 2) == 0
+    assert rings.seconds(whole(0, 2), 40 * GB, 2) == pytest.approx(2 * 2)
+    assert rings.seconds(whole(0), 40 * GB, 2) == 0
+
+
+def test_the_node_with_the_fewest_cards_in_use_sets_the_pace():
+    rings = Rings(LinkTable(cluster([("a", "PLAIN", 4), ("b", "PLAIN", 2)])))
+    assert rings.seconds(whole(0, 1, 2, 3, 4, 5), 60 * GB, 1) == pytest.approx(5 / 6 * 60 / 20)
+    assert rings.seconds(whole(0, 1, 2, 3, 4), 60 * GB, 1) == pytest.approx(4 / 5 * 60 / 10)
+    assert rings.seconds(whole(0, 1, 2, 3), 60 * GB, 1) == pytest.approx(3 / 4 * 60 / 100)
+
+
+def test_inside_a_node_all_but_the_part_that_leaves_is_handed_on():
+    # Ten cards are faster than the links inside: these carry 9/10.
+    rings = Rings(LinkTable(cluster([("a", "PLAIN", 10), ("b", "PLAIN", 10)], bandwidth=20)))
+    assert rings.seconds(whole(*range(20)), 100 * GB, 1) == pytest.approx(19 / 20 * 100 * 9 / 10 / 100)
 
 
 def test_pipeline_sends_by_hand():
