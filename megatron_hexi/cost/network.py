@@ -57,6 +57,9 @@ class LinkTable:
             capacity = np.full(int(owners.max()) + 1, tier.bandwidth)
             for way in ("out", "in"):
                 self._classes.append(_LinkClass(number, _owner(owners, way), capacity, tier.per == "gpu"))
+        self._by_distance: dict[int, list[_LinkClass]] = {}
+        for links in self._classes:
+            self._by_distance.setdefault(links.distance, []).append(links)
 
     def message_seconds(
         self,
@@ -82,17 +85,19 @@ class LinkTable:
         distance = self._distance(src, dst)
         batch = np.zeros(len(src), dtype=np.int64) if sets is None else sets
         seconds = np.zeros(len(src))
-        for links in self._classes:
-            crossing = distance == 0 if links.distance == 0 else distance >= links.distance
-            if not crossing.any():
+        for least, classes in self._by_distance.items():
+            crossing = np.flatnonzero(distance == 0 if least == 0 else distance >= least)
+            if not len(crossing):
                 continue
-            number = links.owner(src, dst)[crossing]
-            key = batch[crossing] * len(links.capacity) + number
-            load = np.bincount(key, weights=size[crossing])
-            if not links.per_gpu:
-                load *= width
-            busy = load[key] / links.capacity[number]
-            seconds[crossing] = np.maximum(seconds[crossing], busy)
+            ends, bytes_, one = (src[crossing], dst[crossing]), size[crossing], batch[crossing]
+            for links in classes:
+                number = links.owner(*ends)
+                key = one * len(links.capacity) + number
+                load = np.bincount(key, weights=bytes_)
+                if not links.per_gpu:
+                    load *= width
+                busy = load[key] / links.capacity[number]
+                seconds[crossing] = np.maximum(seconds[crossing], busy)
         return seconds + self._latency(src, dst, distance)
 
     def set_seconds(self, src: Ints, dst: Ints, size: Floats, width: int = 1) -> float:
