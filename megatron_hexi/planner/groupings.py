@@ -38,15 +38,18 @@ def site_classes(fleet: Fleet) -> dict[SiteClass, list[tuple[int, ...]]]:
     return classes
 
 
-def choices(size: int, sites: int, units: int) -> list[Choice]:
+def choices(size: int, sites: int, units: int, heads: int) -> list[Choice]:
     """Equal groups, or nearly, that the sites of a class may form, from the largest to single units.
 
     Args:
         size: units of each site.
         sites: how many there are.
         units: of the whole fleet.
+        heads: query heads of each group.
     """
-    merges: list[Choice] = [(-groups,) for groups in _counts(sites) if groups < sites]
+    # Besides numbers that divide the sites, those with one head a unit, or two.
+    counts = {*_counts(sites), *(max(1, round(sites * size * each / heads)) for each in (1, 2))}
+    merges: list[Choice] = [(-groups,) for groups in sorted(counts) if groups < sites]
     finest = min(size, _finest(units))
     return [*merges, *((size // parts,) * parts for parts in range(1, finest + 1) if size % parts == 0)]
 
@@ -66,6 +69,23 @@ def _finest(units: int) -> int:
 def groups_a_site(choice: Choice, sites: int) -> float:
     """Groups over sites."""
     return -choice[0] / sites if choice[0] < 0 else len(choice)
+
+
+def idle_heads(choice: Choice, size: int, sites: int, heads: int) -> float:
+    """Part of their time in attention that units of equal speed idle, since heads are whole.
+
+    Args:
+        choice: of a class.
+        size: units of each site.
+        sites: how many there are.
+        heads: query heads of each group.
+    """
+    if choice[0] < 0:
+        groups = -choice[0]
+        sizes = [size * len(_run(range(sites), place, groups)) for place in range(groups)]
+    else:
+        sizes = list(choice)
+    return sum(1 - heads / (-(-heads // count) * count) for count in sizes) / len(sizes)
 
 
 def unequal_choices(size: int, heads: int) -> list[Choice]:
@@ -92,13 +112,25 @@ def group_by_choice(fleet: Fleet, chosen: Mapping[SiteClass, Choice]) -> Groupin
     return tuple(groups)
 
 
-def mixed_groupings(fleet: Fleet) -> Iterator[Grouping]:
-    """Groups over several classes: each part of every fast domain, and equal mixes of everything."""
+def mixed_groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
+    """Groups over several classes: each part of every fast domain, and equal mixes of everything.
+
+    And as many units as there are heads, or half as many, the fastest first; the last group has what is left.
+
+    Args:
+        fleet: the units.
+        heads: query heads of each group.
+    """
     number = {gpu: unit for unit, one in enumerate(fleet.units) for gpu in one.gpus[0]}
     for partition in fleet.cluster.fast_domains()[1:]:
         parts = [tuple(sorted({number[gpu] for gpu in part if gpu in number})) for part in partition.parts]
         yield tuple(part for part in parts if part)
-    yield (tuple(range(len(fleet.units))),)
+    numbers = tuple(range(len(fleet.units)))
+    yield (numbers,)
+    for each in (1, 2):
+        size = heads // each
+        if 1 < size < len(numbers):
+            yield tuple(numbers[first : first + size] for first in range(0, len(numbers), size))
     members: dict[int, list[int]] = {}
     for unit, one in enumerate(fleet.units):
         members.setdefault(one.kind, []).append(unit)

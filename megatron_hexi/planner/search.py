@@ -9,10 +9,12 @@ from megatron_hexi.planner.balance import Grouping, balance, first_layout, rebal
 from megatron_hexi.planner.groupings import (
     EXHAUSTIVE,
     Choice,
+    SiteClass,
     all_partitions,
     choices,
     group_by_choice,
     groups_a_site,
+    idle_heads,
     mixed_groupings,
     rearranged,
     site_classes,
@@ -28,6 +30,8 @@ from megatron_hexi.planner.units import Fleet
 _WINDOW = 2
 #: Groups a site with which all classes begin.
 _DENSITIES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+#: Heads that idle less by this part of the time are worth a step further.
+_IDLE = 0.1
 #: Groupings of up to so many groups and units are rearranged, so often at most.
 _FEW_GROUPS = 12
 _FEW_UNITS = 64
@@ -95,8 +99,11 @@ class DomainSearch:
         """All classes alike first; from the best of these one class after another a step coarser or finer."""
         classes = site_classes(self._fleet)
         units = len(self._fleet.units)
-        ladders = {name: choices(name[1], len(sites), units) for name, sites in classes.items()}
-        for grouping in mixed_groupings(self._fleet):
+        ladders = {
+            name: choices(name[1], len(sites), units, self._rates.local_heads)
+            for name, sites in classes.items()
+        }
+        for grouping in mixed_groupings(self._fleet, self._rates.local_heads):
             self._try(grouping)
         starts = []
         for density in _DENSITIES:
@@ -110,7 +117,7 @@ class DomainSearch:
         while improved:
             improved = False
             for name, ladder in ladders.items():
-                for option in self._neighbours(ladder, chosen[name], name[1]):
+                for option in self._neighbours(name, ladder, chosen[name], len(classes[name])):
                     other = chosen | {name: option}
                     found = self._try(group_by_choice(self._fleet, other)).promise
                     if found < promise:
@@ -128,12 +135,17 @@ class DomainSearch:
             if found.promise >= best.promise:
                 return
 
-    def _neighbours(self, ladder: list[Choice], choice: Choice, size: int) -> list[Choice]:
-        unequal = unequal_choices(size, self._rates.local_heads)
+    def _neighbours(self, name: SiteClass, ladder: list[Choice], choice: Choice, sites: int) -> list[Choice]:
+        """A step coarser, a step finer; where heads do not go round there, also the next where fewer idle."""
+        unequal = unequal_choices(name[1], self._rates.local_heads)
         if choice not in ladder:
             return unequal
-        place = ladder.index(choice)
-        return [*ladder[max(0, place - 1) : place], *ladder[place + 1 : place + 2], *unequal]
+        place, found = ladder.index(choice), []
+        for way in (ladder[:place][::-1], ladder[place + 1 :]):
+            idle = [idle_heads(option, name[1], sites, self._rates.local_heads) for option in way]
+            found += way[:1]
+            found += [option for option, part in zip(way, idle, strict=True) if part < idle[0] - _IDLE][:1]
+        return [*found, *unequal]
 
     def _try(self, grouping: Grouping) -> Trial:
         """The grouping's first layout, scaled again where memory does not suffice."""

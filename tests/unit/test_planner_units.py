@@ -11,6 +11,7 @@ from megatron_hexi.planner.groupings import (
     all_partitions,
     choices,
     group_by_choice,
+    idle_heads,
     mixed_groupings,
     site_classes,
     unequal_choices,
@@ -196,11 +197,12 @@ def test_partitions_of_two_sites():
     assert len(list(all_partitions(fleet_of([("a", "PLAIN", 2), ("b", "DOUBLE", 1)])))) == 4
 
 
-def reached(nodes):
+def reached(nodes, heads=4):
     """Sizes of the groups that the choices of the only class of sites come to."""
     fleet = fleet_of(nodes)
     ((name, sites),) = site_classes(fleet).items()
-    found = [group_by_choice(fleet, {name: one}) for one in choices(name[1], len(sites), len(fleet.units))]
+    options = choices(name[1], len(sites), len(fleet.units), heads)
+    found = [group_by_choice(fleet, {name: one}) for one in options]
     assert all(is_partition(grouping, len(fleet.units)) for grouping in found)
     return {tuple(sorted(map(len, grouping))) for grouping in found}
 
@@ -210,6 +212,19 @@ def test_sites_that_are_alike_are_merged_kept_or_cut():
     assert reached([("a", "PLAIN", 3)]) >= {(3,), (1, 1, 1)}
     singles = [(f"n{number}", "PLAIN", 1) for number in range(6)]
     assert reached(singles) >= {(6,), (3, 3), (2, 2, 2), (1,) * 6}
+
+
+def test_sites_are_merged_so_that_each_unit_has_a_head_or_two():
+    nodes = [(f"n{number}", "PLAIN", 4) for number in range(21)]
+    assert (20, 20, 20, 24) in reached(nodes, heads=20)
+    assert (20, 20, 20, 24) not in reached(nodes, heads=64)
+
+
+def test_heads_that_do_not_go_round_leave_units_idle():
+    assert idle_heads((4,), 4, 3, 8) == 0
+    assert idle_heads((3, 3), 6, 1, 8) == pytest.approx(1 / 9)
+    # Groups of 8 and 4 units of ten heads: 2 of 16 and of 12 heads' time each.
+    assert idle_heads((-2,), 4, 3, 10) == pytest.approx((6 / 16 + 2 / 12) / 2)
 
 
 def test_unequal_choices_only_where_heads_do_not_divide():
@@ -231,14 +246,17 @@ def test_a_choice_is_a_grouping():
 def test_every_choice_and_every_mix_has_each_unit_once():
     fleet = fleet_of(NODES)
     classes = site_classes(fleet)
-    ladders = [choices(name[1], len(sites), len(fleet.units)) for name, sites in classes.items()]
+    ladders = [choices(name[1], len(sites), len(fleet.units), 4) for name, sites in classes.items()]
     for picked in itertools.product(*ladders):
         assert is_partition(group_by_choice(fleet, dict(zip(classes, picked, strict=True))), 10)
-    mixed = list(mixed_groupings(fleet))
+    mixed = list(mixed_groupings(fleet, 8))
     assert all(is_partition(grouping, 10) for grouping in mixed)
     assert (tuple(range(10)),) in mixed
     # Two groups of four DOUBLE and one PLAIN each.
     assert any(Counter(map(len, grouping)) == {5: 2} for grouping in mixed)
+    # A head a unit, and two heads.
+    assert ((0, 1, 2, 3, 4, 5, 6, 7), (8, 9)) in mixed
+    assert ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9)) in mixed
 
 
 # Which units at all
