@@ -1,6 +1,13 @@
 """What all tests share."""
 
 import pytest
+from hypothesis import settings
+
+# A machine that is busy is no failure.
+settings.register_profile(
+    "unhurried", settings.get_profile(settings.get_current_profile_name()), deadline=None
+)
+settings.load_profile("unhurried")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -90,7 +90,7 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
     plain = Bound(whole(plain_s), "compute at the best rates")
     if plain.iteration_s >= found_s:
         return plain
-    prices = token_prices(fleet) if crosses else Prices((1.0,), {})
+    prices = token_prices(fleet) if crosses else Prices((1.0,), {}, {})
     # With several stages, the ceiling also counts GPUs that wait for another stage.
     least_s = plain_s if job.pipeline_parallel == 1 else 0.0
     stages = [
@@ -146,4 +146,10 @@ def _sites(fleet: Fleet, stage: int, crosses: bool, prices: Prices) -> Iterator[
         speeds = device_speeds(device, fleet.job)
         usable = device.usable_gib * GIB
         pieces = Pieces(fleet.job, speeds, links, size, stage, usable, len(fleet.units))
-        yield Site(len(units), pieces, fleet.kinds[kind].tokens_per_s, prices.extra.get(kind, 0.0))
+        yield Site(
+            len(units),
+            pieces,
+            fleet.kinds[kind].tokens_per_s,
+            prices.extra.get(kind, 0.0),
+            prices.most.get(kind, 1.0),
+        )

@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.gradients import Ring
-from megatron_hexi.planner.piece import Pieces
+from megatron_hexi.planner.gradients import Limits, Ring
+from megatron_hexi.planner.piece import Pieces, hold_more
 
 #: The bound is found to this part.
 _PRECISION = 1e-4
@@ -27,6 +27,8 @@ _TILTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
 _MATTERS = 0.003
 #: Sections of the interval in which the price of a group is sought.
 _SECTIONS = 18
+#: Where between the prices by time and by memory scarce memory is priced.
+_SCARCE = (0.25, 0.5, 0.75, 1.0)
 #: What uses the wire, as a part of the time that there is for it, is told apart in so many octaves.
 _WIRES = 8
 _STEP = 1 / 2
@@ -77,12 +79,15 @@ class Site:
         pieces: what they can be.
         tokens_per_s: of each at its best.
         extra: what more than by `pieces` they may be worth, as a part (prices.py).
+        most: up to which part of a token's price for holding it, holding more and attending to fewer does not
+            pay.
     """
 
     units: int
     pieces: Pieces
     tokens_per_s: float
     extra: float = 0.0
+    most: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +100,8 @@ class Demand:
         turns: micro-batches that a replica may take.
         ring: what each replica waits for besides.
         several: whether there are several replicas.
-        prices: parts of a token's price that are for holding it; at each of them a unit that memory lets hold
-            fewer tokens than it could attend to has nothing to gain by anything else.
+        prices: parts of a token's price that are for holding it; at each of them a unit has nothing to gain
+            by holding more or fewer tokens than it attends to, but where memory is full.
         more_turns: whether a replica may also take more than any of `turns`.
     """
 
@@ -163,26 +168,60 @@ class Demand:
             depths: where a group may be among the nested ones, as intervals that cover [0, 1].
         """
         offers = [self._offers(site, seconds, box, depths) for site in self.sites]
-        same = all((held == done).all() for _, held, done, _ in offers)
-        prices = self.prices[:1] if same else self.prices
-        tilts = (0.0,) if len(depths) == 1 else _TILTS
-        most = min(price(offers, box.groups, depths, part, tilt) for part in prices for tilt in tilts)
+        parts: Sequence[float] = (1.0,)
+        if not all((held == done).all() for _, held, done, _ in offers):
+            # Where memory is full, holding tokens may be worth more than by time: up to what it takes memory.
+            high, scarce = self.prices[-1], min(site.pieces.held_share for site in self.sites)
+            parts = [*self.prices, *(high + place * (scarce - high) for place in _SCARCE if scarce > high)]
+            offers = [self._offers(site, seconds, box, depths, holding=True) for site in self.sites]
+        most, part = min((price(offers, box.groups, depths, part, 0.0), part) for part in parts)
+        if len(depths) > 1:
+            most = min(most, *(price(offers, box.groups, depths, part, tilt) for tilt in _TILTS[1:]))
         return most / self.tokens * (1 + _ROUNDING)
 
-    def _offers(self, site: Site, seconds: float, box: Box, depths: Sequence[_Depth]) -> _Offer:
+    def _offers(
+        self, site: Site, seconds: float, box: Box, depths: Sequence[_Depth], holding: bool = False
+    ) -> _Offer:
+        """What units of a site can do; with `holding`, also more held in place of attention."""
         layers, groups = self.job.stage_layers, box.groups[0]
         held: list[Floats] = []
         attended: list[Floats] = []
         for _, deepest in depths:
-            limits = [self.ring.limits(seconds, count, box.wires).per_layer(layers) for count in self.turns]
-            most = [site.pieces.most(limit, groups, deepest, self.several) for limit in limits]
+            ways = [
+                self._ways(
+                    site,
+                    self.ring.limits(seconds, count, box.wires).per_layer(layers),
+                    groups,
+                    deepest,
+                    holding,
+                )
+                for count in self.turns
+            ]
             for which, values in enumerate((held, attended)):
-                each = [count * pair[which] for count, pair in zip(self.turns, most, strict=True)]
+                each = [count * pair[which] for count, pair in zip(self.turns, ways, strict=True)]
                 if self.more_turns:
-                    each.append(np.full(len(each[0]), seconds * site.tokens_per_s))
+                    each.append(self._best(site, seconds, len(site.pieces.share), holding)[which])
                 values.append(np.max(each, axis=0))
         more = 1 + site.extra
-        return site.units, more * np.array(held), more * np.array(attended), site.pieces.share
+        share = np.tile(site.pieces.share, 1 + holding)
+        return site.units, more * np.array(held), more * np.array(attended), share
+
+    def _ways(
+        self, site: Site, limits: Limits, groups: int, deepest: float, holding: bool
+    ) -> tuple[Floats, Floats]:
+        held, attended = site.pieces.most(limits, groups, deepest, self.several)
+        if not holding:
+            return held, attended
+        more, fewer = site.pieces.holding(limits, groups, held, attended, site.most)
+        return np.concatenate([held, more]), np.concatenate([attended, fewer])
+
+    def _best(self, site: Site, seconds: float, pieces: int, holding: bool) -> tuple[Floats, Floats]:
+        """The same at the best rates, without communication."""
+        best = np.full(pieces, seconds * site.tokens_per_s)
+        if not holding:
+            return best, best
+        more, fewer = hold_more(best, best, site.most, np.inf)
+        return np.concatenate([best, more]), np.concatenate([best, fewer])
 
 
 def price(

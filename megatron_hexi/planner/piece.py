@@ -21,10 +21,14 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
-from megatron_hexi.cost.memory import Flights, Holdings, stage_memory
 from megatron_hexi.planner.filling import Filling
 from megatron_hexi.planner.gradients import Limits
 from megatron_hexi.planner.links import Links
+from megatron_hexi.planner.room import Room
+
+#: Where memory is full, what is held follows from what is attended to, and that from what is held.
+_REFINED = 2
+_NEARLY = 1e-9
 
 
 class Pieces:
@@ -48,7 +52,6 @@ class Pieces:
         # A rectangle may be smaller than taken here, and run faster where a curve falls.
         passes = Passes(_rising(speeds.full.forward), _rising(speeds.full.backward))
         self._best = replace(speeds, full=passes)
-        self._usable, self._shards = usable, shards
         self._all_heads, self._all_kv = workload.local_heads, workload.local_kv_heads
         self._ratio, self._causal = workload.queries_per_kv, workload.causal
         units, heads = np.meshgrid(np.arange(1, size + 1), np.arange(1, self._all_heads + 1), indexing="ij")
@@ -61,7 +64,8 @@ class Pieces:
         self._size = size
         self._whole = job.seq_length * self.share
         self._filling = Filling()
-        self._memory_cap = self._find_memory_cap()
+        self._most_held = job.seq_length / self._units
+        self._room = Room(job, stage, usable, shards, self._heads / self._units)
         # Queries and outputs travel in halves at best, one of which is hidden on each way.
         columns = self._all_heads + 2 * self._all_kv
         #: Of a token's queries, keys, values and outputs: what shows, over all passes and all heads.
@@ -70,6 +74,11 @@ class Pieces:
         self._of_a_pass = (1 + self._all_heads / columns) / (self._again + 1)
         self._move_each, self._move_latency = self._all_to_all()
         self._move_seconds = self._token_bytes / links.outside if links.outside else 0.0
+
+    @property
+    def held_share(self) -> float:
+        """Of the memory that a token takes, the part for holding it."""
+        return self._room.held_share
 
     @property
     def share(self) -> Floats:
@@ -104,26 +113,58 @@ class Pieces:
             if (tokens == free).all():
                 break
         if not self._links.outside:
-            held = np.minimum(tokens, self._memory_cap)
+            held = np.minimum(tokens, self._room.together(groups))
             return held, held
+        held = tokens
         # All tokens are attended to already by so few heads: what time is left is for holding other sites'.
         spare = (tokens >= self._whole) & (self._heads < self._all_heads)
         if spare.any():
-            most_held = self._job.seq_length / self._units
             more = self._filling.last(
-                "held", most_held, lambda most: self._load(limits, most, self._whole, groups, 0.0)
+                "held", self._most_held, lambda most: self._load(limits, most, self._whole, groups, 0.0)
             )
-            held = np.minimum(np.where(spare, np.maximum(more, tokens), tokens), self._memory_cap)
-        else:
-            held = np.minimum(tokens, self._memory_cap)
-        short = held < tokens
+            held = np.where(spare, np.maximum(more, tokens), tokens)
+        short = held > self._room.held(tokens, groups)
         if not short.any():
             return held, tokens
-        # What other sites' tokens bring has to come over the site's links.
-        attended = self._filling.last(
-            "attended", self._whole, lambda most: self._load(limits, held, most, groups, 0.0)
+        beside, attended = self._instead(limits, groups)
+        return np.where(short, beside, held), np.where(short, attended, tokens)
+
+    def _instead(self, limits: Limits, groups: int) -> tuple[Floats, Floats]:
+        """Where memory is full: fewer tokens held, and as many attended to as there is time for then.
+
+        What other sites' tokens bring has to come over the site's links. Memory leaves less room to hold
+        tokens the more are attended to; those that it leaves room for at any rate take their time.
+        """
+        held = np.zeros(len(self._units))
+        for _ in range(_REFINED):
+            attended = self._filling.last(
+                "attended",
+                np.minimum(self._whole, self._room.attended_alone(groups)),
+                lambda most, held=held: self._load(limits, held, most, groups, 0.0),  # type: ignore[misc]
+            )
+            held = np.maximum(0.0, self._room.held(attended, groups))
+        return held, attended
+
+    def holding(
+        self, limits: Limits, groups: int, held: Floats, attended: Floats, price: float
+    ) -> tuple[Floats, Floats]:
+        """The same for whom holding tokens is worth more than attending to them: more held, fewer attended.
+
+        Args:
+            limits: as of `most`.
+            groups: likewise.
+            held: what `most` found.
+            attended: likewise.
+            price: of holding a token, as a part of its whole price, up to which this does not pay.
+        """
+        most = self._room.held_alone()
+        full = held >= self._room.held(attended, groups) * (1 - _NEARLY)
+        time_left = self._filling.last(
+            "alone", self._most_held, lambda tokens: self._hold_load(limits, tokens)
         )
-        return held, np.where(short, np.maximum(attended, tokens), tokens)
+        more, fewer = hold_more(held, attended, price, np.maximum(held, np.minimum(time_left, most)))
+        # Full memory has room for so many if they are not attended to.
+        return np.where(full, most, more), np.where(full, 0.0, fewer)
 
     def _exchanging(self, free: Floats, limits: Limits, groups: int, depth: float, units: int) -> Floats:
         """Tokens at most with the exchange, where a site has so many units of a replica.
@@ -240,29 +281,27 @@ class Pieces:
             time = np.maximum(time, np.maximum(abroad, 0.0) * size / (links.outside * lanes))
         return time
 
-    def _find_memory_cap(self) -> Floats:
-        """Tokens at which the members' memory is full on average; bytes grow in proportion to tokens.
+    def _hold_load(self, limits: Limits, tokens: Floats) -> Floats:
+        """The part of the limits that it takes to hold tokens whose attention others do."""
+        token = self._token_times(tokens)
+        again = 2 if self._job.recompute == "full" else 1
+        whole = again * token.forward + token.backward + self._move_each * tokens + self._move_latency
+        load: Floats = (whole + self._logits_seconds(tokens)) / limits.whole
+        return load
 
-        Where several sites share a group, a piece may hold many of its tokens and few of its heads: then what
-        heads take does not count.
-        """
-        alone = not self._links.outside
-        heads, none = self._heads / self._units * alone, np.zeros(len(self._units))
 
-        def needed(tokens: float) -> Floats:
-            held = Holdings(
-                tokens=np.full(len(heads), tokens),
-                group_tokens=tokens / self.share * alone,
-                heads=heads,
-                kv=heads / self._ratio,
-                micro_batches=np.ones(len(heads), dtype=np.int64),
-                flights=Flights(none, none),
-            )
-            return sum(stage_memory(self._job, self._stage, held, 1, self._shards).values(), start=none)
+def hold_more(held: Floats, attended: Floats, price: float, most: Floats | float) -> tuple[Floats, Floats]:
+    """Tokens held in place of tokens attended to, at the rate at which their prices make up for each other.
 
-        nothing = needed(0.0)
-        each = (needed(1e6) - nothing) / 1e6
-        return np.maximum(0.0, self._usable - nothing) / each
+    Args:
+        held: tokens.
+        attended: tokens.
+        price: of holding one, as a part of the price of both.
+        most: that can be held.
+    """
+    worth = price * held + (1 - price) * attended
+    more = np.minimum(worth / price, most)
+    return more, np.maximum(0.0, worth - price * more) / (1 - price)
 
 
 def _rising(curve: Curve) -> Curve:

@@ -26,10 +26,12 @@ class Prices:
     Args:
         parts: each of them will do.
         extra: of kinds of units that gain a little all the same, by how much of what they are worth at most.
+        most: of each kind, up to which part holding more tokens in place of attending to some does not pay.
     """
 
     parts: tuple[float, ...]
     extra: Mapping[int, float]
+    most: Mapping[int, float]
 
 
 def token_prices(fleet: Fleet) -> Prices:
@@ -68,10 +70,12 @@ def token_prices(fleet: Fleet) -> Prices:
             most[unit.kind] = min(most.get(unit.kind, bounds[1]), bounds[1])
             reach[unit.kind] = max(reach.get(unit.kind, 0.0), 1 + (slow + whole) / attend)
     low, high = _part(max(least.values())), _part(min(most.values()))
+    parts = {kind: _part(ratio) for kind, ratio in most.items()}
     if low <= high:
-        return Prices(tuple(low + place * (high - low) for place in _BETWEEN), {})
-    parts = {kind: _part(ratio) for kind, ratio in least.items()}
-    return Prices((high,), {kind: (part - high) * reach[kind] for kind, part in parts.items() if part > high})
+        return Prices(tuple(low + place * (high - low) for place in _BETWEEN), {}, parts)
+    lows = {kind: _part(ratio) for kind, ratio in least.items()}
+    extra = {kind: (part - high) * reach[kind] for kind, part in lows.items() if part > high}
+    return Prices((high,), extra, parts)
 
 
 def _moved_bytes(job: Job) -> tuple[float, float]:

@@ -2,8 +2,8 @@
 
 Every rank has a control group and is pinned to a core. The scheduler stops it when its share of a period is
 used up, whatever it computes. Shares are in proportion to the devices' speeds: a quota knows ratios only. A
-rank that is stopped finds the caches cold, the more often the smaller its share: so small shares are worth less
-than their part, and all are corrected once by the speeds that were measured.
+rank that is stopped finds the caches cold, the more often the smaller its share: so small shares are worth
+less than their part, and all are corrected once by the speeds that were measured.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def assign_shares(cluster: Cluster, cores: Sequence[int]) -> list[tuple[int, flo
 
 
 def correct_shares(quotas: Sequence[Quota], speeds: Mapping[int, float]) -> tuple[Quota, ...]:
-    """Quotas with more for those that were too slow, and less for those that were too fast; they hold at once.
+    """Quotas with more for those that were too slow, less for those that were too fast; they hold at once.
 
     Args:
         quotas: of each GPU of the file.

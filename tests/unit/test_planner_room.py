@@ -1,0 +1,86 @@
+"""What memory has room for: against the cost model's own memory of a plan that fills it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hexi.cost.memory import Flights, Holdings, stage_memory
+from megatron_hexi.planner.piece import hold_more
+from megatron_hexi.planner.room import Room
+from tests.support.costs import TINY, tiny_job
+
+GIB = 2.0**30
+
+
+def memory(job, stage, tokens, attended, heads, several):
+    """Bytes of a member, as the cost model counts them."""
+    one = np.ones(1)
+    flight = one if several else 0 * one
+    held = Holdings(
+        tokens=tokens * one,
+        group_tokens=attended * job.workload().local_heads / heads * one,
+        heads=heads * one,
+        kv=heads / job.workload().queries_per_kv * one,
+        micro_batches=np.ones(1, dtype=np.int64),
+        flights=Flights(flight, flight),
+    )
+    terms = stage_memory(job, stage, held, 1, 8)
+    return sum(float(values[0]) for values in terms.values())
+
+
+@given(
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    pipeline=st.sampled_from([1, 2]),
+    last=st.booleans(),
+    heads=st.sampled_from([0.25, 1.0, 3.0, 4.0]),
+    groups=st.sampled_from([1, 2, 7]),
+    part=st.floats(0, 1),
+)
+def test_what_is_held_and_attended_to_fills_the_memory(
+    recompute, kv_heads, pipeline, last, heads, groups, part
+):
+    job = tiny_job(model=replace(TINY, kv_heads=kv_heads), recompute=recompute, pipeline_parallel=pipeline)
+    stage, usable = (pipeline - 1) * last, 64 * GIB
+    room = Room(job, stage, usable, 8, np.array([heads]))
+
+    def used(held, attended):
+        return memory(job, stage, held, attended, heads, groups > 1)
+
+    together = float(room.together(groups)[0])
+    assert used(together, together) == pytest.approx(usable, rel=1e-6)
+    assert used(float(room.held_alone()[0]), 0.0) == pytest.approx(usable, rel=1e-6)
+    most = room.attended_alone(groups)
+    assert used(0.0, float(most[0])) == pytest.approx(usable, rel=1e-6)
+    attended = part * most
+    held = float(room.held(attended, groups)[0])
+    assert used(held, float(attended[0])) == pytest.approx(usable, rel=1e-6)
+
+
+def test_memory_that_is_full_at_the_start_has_room_for_nothing():
+    room = Room(tiny_job(), 0, 1 * GIB, 8, np.array([1.0]))
+    assert room.together(1) == room.held_alone() == room.attended_alone(2) == 0
+    assert room.held(np.array([5.0]), 1) < 0
+
+
+def test_what_is_for_holding_is_a_part_of_both():
+    room = Room(tiny_job(), 0, 64 * GIB, 8, np.array([1.0, 4.0]))
+    # At that price, memory is worth as much whatever it is filled with.
+    share = room.held_share
+    assert 0 < share < 1
+    assert share * room.held_alone()[0] == pytest.approx(room.together(2)[0])
+    assert (1 - share) * room.attended_alone(2)[0] == pytest.approx(room.together(2)[0])
+
+
+def test_more_is_held_at_the_rate_at_which_prices_make_up_for_it():
+    held, attended = np.array([100.0]), np.array([100.0])
+    # Four tokens fewer attended to for one more held.
+    more, fewer = hold_more(held, attended, 0.8, 120.0)
+    assert more == pytest.approx([120])
+    assert fewer == pytest.approx([20])
+    more, fewer = hold_more(held, attended, 0.8, np.inf)
+    assert more == pytest.approx([125])
+    assert fewer == pytest.approx([0])
