@@ -49,19 +49,22 @@ def balance(judge: Judge, rates: Rates, trial: Trial, rounds: int) -> Trial:
 
 
 def first_layout(fleet: Fleet, rates: Rates, grouping: Grouping, micro_batches: int) -> Layout:
-    """Every group and member by its best rates, whatever memory and links say."""
-    heads, speeds = [], []
+    """Every group and member by its best rates and what its memory has room for, whatever links say."""
+    heads, speeds, caps = [], [], []
     for units in grouping:
         seconds = 1 / rates.attention[list(units)]
         heads.append(deal_heads(rates.local_heads, list(seconds)))
-        slowest = float((np.array(heads[-1]) * seconds).max())
-        speeds.append(1 / (1 / rates.token[list(units)].sum() + slowest))
-    groups = deal_tokens(fleet.job.seq_length, np.array(speeds))
-    parts = tuple(
-        Part(units, deal_tokens(tokens, rates.token[list(units)]), dealt)
-        for units, tokens, dealt in zip(grouping, groups, heads, strict=True)
-    )
-    return Layout(parts, micro_batches)
+        present = np.array(heads[-1], dtype=float)
+        speeds.append(1 / (1 / rates.token[list(units)].sum() + float((present * seconds).max())))
+        # Of a group of one token.
+        caps.append(_group_cap(1, rates.head_bytes * present, rates.free[list(units)], rates.token_bytes))
+    groups = deal_tokens(fleet.job.seq_length, np.array(speeds), np.array(caps))
+    parts = []
+    for units, tokens, dealt in zip(grouping, groups, heads, strict=True):
+        inside = rates.head_bytes * np.array(dealt, dtype=float) * tokens
+        room = np.maximum(0.0, rates.free[list(units)] - inside) / rates.token_bytes
+        parts.append(Part(units, deal_tokens(tokens, rates.token[list(units)], room), dealt))
+    return Layout(tuple(parts), micro_batches)
 
 
 def rebalanced(rates: Rates, trial: Trial) -> Layout:

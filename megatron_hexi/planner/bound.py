@@ -23,6 +23,8 @@ rest only.
 Shards are laid out as the nested zigzag, so a group's attention area is its tokens x S / 2. A piece holds the
 same part of its group's tokens as of its heads: one that does not must send the difference over its
 site's links, which does not pay at the prices of holding a token and of its attention that prices.py finds.
+Where memory is full, it may: then it holds as many as there is room for beside those that it attends to
+(room.py), and the price of holding goes up to what a token takes of memory.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
 
@@ -182,46 +182,44 @@ class Demand:
     def _offers(
         self, site: Site, seconds: float, box: Box, depths: Sequence[_Depth], holding: bool = False
     ) -> _Offer:
-        """What units of a site can do; with `holding`, also more held in place of attention."""
+        """What units of a site can do; with `holding`, also with more held in place of attention."""
         layers, groups = self.job.stage_layers, box.groups[0]
-        held: list[Floats] = []
-        attended: list[Floats] = []
+        held: list[list[Floats]] = []
+        attended: list[list[Floats]] = []
         for _, deepest in depths:
             ways = [
-                self._ways(
+                (count * tokens, count * done)
+                for count in self.turns
+                for tokens, done in self._ways(
                     site,
                     self.ring.limits(seconds, count, box.wires).per_layer(layers),
-                    groups,
-                    deepest,
+                    (groups, deepest),
                     holding,
                 )
-                for count in self.turns
             ]
-            for which, values in enumerate((held, attended)):
-                each = [count * pair[which] for count, pair in zip(self.turns, ways, strict=True)]
-                if self.more_turns:
-                    each.append(self._best(site, seconds, len(site.pieces.share), holding)[which])
-                values.append(np.max(each, axis=0))
+            if self.more_turns:
+                best = np.full(len(site.pieces.share), seconds * site.tokens_per_s)
+                ways += [(best, best)] + [hold_more(best, best, site.most, np.inf)] * holding
+            held.append([tokens for tokens, _ in ways])
+            attended.append([done for _, done in ways])
         more = 1 + site.extra
-        share = np.tile(site.pieces.share, 1 + holding)
-        return site.units, more * np.array(held), more * np.array(attended), share
+        return site.units, more * np.array(held), more * np.array(attended), site.pieces.share
 
     def _ways(
-        self, site: Site, limits: Limits, groups: int, deepest: float, holding: bool
-    ) -> tuple[Floats, Floats]:
-        held, attended = site.pieces.most(limits, groups, deepest, self.several)
-        if not holding:
-            return held, attended
-        more, fewer = site.pieces.holding(limits, groups, held, attended, site.most)
-        return np.concatenate([held, more]), np.concatenate([attended, fewer])
+        self, site: Site, limits: Limits, group: tuple[int, float], holding: bool
+    ) -> Iterator[tuple[Floats, Floats]]:
+        """The same for one of the micro-batches.
 
-    def _best(self, site: Site, seconds: float, pieces: int, holding: bool) -> tuple[Floats, Floats]:
-        """The same at the best rates, without communication."""
-        best = np.full(pieces, seconds * site.tokens_per_s)
-        if not holding:
-            return best, best
-        more, fewer = hold_more(best, best, site.most, np.inf)
-        return np.concatenate([best, more]), np.concatenate([best, fewer])
+        Args:
+            site: the units.
+            limits: of a layer.
+            group: how many there are at least, and how deep the units' own is at most.
+            holding: as of `_offers`.
+        """
+        held, attended = site.pieces.most(limits, *group, self.several)
+        yield held, attended
+        if holding:
+            yield site.pieces.holding(limits, group[0], held, attended, site.most)
 
 
 def price(
@@ -230,15 +228,16 @@ def price(
     """An upper bound of what units can do, for any prices.
 
     Args:
-        offers: of each kind of site: units, tokens held and attended by depth and piece, shares of a group.
+        offers: of each kind of site: units, tokens held and attended by depth, way to do it and piece, shares
+            of a group.
         groups: the fewest and the most.
         depths: as of `Demand.capacity`.
         part: of a token's price for holding it; the rest is for its attention.
         tilt: what a group's depth costs. Weighted by tokens, depths are 1/2 on average: it cancels out.
     """
-    factor = np.array([1 - tilt * (shallowest - 0.5) for shallowest, _ in depths])[:, None]
+    factor = np.array([1 - tilt * (shallowest - 0.5) for shallowest, _ in depths])[:, None, None]
     worth = [
-        (units, ((part * held + (1 - part) * done) * factor).max(axis=0), share)
+        (units, ((part * held + (1 - part) * done) * factor).max(axis=(0, 1)), share)
         for units, held, done, share in offers
     ]
 

@@ -65,7 +65,7 @@ class Pieces:
         self._whole = job.seq_length * self.share
         self._filling = Filling()
         self._most_held = job.seq_length / self._units
-        self._room = Room(job, stage, usable, shards, self._heads / self._units)
+        self._room = Room(job, stage, usable, shards)
         # Queries and outputs travel in halves at best, one of which is hidden on each way.
         columns = self._all_heads + 2 * self._all_kv
         #: Of a token's queries, keys, values and outputs: what shows, over all passes and all heads.

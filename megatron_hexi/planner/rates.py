@@ -1,11 +1,15 @@
-"""What each unit achieves at its best: the first guess of a balance, and the currency of bounds."""
+"""What each unit achieves at its best, and has room for: the first guess of a balance."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
 from megatron_hexi.cost import Job, attention_seconds, token_seconds
 from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.cost.memory import GIB
+from megatron_hexi.planner.room import Room
 from megatron_hexi.planner.units import Fleet, Kind
 
 
@@ -17,9 +21,10 @@ class Rates:
 
     Args:
         fleet: the units.
+        window: steps of the exchange whose keys are under way.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, window: int = 1) -> None:
         self.local_heads = fleet.job.workload().local_heads
         by_kind = [_rates(fleet.job, kind) for kind in fleet.kinds]
         kinds = np.array([unit.kind for unit in fleet.units])
@@ -27,6 +32,18 @@ class Rates:
         self.token = np.array([token for token, _ in by_kind])[kinds]
         #: Tokens x heads a second of attention, heads of one tensor-parallel rank.
         self.attention = np.array([attention for _, attention in by_kind])[kinds]
+        rooms = [list(_rooms(fleet, kind, window)) for kind in fleet.kinds]
+        #: Bytes of memory for tokens, on the stage that has least.
+        self.free = np.array([min(room.left for room in stages) for stages in rooms])[kinds]
+        every = [room for stages in rooms for room in stages]
+        #: Bytes of a token held, and of a head of a token attended to, on the stage that needs most.
+        self.token_bytes = max(room.each_held for room in every)
+        self.head_bytes = max(room.each_attended(2) for room in every) / self.local_heads
+
+
+def _rooms(fleet: Fleet, kind: Kind, window: int) -> Iterator[Room]:
+    for stage, device in enumerate(kind.devices):
+        yield Room(fleet.job, stage, device.usable_gib * GIB, len(fleet.units), window)
 
 
 def _rates(job: Job, kind: Kind) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What the memory of a piece's members has room for: tokens held, beside tokens attended to (piece.py)."""
+"""What memory has room for: tokens held, beside tokens attended to."""
 
 from __future__ import annotations
 
@@ -12,62 +12,66 @@ _MANY = 1e6
 
 
 class Room:
-    """Memory of each piece, a member, on average over its members.
+    """Memory of a GPU of a unit.
 
-    Bytes grow in proportion to the tokens that a member holds, and to those that it attends to: with h of a
+    Bytes grow in proportion to the tokens that the unit holds, and to those that it attends to: with h of a
     group's H heads, h / H of the group's tokens.
 
     Args:
         job: the job.
         stage: pipeline stage.
-        usable: bytes of a GPU's memory.
+        usable: bytes of the GPU's memory.
         shards: units that share the optimizer's state at most.
-        heads: of a member, of each piece.
+        window: steps of keys under way, each as large as the own group's keys; 0: none are, for a bound.
     """
 
-    def __init__(self, job: Job, stage: int, usable: float, shards: int, heads: Floats) -> None:
+    def __init__(self, job: Job, stage: int, usable: float, shards: int, window: int = 0) -> None:
         workload = job.workload()
-        all_heads, ratio, nothing = workload.local_heads, workload.queries_per_kv, np.zeros(len(heads))
+        one, heads = np.ones(1), np.full(1, float(workload.local_heads))
+        keys = heads / workload.queries_per_kv
 
-        def needed(held: float, attended: float, several: bool) -> Floats:
-            # Keys in flight count as none: some are, or there is one group.
-            flight = np.full(len(heads), 1e-9 if several else 0.0)
+        def needed(held: float, attended: float, several: bool) -> float:
+            # There is an exchange, however little it holds.
+            flight = (attended * keys if window else 1e-9 * one) * several
             holdings = Holdings(
-                tokens=nothing + held,
-                group_tokens=attended * all_heads / heads,
+                tokens=held * one,
+                group_tokens=attended * one,
                 heads=heads,
-                kv=heads / ratio,
-                micro_batches=np.ones(len(heads), dtype=np.int64),
+                kv=keys,
+                micro_batches=np.ones(1, dtype=np.int64),
                 flights=Flights(flight, flight),
             )
-            return sum(stage_memory(job, stage, holdings, 1, shards).values(), start=nothing)
+            terms = stage_memory(job, stage, holdings, max(1, window), shards)
+            return sum(float(values[0]) for values in terms.values())
 
         alone = needed(0.0, 0.0, False)
-        self._left = np.maximum(0.0, usable - alone)
-        self._each_held = (needed(_MANY, 0.0, False) - alone) / _MANY
+        #: Bytes for tokens.
+        self.left = max(0.0, usable - alone)
+        #: Bytes of a token that is held.
+        self.each_held = (needed(_MANY, 0.0, False) - alone) / _MANY
         self._each_attended = [(needed(0.0, _MANY, several) - alone) / _MANY for several in (False, True)]
 
-    def together(self, groups: int) -> Floats:
-        """The most tokens that a member both holds and attends to, with so many groups at least."""
-        return self._left / (self._each_held + self._attended(groups))
+    def each_attended(self, groups: int) -> float:
+        """Bytes of a token that is attended to, where there are so many groups at least."""
+        return self._each_attended[groups > 1]
 
-    def held_alone(self) -> Floats:
-        """The most that it holds."""
-        return self._left / self._each_held
+    def together(self, groups: int) -> float:
+        """The most tokens that are both held and attended to."""
+        return self.left / (self.each_held + self.each_attended(groups))
+
+    def held_alone(self) -> float:
+        """The most that are held."""
+        return self.left / self.each_held
 
     def held(self, attended: Floats, groups: int) -> Floats:
-        """The most that it holds beside those that it attends to; below 0 where these are too many."""
-        return (self._left - attended * self._attended(groups)) / self._each_held
+        """The most that are held beside those that are attended to; below 0 where these are too many."""
+        return (self.left - attended * self.each_attended(groups)) / self.each_held
 
-    def attended_alone(self, groups: int) -> Floats:
-        """The most that it attends to."""
-        return self._left / self._attended(groups)
+    def attended_alone(self, groups: int) -> float:
+        """The most that are attended to."""
+        return self.left / self.each_attended(groups)
 
     @property
     def held_share(self) -> float:
-        """The least part of what a token takes that is for holding it."""
-        each = self._each_held / (self._each_held + self._attended(2))
-        return float(each.min())
-
-    def _attended(self, groups: int) -> Floats:
-        return self._each_attended[groups > 1]
+        """Of what a token takes, the part for holding it, where there are several groups."""
+        return self.each_held / (self.each_held + self.each_attended(2))

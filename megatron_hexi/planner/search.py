@@ -66,7 +66,7 @@ class DomainSearch:
         self._judge = judge
         self._fleet = fleet
         self._micro_batches = micro_batches
-        self._rates = Rates(fleet)
+        self._rates = Rates(fleet, _WINDOW)
         self._tried: dict[Grouping, Trial] = {}
         self._best: Trial | None = None
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_hexi.planner.balance import balance, first_layout, rebalanced
 from megatron_hexi.planner.deal import deal_heads, deal_tokens
+from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
@@ -187,8 +188,8 @@ def test_memory_caps_tokens():
     )
     fleet = find_units(tiny_job(seq_length=2**17), read_text(text))
     judge, rates = Judge(fleet), Rates(fleet)
-    first = judge.try_out(fleet, [first_layout(fleet, rates, ((0,), (1,)), 1)], 1)
-    assert [part.total for part in first.layouts[0].parts] == [2**16, 2**16]
+    halves = Layout((Part((0,), (2**16,), (4,)), Part((1,), (2**16,), (4,))), 1)
+    first = judge.try_out(fleet, [halves], 1)
     assert not first.fits
     balanced = balance(judge, rates, first, 6)
     assert balanced.fits
@@ -196,3 +197,7 @@ def test_memory_caps_tokens():
     # No more is shifted than must be.
     assert balanced.timing.needed[0][small] > 0.95 * 4 * 2**30
     assert balanced.timing.arrays.tokens[small] < 2**16
+    # The first guess knows of memory too, if roughly.
+    guess = judge.try_out(fleet, [first_layout(fleet, rates, ((0,), (1,)), 1)], 1)
+    assert guess.excess < 0.1
+    assert guess.timing.arrays.tokens[small] > 0.9 * balanced.timing.arrays.tokens[small]

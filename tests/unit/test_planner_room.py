@@ -45,34 +45,39 @@ def test_what_is_held_and_attended_to_fills_the_memory(
 ):
     job = tiny_job(model=replace(TINY, kv_heads=kv_heads), recompute=recompute, pipeline_parallel=pipeline)
     stage, usable = (pipeline - 1) * last, 64 * GIB
-    room = Room(job, stage, usable, 8, np.array([heads]))
+    room = Room(job, stage, usable, 8)
 
     def used(held, attended):
         return memory(job, stage, held, attended, heads, groups > 1)
 
-    together = float(room.together(groups)[0])
+    together = room.together(groups)
     assert used(together, together) == pytest.approx(usable, rel=1e-6)
-    assert used(float(room.held_alone()[0]), 0.0) == pytest.approx(usable, rel=1e-6)
+    assert used(room.held_alone(), 0.0) == pytest.approx(usable, rel=1e-6)
     most = room.attended_alone(groups)
-    assert used(0.0, float(most[0])) == pytest.approx(usable, rel=1e-6)
-    attended = part * most
-    held = float(room.held(attended, groups)[0])
-    assert used(held, float(attended[0])) == pytest.approx(usable, rel=1e-6)
+    assert used(0.0, most) == pytest.approx(usable, rel=1e-6)
+    held = float(room.held(np.array([part * most]), groups)[0])
+    assert used(held, part * most) == pytest.approx(usable, rel=1e-6)
 
 
 def test_memory_that_is_full_at_the_start_has_room_for_nothing():
-    room = Room(tiny_job(), 0, 1 * GIB, 8, np.array([1.0]))
+    room = Room(tiny_job(), 0, 1 * GIB, 8)
     assert room.together(1) == room.held_alone() == room.attended_alone(2) == 0
     assert room.held(np.array([5.0]), 1) < 0
 
 
 def test_what_is_for_holding_is_a_part_of_both():
-    room = Room(tiny_job(), 0, 64 * GIB, 8, np.array([1.0, 4.0]))
+    room = Room(tiny_job(), 0, 64 * GIB, 8)
     # At that price, memory is worth as much whatever it is filled with.
     share = room.held_share
     assert 0 < share < 1
-    assert share * room.held_alone()[0] == pytest.approx(room.together(2)[0])
-    assert (1 - share) * room.attended_alone(2)[0] == pytest.approx(room.together(2)[0])
+    assert share * room.held_alone() == pytest.approx(room.together(2))
+    assert (1 - share) * room.attended_alone(2) == pytest.approx(room.together(2))
+
+
+def test_keys_under_way_take_room_where_there_are_several_groups():
+    alone, beside = Room(tiny_job(), 0, 64 * GIB, 8), Room(tiny_job(), 0, 64 * GIB, 8, window=2)
+    assert beside.together(1) == alone.together(1)
+    assert beside.together(2) < alone.together(2) < alone.together(1)
 
 
 def test_more_is_held_at_the_rate_at_which_prices_make_up_for_it():

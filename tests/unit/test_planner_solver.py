@@ -3,6 +3,7 @@
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from ortools.sat.python import cp_model
 
@@ -125,6 +126,7 @@ def test_tokens_and_heads_under_memory_are_found_together(memory, heads, kv_head
     model = replace(TINY, heads=heads, kv_heads=kv_heads, head_dim=64)
     fleet = find_units(tiny_job(seq_length=2**17, model=model, recompute="full"), read_text(text))
     judge, rates = Judge(fleet), Rates(fleet)
+    rates.free = np.full(2, np.inf)  # begin with shares by speed alone
     first = judge.try_out(fleet, [first_layout(fleet, rates, ((0, 1),), 1)], 1)
     scaled = balance(judge, rates, first, 6)
     refined = refine(judge, scaled)
