@@ -1,0 +1,177 @@
+"""How much of its time a piece of a group takes for its tokens: see bound.py."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_hexi.cluster import Curve, Passes
+from megatron_hexi.cost import Job
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.collectives import tensor_parallel_seconds
+from megatron_hexi.cost.compute import (
+    Speeds,
+    Times,
+    keys_merge_times,
+    logits_times,
+    merge_times,
+    own_block_times,
+    rectangle_times,
+    token_times,
+)
+from megatron_hexi.planner.gradients import Limits
+from megatron_hexi.planner.links import Links
+
+
+class Load:
+    """What all pieces of groups take that units of one kind on one site can be.
+
+    Args:
+        job: the job.
+        speeds: of the kind.
+        links: of a unit.
+        size: units of the site.
+        stage: pipeline stage.
+    """
+
+    def __init__(self, job: Job, speeds: Speeds, links: Links, size: int, stage: int) -> None:
+        workload = job.workload()
+        self._job, self._speeds, self._links, self._stage = job, speeds, links, stage
+        # A rectangle may be smaller than taken here, and run faster where a curve falls.
+        passes = Passes(_rising(speeds.full.forward), _rising(speeds.full.backward))
+        self._best = replace(speeds, full=passes)
+        self._all_heads, self._all_kv = workload.local_heads, workload.local_kv_heads
+        self._ratio, self._causal = workload.queries_per_kv, workload.causal
+        units, heads = np.meshgrid(np.arange(1, size + 1), np.arange(1, self._all_heads + 1), indexing="ij")
+        keep = (heads == self._all_heads) | (links.outside > 0)
+        #: Units of each piece, and heads of all of them.
+        self.units, self.heads = units[keep].astype(float), heads[keep].astype(float)
+        #: Its part of its group's heads, a unit.
+        self.share = self.heads / (self._all_heads * self.units)
+        # Of whole groups, the busiest member's heads.
+        self._most_heads = np.ceil(self.heads / self.units)
+        self._again = 1 if job.recompute == "none" else 2
+        self._element = float(job.micro_batch_size * job.model.head_dim * job.element_bytes)
+        # Queries and outputs travel in halves at best, one of which is hidden on each way.
+        columns = self._all_heads + 2 * self._all_kv
+        #: Of a token's queries, keys, values and outputs: what shows, over all passes and all heads.
+        self._token_bytes = (self._again + 1) * columns * self._element
+        #: What a pass moves of them, shown or hidden, as a part of that.
+        self._of_a_pass = (1 + self._all_heads / columns) / (self._again + 1)
+        self._move_each, self._move_latency = self._all_to_all()
+        self._move_seconds = self._token_bytes / links.outside if links.outside else 0.0
+
+    def part(
+        self, limits: Limits, tokens: Floats, attended: Floats, groups: int, wire: Floats | float
+    ) -> Floats:
+        """The part of the limits that a layer takes; grows with the tokens and with what is attended."""
+        attention = self.attention(attended / self.share, groups)
+        forward, backward = np.maximum(attention[0], wire), np.maximum(attention[1], 2 * wire)
+        token = self._token_times(tokens)
+        moved = self._move_each * tokens + self._move_latency
+        beyond = np.maximum(attended - tokens, 0.0) * self._move_seconds
+        again = 2 if self._job.recompute == "full" else 1
+        whole = again * token.forward + token.backward + moved + beyond + self._again * forward + backward
+        whole = whole + self._logits_seconds(tokens)
+        load: Floats = whole / limits.whole
+        if limits.and_wire is None:
+            return load
+        # The wire is taken to be free for as long as the pass is longer than what uses it.
+        used = self._move_each * tokens * self._of_a_pass
+        shown = moved / (self._again + 1)
+        busy = np.minimum(used + 2 * wire, token.backward + shown + backward)
+        if limits.forward:
+            busy = busy + np.minimum(used + wire, token.forward + shown + forward)
+        least, most = limits.wire
+        load = np.maximum(load, busy / most)
+        return np.maximum(load, (limits.turns * whole + np.maximum(busy, least)) / limits.and_wire)
+
+    def holding_part(self, limits: Limits, tokens: Floats) -> Floats:
+        """The part of the limits that it takes to hold tokens whose attention others do."""
+        token = self._token_times(tokens)
+        again = 2 if self._job.recompute == "full" else 1
+        whole = again * token.forward + token.backward + self._move_each * tokens + self._move_latency
+        load: Floats = (whole + self._logits_seconds(tokens)) / limits.whole
+        return load
+
+    def _token_times(self, tokens: Floats) -> Times:
+        """Both directions, with the sums inside a unit."""
+        job, rows = self._job, self._job.micro_batch_size * tokens
+        times = token_times(self._speeds, job, rows)
+        if job.tensor_parallel == 1:
+            return times
+        bandwidth, latency = np.array(self._links.inside), np.array(self._links.inside_s)
+        sums = 2 * tensor_parallel_seconds(job, rows, bandwidth, latency)
+        return Times(times.forward + sums, times.backward + sums)
+
+    def _logits_seconds(self, tokens: Floats) -> Floats | float:
+        """The layer's part of the vocabulary, on the last stage."""
+        job = self._job
+        if self._stage < job.pipeline_parallel - 1:
+            return 0.0
+        logits = logits_times(self._speeds, job, job.micro_batch_size * tokens)
+        return (logits.forward + logits.backward) / job.stage_layers
+
+    def attention(self, group: Floats, groups: int) -> tuple[Floats, Floats]:
+        """Forward and backward pass of the busiest member: own block, rectangles, merging."""
+        job, speeds = self._job, self._speeds
+        others = np.maximum(job.seq_length - group, 0.0)
+        own = own_block_times(speeds, job, group, self._causal)
+        # Two groups' rectangles are q x k / 2 each way (without a mask q x k): no larger than all others' at
+        # once.
+        keys = others / 2 if self._causal else others
+        far = rectangle_times(self._best, job, group, np.maximum(keys, 1e-9))
+        # A step merges all of an inner group's queries, half of an outer one's; there is one step if any
+        # other.
+        steps = np.where(others > 0, max(groups - 1, 1), 0)
+        merges = merge_times(speeds, job, group * steps * (0.5 if self._causal else 1.0))
+        gradients = keys_merge_times(speeds, job, keys) / self._ratio
+        forward = self._most_heads * (own.forward + far.forward + merges.forward)
+        backward = self._most_heads * (own.backward + far.backward + merges.backward + gradients)
+        return forward, backward
+
+    def _all_to_all(self) -> tuple[Floats, Floats]:
+        """Seconds a token and latency of what is not hidden, all passes.
+
+        What is not of a unit's own heads leaves it; what is not of its site's, leaves the site. Query, key
+        and value in, output back, and the same again in the backward pass: 2 H + 2 K a pass, of which H can
+        hide: half of the queries on the way in, the other half of the outputs on the way back.
+        """
+        links, passes, volume = self._links, self._again + 1, self._token_bytes
+        elsewhere = 1 - self._most_heads / self._all_heads
+        abroad = 1 - self.heads / self._all_heads
+        time = elsewhere * volume / np.where(abroad > 0, links.inside + links.outside, links.inside)
+        latency = np.where(self.units > 1, links.inside_s, 0.0)
+        if links.outside:
+            sharing = self.units * self._job.tensor_parallel if links.shared else 1.0
+            time = np.maximum(time, abroad * volume * sharing / links.outside)
+            latency = np.where(abroad > 0, links.outside_s, latency)
+        return time, 2 * passes * latency
+
+    def wire(self, tokens: Floats, site_tokens: float, depth: float) -> Floats:
+        """One way of the exchange: keys and values of other groups, over all links and over the site's.
+
+        A group sees half the keys of each one outside it and all of each one inside it: S (1 - depth / 2)
+        less 3/4 of its own, and no less than half of all others'. What the site does not hold, whatever it
+        holds at most, comes from outside.
+        """
+        job, links = self._job, self._links
+        length, size = job.seq_length, 2 * self._all_kv * self._element
+        part, group = self.heads / self._all_heads, tokens / self.share
+        others = np.maximum(length - group, 0.0)
+        half = 0.5 if self._causal else 1.0
+        seen = np.maximum(others / 2, length * (1 - depth / 2) - 0.75 * group) if self._causal else others
+        time: Floats = part * seen * size / self.units / (links.inside + links.outside)
+        if links.outside:
+            beside = site_tokens - part * group
+            abroad = np.maximum(half * (part * length - site_tokens), part * seen - beside)
+            lanes = 1 / job.tensor_parallel if links.shared else self.units
+            time = np.maximum(time, np.maximum(abroad, 0.0) * size / (links.outside * lanes))
+        return time
+
+
+def _rising(curve: Curve) -> Curve:
+    """The best rate at any size up to each."""
+    return replace(curve, rates=tuple(itertools.accumulate(curve.rates, max)))
