@@ -59,6 +59,7 @@ def main(words: list[str] | None = None) -> int:
             failed = True
             continue
         write_text_atomically(file, results_text(results))
+    results = {one.name: results[one.name] for one in SCENARIOS if one.name in results}
     write_page(results, options.output)
     for line in findings(results):
         print(line)

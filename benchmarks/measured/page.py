@@ -81,6 +81,8 @@ def _scenario(result: ScenarioResult) -> Iterator[str]:
         f"the compute. Ceiling {result.ceiling_tokens_per_s:.0f} tokens/s: the probe's speeds added up, no "
         f"communication. Speeds: {result.speeds}. {result.date}, {versions}.\n"
     )
+    if result.speeds == "quota" and any(result.testbed.values()):
+        yield _drift(result)
     columns = ("layout", "GPUs", "tokens/s", "of the ceiling", "plan's gain", "iteration, s")
     yield f"| {' | '.join((*columns, 'rounds apart', 'predicted, s', 'error'))} |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -88,6 +90,24 @@ def _scenario(result: ScenarioResult) -> Iterator[str]:
         yield _row(result, layout)
     for name, why in result.missing.items():
         yield f"| {name} | | none: {why} | | | | | | |"
+
+
+def _drift(result: ScenarioResult) -> str:
+    """How much the machine itself changed meanwhile: nothing hides it here, as pacing does."""
+    cycles = [
+        speed["measured_s"]
+        for runs in result.testbed.values()
+        for run in runs
+        for moment in run["measured"].values()
+        for speed in moment["speeds"]
+        if speed["gpu"] == 0
+    ]
+    return (
+        "The machine's own speed shows here: the load that the testbed measures speeds with took the first "
+        f"rank {1e3 * min(cycles):.1f} to {1e3 * max(cycles):.1f} ms a cycle, before and after each run. So "
+        "times are to be compared with each other, and not to the per cent; predictions are by the speed at "
+        "the time of the probe.\n"
+    )
 
 
 def _row(result: ScenarioResult, layout: Measured) -> str:

@@ -57,7 +57,15 @@ def test_figures_of_a_scenario():
 
 
 def test_results_are_kept_and_written_as_a_page(tmp_path):
-    results = {"a": RESULT, "a, quota": dataclasses.replace(RESULT, speeds="quota")}
+    loads = (
+        [{"gpu": 1, "measured_s": 0.1}, {"gpu": 0, "measured_s": 0.008}],
+        [{"gpu": 0, "measured_s": 0.0095}],
+    )
+    moments = {when: {"speeds": load} for when, load in zip(("before", "after"), loads, strict=True)}
+    quota = dataclasses.replace(
+        RESULT, speeds="quota", testbed={"plan": [{"measured": moments}], "ulysses": []}
+    )
+    results = {"a": RESULT, "a, quota": quota}
     path = tmp_path / "measured.json"
     path.write_text(results_text(results))
     assert read_results(path) == results
@@ -66,6 +74,7 @@ def test_results_are_kept_and_written_as_a_page(tmp_path):
     assert all(f"- {line}" in page for line in findings(results))
     assert "| usp | | none: too few heads |" in page
     assert "failed: rank 1 died |" in page
+    assert page.count("the first rank 8.0 to 9.5 ms a cycle") == 1
     assert (tmp_path / "measured" / "layouts.png").stat().st_size > 1000
     lines = findings(results)
     assert lines[0] == "a: 2.10 times the tokens/s of the best uniform layout (ring), 90.9% of the ceiling"
