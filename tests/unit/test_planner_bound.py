@@ -1,11 +1,13 @@
 """The lower bound: no plan beats it, whatever it does; and what it comes to by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from megatron_hexi.cost import Job, presets
+from megatron_hexi.cluster import read_cluster
+from megatron_hexi.cost import Job, presets, read_model
 from megatron_hexi.cost.memory import stage_params
 from megatron_hexi.errors import ClusterError, NothingFitsError
 from megatron_hexi.planner import find_plan
@@ -267,3 +269,11 @@ def test_more_gpus_or_faster_links_never_raise_it(data_parallel):
     ]
     assert bounds[0] * (1 + 2e-3) >= bounds[1]
     assert bounds[1] * (1 + 2e-3) >= bounds[2]
+
+
+def test_what_heads_need_of_memory_counts_in_groups_over_several_sites():
+    # Four H100 and four A100 whose memory is full: heads take room that tokens then have not.
+    known = read_cluster(Path("benchmarks/simulation/clusters/testbed-8.yaml"))
+    planned = find_plan(Job(read_model("gpt-7b"), 2**18, recompute="full"), known)
+    assert max(rank.memory_gib / rank.usable_gib for rank in planned.cost.ranks) > 0.99
+    assert planned.gap < 0.05
