@@ -110,15 +110,12 @@ def least_ring(fleet: Fleet, found_s: float, crosses: bool) -> Ring:
     share = 1 - (again + (0 if job.distributed_optimizer else 1)) * _forward_share(fleet)
     gradient = GRADIENT_BYTES[job.precision]
     weight = job.element_bytes if job.distributed_optimizer else gradient
-    seconds = (
-        (units - 1)
-        / units
-        * (gradient + weight)
-        * max(
-            stage_params(job, stage) / _bandwidth(fleet, stage, units, crosses)
-            for stage in range(job.pipeline_parallel)
-        )
+    # Of one byte for each weight, on the stage that takes longest.
+    each = max(
+        stage_params(job, stage) / _bandwidth(fleet, stage, units, crosses)
+        for stage in range(job.pipeline_parallel)
     )
+    seconds = (units - 1) / units * (gradient + weight) * each
     shown = seconds / job.stage_layers if job.overlap_gradients else seconds
     return Ring(seconds, shown, share if job.overlap_gradients else 0.0, job.distributed_optimizer)
 
@@ -133,13 +130,10 @@ def _bandwidth(fleet: Fleet, stage: int, units: int, crosses: bool) -> float:
     for unit, one in zip(fleet.units, links, strict=True):
         members.setdefault(fleet.cluster.ranks[unit.gpus[stage][0]].node, []).append(one)
     # A node passes on what its cards do, with one unit or more; the slowest of those in use sets the pace.
-    nodes = [
-        (
-            max(_through(one[0], count, fleet.job.tensor_parallel) for count in range(1, len(one) + 1)),
-            len(one),
-        )
-        for one in members.values()
-    ]
+    width, nodes = fleet.job.tensor_parallel, []
+    for one in members.values():
+        counts = range(1, len(one) + 1)
+        nodes.append((max(_through(one[0], count, width) for count in counts), len(one)))
     nodes.sort(reverse=True)
     together = np.cumsum([size for _, size in nodes])
     fewest = max(2, int(np.searchsorted(together, units)) + 1)
