@@ -131,9 +131,9 @@ def _bandwidth(fleet: Fleet, stage: int, units: int, crosses: bool) -> float:
         members.setdefault(fleet.cluster.ranks[unit.gpus[stage][0]].node, []).append(one)
     # A node passes on what its cards do, with one unit or more; the slowest of those in use sets the pace.
     width, nodes = fleet.job.tensor_parallel, list[tuple[float, int]]()
-    for one in members.values():
-        counts = range(1, len(one) + 1)
-        nodes.append((max(_through(one[0], count, width) for count in counts), len(one)))
+    for alike in members.values():
+        counts = range(1, len(alike) + 1)
+        nodes.append((max(_through(alike[0], count, width) for count in counts), len(alike)))
     nodes.sort(reverse=True)
     together = np.cumsum([size for _, size in nodes])
     fewest = max(2, int(np.searchsorted(together, units)) + 1)
