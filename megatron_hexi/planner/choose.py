@@ -12,6 +12,9 @@ from megatron_hexi.planner.units import Fleet
 def fleets(fleet: Fleet) -> Iterator[Fleet]:
     """All units; the fastest kinds only; one kind; a part of each fast domain; a site, or a part of one.
 
+    And sites of so many units at least: rings of gradients use all cards of a node, and the node with the
+    fewest sets their pace (cost/rings.py).
+
     Each set of units once, in this order; of parts that are alike, only the first. Of a handful of units,
     every set.
     """
@@ -25,6 +28,8 @@ def fleets(fleet: Fleet) -> Iterator[Fleet]:
         sets.append(tuple(number for number in numbers if fleet.units[number].kind <= last))
     for kind in kinds:
         sets.append(tuple(number for number in numbers if fleet.units[number].kind == kind))
+    for size in sorted({len(site) for site in fleet.sites})[1:]:
+        sets.append(tuple(sorted(unit for site in fleet.sites if len(site) >= size for unit in site)))
     unit_of = {gpu: unit for unit, one in enumerate(fleet.units) for gpu in one.gpus[0]}
     for partition in reversed(fleet.cluster.fast_domains()[1:]):
         for part in partition.parts:
