@@ -95,6 +95,7 @@ class Scenario:
 
 SCENARIOS = (
     Scenario("two-fast-two-slow", "two-fast-two-slow", 6144, "speed, 2 : 1, and the link between the pairs"),
+    Scenario("longer", "two-fast-two-slow", 8192, "as in two-fast-two-slow; links matter less"),
     Scenario("memory-decides", "memory-decides", 12288, "memory: all run alike, and two have little of it"),
     Scenario("three-speeds", "three-speeds", 8192, "three speeds on three nodes"),
     Scenario("by quotas", "two-fast-two-slow-quota", 6144, "as in two-fast-two-slow", "quota"),
