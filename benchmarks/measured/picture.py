@@ -31,5 +31,5 @@ def draw_scenarios(results: Mapping[str, ScenarioResult]) -> Figure:
         axes.set_xlim(left=0)
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("tokens/s (red: the plan; blue: equal parts for all; sand: other baselines)")
-    panels[0].legend(loc="lower right", fontsize=8)
+    panels[0].legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=8)
     return figure
