@@ -91,7 +91,8 @@ def all_to_alls(
     """
     holder, taker = plan.all_to_all_pairs
     units, moves = len(plan.tokens), all_to_all_bytes(plan, job)
-    # What is sent on both ways alike is worked out once; all at once is much faster than one after the other.
+    # Forward and backward pass share an array where they send the same: that is worked out once. All at once
+    # is much faster than one after the other.
     alike = {(move.inward, id(move.size)): move for move in moves}
     src, dst = (
         np.concatenate([ends[0] if move.inward else ends[1] for move in alike.values()])

@@ -231,7 +231,7 @@ def price(
         offers: of each kind of site: units, tokens held and attended by depth, way to do it and piece, shares
             of a group.
         groups: the fewest and the most.
-        depths: as of `Demand.capacity`.
+        depths: as of `Demand.reach`.
         part: of a token's price for holding it; the rest is for its attention.
         tilt: what a group's depth costs. Weighted by tokens, depths are 1/2 on average: it cancels out.
     """
