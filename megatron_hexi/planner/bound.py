@@ -18,7 +18,8 @@ found by branch and bound over N (demand.py).
 Gradients and weights go round in rings that hide behind the last backward and the first forward pass, in the
 time that these leave the wire free. All units wait for the busiest wire, so plans are told apart by what uses
 it most: no unit's all-to-alls and keys take more than that, and every unit waits for a ring that hides in the
-rest only.
+rest only. In a pipeline all stages repeat a layout: a unit's time is that of all its stages, the slowest of
+them in all micro-batches, and the wire is free for the ring.
 
 Shards are laid out as the nested zigzag, so a group's attention area is its tokens x S / 2. A piece holds the
 same part of its group's tokens as of its heads: one that does not must send the difference over its
@@ -32,18 +33,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_hexi.cost import Job
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner.choose import single_sites
 from megatron_hexi.planner.demand import Box, Demand, Site
-from megatron_hexi.planner.gradients import Ring, least_ring
+from megatron_hexi.planner.gradients import least_ring
 from megatron_hexi.planner.links import Links, best_links
+from megatron_hexi.planner.load import Load
 from megatron_hexi.planner.piece import Pieces
 from megatron_hexi.planner.prices import Prices, token_prices
+from megatron_hexi.planner.room import Room
 from megatron_hexi.planner.units import Fleet
 
-_ALL = "compute and communication"
 #: Up to so many micro-batches of a replica are looked at one by one; beyond, communication is left out.
 _TURNS = 32
 
@@ -85,73 +86,41 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
     turns = together // data_parallel if data_parallel else 1
     ring = least_ring(fleet, found_s, crosses)
 
-    def whole(layers_s: float) -> float:
-        return min(found_s, layers_s + ring.wait_s(layers_s / turns))
-
     plain_s = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
-    plain = Bound(whole(plain_s), "compute at the best rates")
+    plain = Bound(min(found_s, plain_s + ring.wait_s(plain_s / turns)), "compute at the best rates")
     if plain.iteration_s >= found_s:
         return plain
     prices = token_prices(fleet) if crosses else Prices((1.0,), {}, {})
-    # With several stages, the ceiling also counts GPUs that wait for another stage.
-    least_s = plain_s if job.pipeline_parallel == 1 else 0.0
-    stages = [
-        _stage_s(fleet, stage, data_parallel, (least_s, found_s), crosses, ring, prices)
-        for stage in range(job.pipeline_parallel)
-    ]
-    if _counts_ring(job, data_parallel):
-        return max(plain, Bound(min(found_s, max(stages)), _ALL), key=lambda bound: bound.iteration_s)
-    # 1F1B: all micro-batches pass the slowest stage, one of them the others besides.
-    longest = max(stages)
-    layers_s = longest + (sum(stages) - longest) / turns
-    return max(plain, Bound(whole(layers_s), _ALL), key=lambda bound: bound.iteration_s)
-
-
-def _counts_ring(job: Job, data_parallel: int | None) -> bool:
-    """Whether the ring of gradients is counted in each replica's micro-batches; if not, after all stages."""
-    return data_parallel is None or job.pipeline_parallel == 1
-
-
-def _stage_s(
-    fleet: Fleet,
-    stage: int,
-    data_parallel: int | None,
-    between: tuple[float, float],
-    crosses: bool,
-    ring: Ring,
-    prices: Prices,
-) -> float:
-    """Seconds, between two, that all micro-batches of an iteration need at least on one pipeline stage."""
-    job = fleet.job
-    together = job.global_batch_size // job.micro_batch_size
     demand = Demand(
         job=job,
-        sites=list(_sites(fleet, stage, crosses, prices)),
-        turns=[together // data_parallel] if data_parallel else list(range(1, min(together, _TURNS) + 1)),
-        ring=ring if _counts_ring(job, data_parallel) else Ring(),
+        sites=list(_sites(fleet, crosses, prices)),
+        turns=[turns] if data_parallel else list(range(1, min(together, _TURNS) + 1)),
+        ring=ring,
         several=data_parallel != 1,
         prices=prices.parts,
         more_turns=data_parallel is None and together > _TURNS,
     )
-    least_s, found_s = between
-    return demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
+    # With several stages, the ceiling also counts GPUs that wait for another stage.
+    least_s = plain_s if job.pipeline_parallel == 1 else 0.0
+    least_s = demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
+    return max(plain, Bound(least_s, "compute and communication"), key=lambda bound: bound.iteration_s)
 
 
-def _sites(fleet: Fleet, stage: int, crosses: bool, prices: Prices) -> Iterator[Site]:
-    classes: dict[tuple[int, Links, int], list[int]] = {}
+def _sites(fleet: Fleet, crosses: bool, prices: Prices) -> Iterator[Site]:
+    job, stages = fleet.job, range(fleet.job.pipeline_parallel)
+    classes: dict[tuple[int, tuple[Links, ...], int], list[int]] = {}
     for site in fleet.sites:
         for unit in site:
-            name = fleet.units[unit].kind, best_links(fleet, unit, crosses, stage), len(site)
-            classes.setdefault(name, []).append(unit)
-    for (kind, links, size), units in classes.items():
-        device = fleet.kinds[kind].devices[stage]
-        speeds = device_speeds(device, fleet.job)
-        usable = device.usable_gib * GIB
-        pieces = Pieces(fleet.job, speeds, links, size, stage, usable, len(fleet.units))
+            links = tuple(best_links(fleet, unit, crosses, stage) for stage in stages)
+            classes.setdefault((fleet.units[unit].kind, links, len(site)), []).append(unit)
+    for (number, links, size), units in classes.items():
+        kind = fleet.kinds[number]
+        loads = [Load(job, device_speeds(kind.devices[s], job), links[s], size, s) for s in stages]
+        rooms = [Room(job, s, kind.devices[s].usable_gib * GIB, len(fleet.units)) for s in stages]
         yield Site(
             len(units),
-            pieces,
-            fleet.kinds[kind].tokens_per_s,
-            prices.extra.get(kind, 0.0),
-            prices.most.get(kind, 1.0),
+            Pieces(job, loads, rooms),
+            kind.tokens_per_s,
+            prices.extra.get(number, 0.0),
+            prices.most.get(number, 1.0),
         )

@@ -92,7 +92,7 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """All micro-batches of an iteration on one pipeline stage.
+    """All micro-batches of an iteration.
 
     Args:
         job: the job.
@@ -126,7 +126,7 @@ class Demand:
             reach = self.reach(least, box)
             if reach < 1:
                 continue
-            by_wire = self.ring.may_show(least / max(self.turns))
+            by_wire = self.job.pipeline_parallel == 1 and self.ring.may_show(least / max(self.turns))
             # What several replicas have in common is little: their boxes are not cut.
             halves = [] if self.several else box.halves(by_wire)
             for half in halves:
@@ -183,7 +183,7 @@ class Demand:
         self, site: Site, seconds: float, box: Box, depths: Sequence[_Depth], holding: bool = False
     ) -> _Offer:
         """What units of a site can do; with `holding`, also with more held in place of attention."""
-        layers, groups = self.job.stage_layers, box.groups[0]
+        layers, stages, groups = self.job.stage_layers, self.job.pipeline_parallel, box.groups[0]
         held: list[list[Floats]] = []
         attended: list[list[Floats]] = []
         for _, deepest in depths:
@@ -192,7 +192,7 @@ class Demand:
                 for count in self.turns
                 for tokens, done in self._ways(
                     site,
-                    self.ring.limits(seconds, count, box.wires).per_layer(layers),
+                    self.ring.limits(seconds, count, box.wires, stages).per_layer(layers),
                     (groups, deepest),
                     holding,
                 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
+from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds, token_times
 from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
 from megatron_hexi.planner.links import Links, best_links
@@ -33,6 +35,7 @@ class Limits:
             ``None``: there is no ring to hide.
         wire: the least and the most of what uses the wire besides, over all units; seconds.
         forward: whether the ring hides behind a forward pass too.
+        each: in a pipeline, what each stage's passes weigh; the slowest's weigh what is left of 1 besides.
     """
 
     whole: float
@@ -40,6 +43,14 @@ class Limits:
     and_wire: float | None = None
     wire: tuple[float, float] = (0.0, inf)
     forward: bool = True
+    each: float = 1.0
+
+    def through(self, parts: Sequence[Floats]) -> Floats:
+        """The part of the limits that a micro-batch takes, from the parts that each stage's passes would."""
+        if len(parts) == 1:
+            return parts[0]
+        slowest: Floats = np.maximum.reduce(parts)
+        return self.each * sum(parts) + (1 - len(parts) * self.each) * slowest
 
     def per_layer(self, layers: int) -> Limits:
         """The same for one of the layers."""
@@ -73,17 +84,25 @@ class Ring:
         """Whether a plan whose other traffic leaves the wire free most of the time might wait for them."""
         return self.seconds > _MOSTLY_FREE * self.share * micro_batch_s > 0
 
-    def limits(self, iteration_s: float, count: int, wire: tuple[float, float]) -> Limits:
+    def limits(self, iteration_s: float, count: int, wire: tuple[float, float], stages: int = 1) -> Limits:
         """What each of `count` micro-batches may take in an iteration of T seconds, each of m seconds.
 
         The ring hides behind the last backward and the first forward pass, in the time that they leave the
         wire free: count x m + ring - (share x m - wire) <= T.
 
+        In a pipeline (1F1B) all micro-batches pass the slowest stage, and one of them the others besides. The
+        ring may hide behind any stage: its passes take T / count at most.
+
         Args:
             iteration_s: T.
             count: of micro-batches.
             wire: the least and the most that uses the wire, as parts of what there is time for.
+            stages: of the pipeline.
         """
+        if stages > 1:
+            passes = count + stages - 1
+            shown = max(self.shown, self.seconds - self.share * iteration_s / count)
+            return Limits((iteration_s - shown) / passes, each=1 / passes)
         whole = (iteration_s - self.shown) / count
         if not self.may_show(whole):
             late = (iteration_s - self.seconds) / (count - self.share) if count > self.share else whole

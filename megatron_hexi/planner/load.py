@@ -26,7 +26,7 @@ from megatron_hexi.planner.links import Links
 
 
 class Load:
-    """What all pieces of groups take that units of one kind on one site can be.
+    """What all pieces of groups take on a pipeline stage that units of one kind on one site can be.
 
     Args:
         job: the job.
@@ -44,8 +44,10 @@ class Load:
         self._best = replace(speeds, full=passes)
         self._all_heads, self._all_kv = workload.local_heads, workload.local_kv_heads
         self._ratio, self._causal = workload.queries_per_kv, workload.causal
+        #: Whether groups may be on several sites.
+        self.crosses = links.outside > 0
         units, heads = np.meshgrid(np.arange(1, size + 1), np.arange(1, self._all_heads + 1), indexing="ij")
-        keep = (heads == self._all_heads) | (links.outside > 0)
+        keep = (heads == self._all_heads) | self.crosses
         #: Units of each piece, and heads of all of them.
         self.units, self.heads = units[keep].astype(float), heads[keep].astype(float)
         #: Its part of its group's heads, a unit.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.compute import Speeds
 from megatron_hexi.planner.filling import Filling
 from megatron_hexi.planner.gradients import Limits
-from megatron_hexi.planner.links import Links
 from megatron_hexi.planner.load import Load
 from megatron_hexi.planner.room import Room
 
@@ -23,25 +23,18 @@ class Pieces:
 
     Args:
         job: the job.
-        speeds: of the kind.
-        links: of a unit.
-        size: units of the site.
-        stage: pipeline stage.
-        usable: bytes of a GPU's memory.
-        shards: units that share the optimizer's state at most.
+        loads: of each pipeline stage.
+        rooms: likewise.
     """
 
-    def __init__(
-        self, job: Job, speeds: Speeds, links: Links, size: int, stage: int, usable: float, shards: int
-    ) -> None:
-        self._load = load = Load(job, speeds, links, size, stage)
+    def __init__(self, job: Job, loads: Sequence[Load], rooms: Sequence[Room]) -> None:
+        self._loads, self._rooms, first = loads, rooms, loads[0]
         #: Of each piece: its part of its group's heads, a unit.
-        self.share = load.share
-        self._size, self._seq_length = size, job.seq_length
-        self._crosses, self._all_heads = links.outside > 0, job.workload().local_heads
+        self.share = first.share
+        self._heads, self._size, self._seq_length = first.heads, int(first.units.max()), job.seq_length
+        self._crosses, self._all_heads = first.crosses, job.workload().local_heads
         self._whole = job.seq_length * self.share
-        self._most_held = job.seq_length / load.units
-        self._room = Room(job, stage, usable, shards)
+        self._most_held = job.seq_length / first.units
         self._filling = Filling()
         #: By what was asked: of plans that are alike, the same is.
         self._found: dict[tuple[Limits, int, float, bool], tuple[Floats, Floats]] = {}
@@ -49,7 +42,7 @@ class Pieces:
     @property
     def held_share(self) -> float:
         """Of the memory that a token takes, the part for holding it."""
-        return self._room.held_share
+        return min(room.held_share for room in self._rooms)
 
     def most(self, limits: Limits, groups: int, depth: float, several: bool = False) -> tuple[Floats, Floats]:
         """Tokens that a unit of each piece holds at most, and tokens whose attention it does at most.
@@ -71,11 +64,9 @@ class Pieces:
 
     def _find_most(self, limits: Limits, groups: int, depth: float, several: bool) -> tuple[Floats, Floats]:
         if limits.whole <= 0 or (limits.and_wire is not None and limits.and_wire <= 0):
-            nothing = np.zeros(len(self._load.units))
+            nothing = np.zeros(len(self.share))
             return nothing, nothing
-        free = self._filling.last(
-            "free", self._whole, lambda most: self._load.part(limits, most, most, groups, 0.0)
-        )
+        free = self._filling.last("free", self._whole, lambda most: self._part(limits, most, most, groups))
         tokens = np.zeros(len(free))
         for least, most in _beside(self._size) if several else [(self._size, self._size)]:
             # A replica has a sequence: with so many units of it on a site, each holds its part at most.
@@ -85,17 +76,17 @@ class Pieces:
             if (tokens == free).all():
                 break
         if not self._crosses:
-            held = np.minimum(tokens, self._room.together(groups))
+            held = np.minimum(tokens, min(room.together(groups) for room in self._rooms))
             return held, held
         held = tokens
         # All tokens are attended to already by so few heads: what time is left is for holding other sites'.
-        spare = (tokens >= self._whole) & (self._load.heads < self._all_heads)
+        spare = (tokens >= self._whole) & (self._heads < self._all_heads)
         if spare.any():
             more = self._filling.last(
-                "held", self._most_held, lambda most: self._load.part(limits, most, self._whole, groups, 0.0)
+                "held", self._most_held, lambda most: self._part(limits, most, self._whole, groups)
             )
             held = np.where(spare, np.maximum(more, tokens), tokens)
-        short = held > self._room.held(tokens, groups)
+        short = held > self._room_beside(tokens, groups)
         if not short.any():
             return held, tokens
         beside, attended = self._instead(limits, groups)
@@ -107,14 +98,15 @@ class Pieces:
         What other sites' tokens bring has to come over the site's links. Memory leaves less room to hold
         tokens the more are attended to; those that it leaves room for at any rate take their time.
         """
-        held = np.zeros(len(self._load.units))
+        held = np.zeros(len(self.share))
+        room = min(room.attended_alone(groups) for room in self._rooms)
         for _ in range(_REFINED):
             attended = self._filling.last(
                 "attended",
-                np.minimum(self._whole, self._room.attended_alone(groups)),
-                lambda most, held=held: self._load.part(limits, held, most, groups, 0.0),  # type: ignore[misc]
+                np.minimum(self._whole, room),
+                lambda most, held=held: self._part(limits, held, most, groups),  # type: ignore[misc]
             )
-            held = np.maximum(0.0, self._room.held(attended, groups))
+            held = np.maximum(0.0, self._room_beside(attended, groups))
         return held, attended
 
     def holding(
@@ -129,10 +121,12 @@ class Pieces:
             attended: likewise.
             price: of holding a token, as a part of its whole price, up to which this does not pay.
         """
-        most = self._room.held_alone()
-        full = held >= self._room.held(attended, groups) * (1 - _NEARLY)
+        most = min(room.held_alone() for room in self._rooms)
+        full = held >= self._room_beside(attended, groups) * (1 - _NEARLY)
         time_left = self._filling.last(
-            "alone", self._most_held, lambda tokens: self._load.holding_part(limits, tokens)
+            "alone",
+            self._most_held,
+            lambda tokens: limits.through([load.holding_part(limits, tokens) for load in self._loads]),
         )
         more, fewer = hold_more(held, attended, price, np.maximum(held, np.minimum(time_left, most)))
         # Full memory has room for so many if they are not attended to.
@@ -144,14 +138,38 @@ class Pieces:
         The more tokens a piece and its site hold, the fewer keys are missing: what is missing at the most
         tokens that are possible without any exchange is missing at any smaller number.
         """
-        wire = self._load.wire(free, units * float(free.max()), depth)
-        if limits.and_wire is None:
-            forward, backward = self._load.attention(free / self.share, groups)
-            if (wire <= forward).all() and (2 * wire <= backward).all():
-                return free
+        wires = [load.wire(free, units * float(free.max()), depth) for load in self._loads]
+        if limits.and_wire is None and all(
+            (wire <= forward).all() and (2 * wire <= backward).all()
+            for load, wire in zip(self._loads, wires, strict=True)
+            for forward, backward in [load.attention(free / self.share, groups)]
+        ):
+            return free
         return self._filling.last(
-            "exchanging", free, lambda most: self._load.part(limits, most, most, groups, wire)
+            "exchanging", free, lambda most: self._part(limits, most, most, groups, wires)
         )
+
+    def _part(
+        self,
+        limits: Limits,
+        tokens: Floats,
+        attended: Floats,
+        groups: int,
+        wires: Sequence[Floats] | None = None,
+    ) -> Floats:
+        """The part of the limits that a layer of each stage takes together."""
+        each: Sequence[Floats | float] = wires or [0.0] * len(self._loads)
+        return limits.through(
+            [
+                load.part(limits, tokens, attended, groups, wire)
+                for load, wire in zip(self._loads, each, strict=True)
+            ]
+        )
+
+    def _room_beside(self, attended: Floats, groups: int) -> Floats:
+        """Tokens that every stage's memory has room for beside those attended to."""
+        room: Floats = np.minimum.reduce([room.held(attended, groups) for room in self._rooms])
+        return room
 
 
 def hold_more(held: Floats, attended: Floats, price: float, most: Floats | float) -> tuple[Floats, Floats]:

@@ -11,8 +11,9 @@ from megatron_hexi.hostlist import expand_hostlist
 #: Names the file of `hexi place`: the host of each rank, a line each, in rank order.
 HOSTS_VARIABLE = "HEXI_HOSTS"
 
+#: Ports below those that Linux hands out to whoever asks for any (`ip_local_port_range`, from 32768).
 _PORT_BASE = 20000
-_PORT_COUNT = 20000
+_PORT_COUNT = 12000
 
 
 def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:

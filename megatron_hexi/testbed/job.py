@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from megatron_hexi.testbed.isolation import command_prefix
 from megatron_hexi.testbed.lab import Lab
 from megatron_hexi.testbed.namespaces import within
 from megatron_hexi.testbed.network import node_address, node_namespace
+from megatron_hexi.testbed.ports import free_port
 
 _POLL_S = 0.1
 _GRACE_S = 5.0
@@ -62,7 +62,7 @@ def run_job(lab: Lab, cluster: Cluster, name: str, program: Sequence[str], *, sh
     """
     count = len(lab.gpus)
     logs = [lab.log(name, rank) for rank in sorted({0, count - 1})] if show else []
-    port = 29500 if lab.links else _free_port()
+    port = 29500 if lab.links else free_port()
     with _started(lab, cluster, name, program, port) as nodes, _followed(logs) as follow:
         while (codes := [node.poll() for node in nodes]).count(None) and not any(codes):
             follow()
@@ -178,8 +178,3 @@ def _explain(
 
 def _read(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

@@ -16,6 +16,7 @@ import pytest
 from megatron_hexi.doctor.facts import Facts
 from megatron_hexi.doctor.gather import Job, answer, joined, receive_facts, send_facts
 from megatron_hexi.errors import HexiError
+from megatron_hexi.testbed.ports import free_port
 from tests.support.processes import serve
 
 
@@ -25,12 +26,6 @@ def _facts(rank: int) -> Facts:
 
 def _job(rank: int, size: int, port: int, served: bool = True) -> Job:
     return Job(rank, size, "127.0.0.1", port, served)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _in_threads(works):
@@ -66,7 +61,7 @@ def _other(job: Job, timeout_s: float):
 @pytest.mark.parametrize("served", [True, False], ids=["the launcher serves", "rank 0 serves"])
 def test_all_ranks_hear_one_verdict(served, healthy):
     store = serve()
-    port = store.port if served else _free_port()
+    port = store.port if served else free_port()
     works = [functools.partial(_first, _job(0, 4, port, served), 20, healthy)]
     works += [functools.partial(_other, _job(rank, 4, port, served), 20) for rank in (1, 2, 3)]
     assert _in_threads(works) == [([0, 1, 2, 3], []), healthy, healthy, healthy]
@@ -85,7 +80,7 @@ def test_without_rank_0_the_others_give_up():
 
 
 def test_a_store_that_is_not_there_is_one_line():
-    (problem,) = _in_threads([lambda: _other(_job(1, 2, _free_port(), served=False), 1)])
+    (problem,) = _in_threads([lambda: _other(_job(1, 2, free_port(), served=False), 1)])
     assert isinstance(problem, HexiError)
     assert "cannot be reached" in str(problem)
     assert "\n" not in str(problem)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hexi.cluster import read_cluster
+from megatron_hexi.testbed.ports import free_port
 from tests.megatron.launch import environment
 
 #: A few seconds' worth.
@@ -23,9 +23,7 @@ _LIMIT_S = 150
 
 def start(folder, *words, nodes=2, ranks=2):
     """Agents of one job, one a node."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [
         subprocess.Popen(
             [

@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron_hexi.plan import Plan, write_plan
+from megatron_hexi.testbed.ports import free_port
 from tests.megatron.launch import REPOSITORY, TrainingLog, environment, read_metrics
 
 #: What a rank runs unless told otherwise.
@@ -152,10 +152,7 @@ def _serve() -> None:
 
 
 def _run(folder: str, ranks: int, args: list[str], entry: str, timeout: float) -> list[int | None]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     forks = multiprocessing.get_context("fork")
     processes = [
         forks.Process(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 
@@ -23,6 +22,7 @@ from megatron_hexi.plan import (
     proportional_plan,
     write_plan,
 )
+from megatron_hexi.testbed.ports import free_port
 from tests.megatron.launch import environment, launch
 from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE, WORKLOAD
 
@@ -189,12 +189,6 @@ def test_every_rank_says_what_is_wrong_and_ends_with_exit_code_2(tmp_path):
     assert re.search(r"exitcode\s*: 2", result.stderr)
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize("other", [[[[2, 1]]], [[[1], [1]]], None], ids=["shards", "groups", "no plan"])
 def test_a_rank_with_another_plan_is_named_by_every_rank(other, tmp_path):
     write_plan(proportional_plan(WORKLOAD, [[[3, 1]]]), tmp_path / "plan.yaml")
@@ -202,7 +196,7 @@ def test_a_rank_with_another_plan_is_named_by_every_rank(other, tmp_path):
     if other is not None:
         write_plan(proportional_plan(WORKLOAD, other), tmp_path / "other.yaml")
         words[1] = ["--hexi-plan", "other.yaml"]
-    shared = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    shared = environment() | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "megatron_hexi.pretrain_gpt", *DATA, *words[rank]],
