@@ -116,7 +116,11 @@ def _sites(fleet: Fleet, crosses: bool, prices: Prices) -> Iterator[Site]:
     for (number, links, size), units in classes.items():
         kind = fleet.kinds[number]
         loads = [Load(job, device_speeds(kind.devices[s], job), links[s], size, s) for s in stages]
-        rooms = [Room(job, s, kind.devices[s].usable_gib * GIB, len(fleet.units)) for s in stages]
+        usable = [device.usable_gib * GIB for device in kind.devices]
+        rooms = [
+            [Room(job, s, usable[s], len(fleet.units), micro_batches=kept) for s in stages]
+            for kept in range(1, job.pipeline_parallel + 1)
+        ]
         yield Site(
             len(units),
             Pieces(job, loads, rooms),

@@ -35,7 +35,7 @@ class Limits:
             ``None``: there is no ring to hide.
         wire: the least and the most of what uses the wire besides, over all units; seconds.
         forward: whether the ring hides behind a forward pass too.
-        each: in a pipeline, what each stage's passes weigh; the slowest's weigh what is left of 1 besides.
+        count: of micro-batches.
     """
 
     whole: float
@@ -43,14 +43,19 @@ class Limits:
     and_wire: float | None = None
     wire: tuple[float, float] = (0.0, inf)
     forward: bool = True
-    each: float = 1.0
+    count: int = 1
 
     def through(self, parts: Sequence[Floats]) -> Floats:
-        """The part of the limits that a micro-batch takes, from the parts that each stage's passes would."""
+        """The part of the limits that all micro-batches take, from the parts that each stage's passes would.
+
+        In a pipeline (1F1B) all pass the slowest stage, and one of them the others besides; `whole` is what
+        each pass may take if all stages take the same.
+        """
         if len(parts) == 1:
             return parts[0]
+        passes = self.count + len(parts) - 1
         slowest: Floats = np.maximum.reduce(parts)
-        return self.each * sum(parts) + (1 - len(parts) * self.each) * slowest
+        return (sum(parts) + (self.count - 1) * slowest) / passes
 
     def per_layer(self, layers: int) -> Limits:
         """The same for one of the layers."""
@@ -90,8 +95,7 @@ class Ring:
         The ring hides behind the last backward and the first forward pass, in the time that they leave the
         wire free: count x m + ring - (share x m - wire) <= T.
 
-        In a pipeline (1F1B) all micro-batches pass the slowest stage, and one of them the others besides. The
-        ring may hide behind any stage: its passes take T / count at most.
+        In a pipeline the ring may hide behind any stage: its passes take T / count at most.
 
         Args:
             iteration_s: T.
@@ -100,9 +104,8 @@ class Ring:
             stages: of the pipeline.
         """
         if stages > 1:
-            passes = count + stages - 1
             shown = max(self.shown, self.seconds - self.share * iteration_s / count)
-            return Limits((iteration_s - shown) / passes, each=1 / passes)
+            return Limits((iteration_s - shown) / (count + stages - 1), count=count)
         whole = (iteration_s - self.shown) / count
         if not self.may_show(whole):
             late = (iteration_s - self.seconds) / (count - self.share) if count > self.share else whole

@@ -24,10 +24,10 @@ class Pieces:
     Args:
         job: the job.
         loads: of each pipeline stage.
-        rooms: likewise.
+        rooms: likewise, for each number of micro-batches, from one, that a pipeline can keep at a time.
     """
 
-    def __init__(self, job: Job, loads: Sequence[Load], rooms: Sequence[Room]) -> None:
+    def __init__(self, job: Job, loads: Sequence[Load], rooms: Sequence[Sequence[Room]]) -> None:
         self._loads, self._rooms, first = loads, rooms, loads[0]
         #: Of each piece: its part of its group's heads, a unit.
         self.share = first.share
@@ -42,7 +42,7 @@ class Pieces:
     @property
     def held_share(self) -> float:
         """Of the memory that a token takes, the part for holding it."""
-        return min(room.held_share for room in self._rooms)
+        return min(room.held_share for rooms in self._rooms for room in rooms)
 
     def most(self, limits: Limits, groups: int, depth: float, several: bool = False) -> tuple[Floats, Floats]:
         """Tokens that a unit of each piece holds at most, and tokens whose attention it does at most.
@@ -76,7 +76,7 @@ class Pieces:
             if (tokens == free).all():
                 break
         if not self._crosses:
-            held = np.minimum(tokens, min(room.together(groups) for room in self._rooms))
+            held = np.minimum(tokens, min(room.together(groups) for room in self._kept(limits)))
             return held, held
         held = tokens
         # All tokens are attended to already by so few heads: what time is left is for holding other sites'.
@@ -86,7 +86,7 @@ class Pieces:
                 "held", self._most_held, lambda most: self._part(limits, most, self._whole, groups)
             )
             held = np.where(spare, np.maximum(more, tokens), tokens)
-        short = held > self._room_beside(tokens, groups)
+        short = held > self._room_beside(limits, tokens, groups)
         if not short.any():
             return held, tokens
         beside, attended = self._instead(limits, groups)
@@ -99,14 +99,14 @@ class Pieces:
         tokens the more are attended to; those that it leaves room for at any rate take their time.
         """
         held = np.zeros(len(self.share))
-        room = min(room.attended_alone(groups) for room in self._rooms)
+        room = min(room.attended_alone(groups) for room in self._kept(limits))
         for _ in range(_REFINED):
             attended = self._filling.last(
                 "attended",
                 np.minimum(self._whole, room),
                 lambda most, held=held: self._part(limits, held, most, groups),  # type: ignore[misc]
             )
-            held = np.maximum(0.0, self._room_beside(attended, groups))
+            held = np.maximum(0.0, self._room_beside(limits, attended, groups))
         return held, attended
 
     def holding(
@@ -121,8 +121,8 @@ class Pieces:
             attended: likewise.
             price: of holding a token, as a part of its whole price, up to which this does not pay.
         """
-        most = min(room.held_alone() for room in self._rooms)
-        full = held >= self._room_beside(attended, groups) * (1 - _NEARLY)
+        most = min(room.held_alone() for room in self._kept(limits))
+        full = held >= self._room_beside(limits, attended, groups) * (1 - _NEARLY)
         time_left = self._filling.last(
             "alone",
             self._most_held,
@@ -166,9 +166,13 @@ class Pieces:
             ]
         )
 
-    def _room_beside(self, attended: Floats, groups: int) -> Floats:
+    def _kept(self, limits: Limits) -> Sequence[Room]:
+        """Memory of each stage beside the micro-batches of a replica that a pipeline keeps."""
+        return self._rooms[min(limits.count, len(self._rooms)) - 1]
+
+    def _room_beside(self, limits: Limits, attended: Floats, groups: int) -> Floats:
         """Tokens that every stage's memory has room for beside those attended to."""
-        room: Floats = np.minimum.reduce([room.held(attended, groups) for room in self._rooms])
+        room: Floats = np.minimum.reduce([room.held(attended, groups) for room in self._kept(limits)])
         return room
 
 

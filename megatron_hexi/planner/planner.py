@@ -15,6 +15,7 @@ from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines
 from megatron_hexi.planner.bound import Bound, lower_bound
 from megatron_hexi.planner.choose import fleets
+from megatron_hexi.planner.groupings import EXHAUSTIVE
 from megatron_hexi.planner.replicas import ReplicaSearch, equal_deals, free_deals
 from megatron_hexi.planner.result import Planned, Progress
 from megatron_hexi.planner.search import DomainSearch
@@ -24,6 +25,9 @@ from megatron_hexi.planner.units import Fleet, find_units
 
 #: Of up to so many units, `auto` also tries equal replicas on every set of them.
 _FEW_UNITS = 8
+#: Of more than a handful of units and up to so many, the best grouping is changed at random, so often.
+_WANDER_UNITS = 64
+_STEPS = 150
 
 
 def find_plan(
@@ -52,7 +56,7 @@ def find_plan(
     fleet = find_units(replace(job, data_parallel=data_parallel or 1), cluster)
     _check_replicas(fleet, data_parallel)
     judge = Judge(fleet)
-    best = _search(judge, fleet, data_parallel, tell)
+    best = _wander(judge, _search(judge, fleet, data_parallel, tell), tell)
     tell("baselines", 0, 1)
     limit = float("inf") if with_baselines or not best.fits else best.iteration_s
     baselines = find_baselines(judge, fleet, data_parallel, faster_than=limit, progress=tell)
@@ -112,6 +116,14 @@ def _search(judge: Judge, fleet: Fleet, data_parallel: int | None, tell: Progres
             found = replicas.free(deal, best.iteration_s if best.fits else float("inf"))
             best = best if found is None else _better(best, found)
     return best
+
+
+def _wander(judge: Judge, best: Trial, tell: Progress) -> Trial:
+    """One replica's grouping changed at random: for few units, since each layout takes its time."""
+    if len(best.layouts) > 1 or not best.fits or not EXHAUSTIVE < len(best.fleet.units) <= _WANDER_UNITS:
+        return best
+    tell("changes", 0, 1)
+    return DomainSearch(judge, best.fleet, best.layouts[0].micro_batches).wander(best, _STEPS)
 
 
 def _equal_counts(fleet: Fleet, part: Fleet, data_parallel: int | None, together: int) -> list[int]:

@@ -23,9 +23,12 @@ class Room:
         usable: bytes of the GPU's memory.
         shards: units that share the optimizer's state at most.
         window: steps of keys under way, each as large as the own group's keys; 0: none are, for a bound.
+        micro_batches: of the replica; a pipeline keeps several at a time.
     """
 
-    def __init__(self, job: Job, stage: int, usable: float, shards: int, window: int = 0) -> None:
+    def __init__(
+        self, job: Job, stage: int, usable: float, shards: int, window: int = 0, micro_batches: int = 1
+    ) -> None:
         workload = job.workload()
         one, heads = np.ones(1), np.full(1, float(workload.local_heads))
         keys = heads / workload.queries_per_kv
@@ -38,7 +41,7 @@ class Room:
                 group_tokens=attended * one,
                 heads=heads,
                 kv=keys,
-                micro_batches=np.ones(1, dtype=np.int64),
+                micro_batches=np.array([micro_batches]),
                 flights=Flights(flight, flight),
             )
             terms = stage_memory(job, stage, holdings, max(1, window), shards)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from random import Random
 
 from megatron_hexi.planner.balance import Grouping, balance, first_layout, rebalanced
 from megatron_hexi.planner.groupings import (
@@ -25,6 +26,7 @@ from megatron_hexi.planner.polish import polish
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.trial import Judge, Trial
 from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.wander import changed
 
 #: KV blocks in flight while groupings are compared: one for the wire, one for groups that are out of step.
 _WINDOW = 2
@@ -77,6 +79,18 @@ class DomainSearch:
                 self._try(grouping)
         else:
             self._descend()
+        return self._finish(polished)
+
+    def wander(self, trial: Trial, steps: int) -> Trial:
+        """The best that random changes of a trial's grouping come by; each is kept if it promises more."""
+        here, chance = self._try(_grouping(trial)), Random(0)
+        for _ in range(steps):
+            there = self._try(changed(chance, self._fleet, _grouping(here)))
+            here = min(here, there, key=_promise)
+        return min(trial, self._finish(), key=_order)
+
+    def _finish(self, polished: bool = True) -> Trial:
+        """The best of what was tried, balanced to the end."""
         finalists = sorted(self._tried.values(), key=_promise)[: _finalists(len(self._fleet.units))]
         balanced = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in finalists]
         balanced.sort(key=_order)
@@ -128,7 +142,7 @@ class DomainSearch:
         """From the best grouping so far, two groups joined or one cut: one pair of each kind is tried."""
         for _ in range(_REARRANGEMENTS):
             best = min(self._tried.values(), key=lambda trial: trial.promise)
-            grouping = tuple(part.units for part in best.layouts[0].parts)
+            grouping = _grouping(best)
             if len(grouping) > _FEW_GROUPS or len(self._fleet.units) > _FEW_UNITS:
                 return
             found = min((self._try(other) for other in rearranged(self._fleet, grouping)), key=_promise)
@@ -190,6 +204,10 @@ def _alternating(fleet: Fleet, parts: Iterable[Part]) -> tuple[Part, ...]:
         position[part] = ((placed[name] + 0.5) / counts[name], -part.total, part.units)
         placed[name] += 1
     return tuple(sorted(position, key=lambda part: position[part]))
+
+
+def _grouping(trial: Trial) -> Grouping:
+    return tuple(part.units for part in trial.layouts[0].parts)
 
 
 def _order(trial: Trial) -> tuple[float, float]:

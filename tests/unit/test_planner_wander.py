@@ -1,0 +1,49 @@
+"""Random changes of a grouping: every unit stays in one group, and all kinds of changes happen."""
+
+import itertools
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hexi.planner.search import DomainSearch
+from megatron_hexi.planner.trial import Judge
+from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.wander import changed
+from tests.support.costs import cluster, tiny_job
+
+NODES = [("fast", "DOUBLE", 3), ("slow", "PLAIN", 4)]
+
+
+def mixed_fleet(**job):
+    return find_units(tiny_job(**job), cluster(NODES))
+
+
+@given(seed=st.integers(0, 10**6), cuts=st.lists(st.integers(1, 6), max_size=4))
+def test_every_unit_stays_in_one_group(seed, cuts):
+    ends = [0, *sorted(set(cuts)), 7]
+    grouping = tuple(tuple(range(low, high)) for low, high in itertools.pairwise(ends))
+    chance = Random(seed)
+    for _ in range(20):
+        grouping = changed(chance, mixed_fleet(), grouping)
+        assert all(group == tuple(sorted(group)) and group for group in grouping)
+        assert sorted(unit for group in grouping for unit in group) == list(range(7))
+
+
+def test_groups_are_joined_cut_and_mixed():
+    chance, before = Random(0), ((0, 1, 2), (3, 4, 5, 6))
+    found = [changed(chance, mixed_fleet(), before) for _ in range(200)]
+    assert {(7,), (1, 3, 3), (1, 2, 4), (2, 5), (3, 4)} <= {tuple(sorted(map(len, one))) for one in found}
+    # One of each exchanged for one of the other.
+    assert any({len({unit < 3 for unit in group}) for group in one} == {2} for one in found)
+
+
+def test_a_wander_never_ends_worse_and_ends_alike_twice():
+    fleet = mixed_fleet(seq_length=2**15)
+    ends = []
+    for _ in range(2):
+        search = DomainSearch(Judge(fleet), fleet, 1)
+        found = search.run()
+        ends.append(search.wander(found, 60))
+        assert ends[-1].order <= found.order
+    assert ends[0].plan == ends[1].plan
