@@ -36,15 +36,19 @@ from dataclasses import dataclass
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner.choose import single_sites
+from megatron_hexi.planner.columns import SiteClass
 from megatron_hexi.planner.demand import Box, Demand, Site
 from megatron_hexi.planner.gradients import least_ring
 from megatron_hexi.planner.links import Links, best_links
 from megatron_hexi.planner.load import Load
+from megatron_hexi.planner.packing import Packing, packable
 from megatron_hexi.planner.piece import Pieces
 from megatron_hexi.planner.prices import Prices, token_prices
 from megatron_hexi.planner.room import Room
 from megatron_hexi.planner.units import Fleet
 
+#: A bound that is so close to what was found is not looked at again.
+_CLOSE = 1e-3
 #: Up to so many micro-batches of a replica are looked at one by one; beyond, communication is left out.
 _TURNS = 32
 
@@ -103,6 +107,16 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
     # With several stages, the ceiling also counts GPUs that wait for another stage.
     least_s = plain_s if job.pipeline_parallel == 1 else 0.0
     least_s = demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
+    if least_s < found_s * (1 - _CLOSE) and not demand.more_turns:
+        kept = min(*demand.turns, job.pipeline_parallel)
+        classes = [
+            SiteClass(pieces.size, site.units // pieces.size, pieces.loads, pieces.rooms[kept - 1])
+            for site in demand.sites
+            for pieces in [site.pieces]
+        ]
+        if packable(classes):
+            packing = Packing(job, classes, demand.turns, demand.several, ring, found_s)
+            least_s = packing.least_s(least_s, found_s)
     return max(plain, Bound(least_s, "compute and communication"), key=lambda bound: bound.iteration_s)
 
 

@@ -89,13 +89,24 @@ class Ring:
         """Whether a plan whose other traffic leaves the wire free most of the time might wait for them."""
         return self.seconds > _MOSTLY_FREE * self.share * micro_batch_s > 0
 
+    def micro_batch_s(self, iteration_s: float, count: int, stages: int) -> float:
+        """What each of `count` micro-batches may take on each stage, where the wire is free all the time.
+
+        In a pipeline the ring may hide behind any stage: its passes take an iteration's part at most.
+        """
+        if stages > 1:
+            shown = max(self.shown, self.seconds - self.share * iteration_s / count)
+            return (iteration_s - shown) / (count + stages - 1)
+        whole = (iteration_s - self.shown) / count
+        return (
+            min(whole, (iteration_s - self.seconds) / (count - self.share)) if count > self.share else whole
+        )
+
     def limits(self, iteration_s: float, count: int, wire: tuple[float, float], stages: int = 1) -> Limits:
         """What each of `count` micro-batches may take in an iteration of T seconds, each of m seconds.
 
         The ring hides behind the last backward and the first forward pass, in the time that they leave the
         wire free: count x m + ring - (share x m - wire) <= T.
-
-        In a pipeline the ring may hide behind any stage: its passes take T / count at most.
 
         Args:
             iteration_s: T.
@@ -103,13 +114,9 @@ class Ring:
             wire: the least and the most that uses the wire, as parts of what there is time for.
             stages: of the pipeline.
         """
-        if stages > 1:
-            shown = max(self.shown, self.seconds - self.share * iteration_s / count)
-            return Limits((iteration_s - shown) / (count + stages - 1), count=count)
         whole = (iteration_s - self.shown) / count
-        if not self.may_show(whole):
-            late = (iteration_s - self.seconds) / (count - self.share) if count > self.share else whole
-            return Limits(min(whole, late))
+        if stages > 1 or not self.may_show(whole):
+            return Limits(self.micro_batch_s(iteration_s, count, stages), count=count)
         free = iteration_s - self.seconds
         return Limits(whole, count - self.share, free, (wire[0] * free, wire[1] * free), self.forward)
 

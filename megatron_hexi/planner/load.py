@@ -38,12 +38,12 @@ class Load:
 
     def __init__(self, job: Job, speeds: Speeds, links: Links, size: int, stage: int) -> None:
         workload = job.workload()
-        self._job, self._speeds, self._links, self._stage = job, speeds, links, stage
+        self._job, self._speeds, self.links, self._stage = job, speeds, links, stage
         # A rectangle may be smaller than taken here, and run faster where a curve falls.
         passes = Passes(_rising(speeds.full.forward), _rising(speeds.full.backward))
         self._best = replace(speeds, full=passes)
-        self._all_heads, self._all_kv = workload.local_heads, workload.local_kv_heads
-        self._ratio, self._causal = workload.queries_per_kv, workload.causal
+        self._all_heads, self.all_kv = workload.local_heads, workload.local_kv_heads
+        self.ratio, self._causal = workload.queries_per_kv, workload.causal
         #: Whether groups may be on several sites.
         self.crosses = links.outside > 0
         units, heads = np.meshgrid(np.arange(1, size + 1), np.arange(1, self._all_heads + 1), indexing="ij")
@@ -54,16 +54,16 @@ class Load:
         self.share = self.heads / (self._all_heads * self.units)
         # Of whole groups, the busiest member's heads.
         self._most_heads = np.ceil(self.heads / self.units)
-        self._again = 1 if job.recompute == "none" else 2
-        self._element = float(job.micro_batch_size * job.model.head_dim * job.element_bytes)
+        self.again = 1 if job.recompute == "none" else 2
+        self.element = float(job.micro_batch_size * job.model.head_dim * job.element_bytes)
         # Queries and outputs travel in halves at best, one of which is hidden on each way.
-        columns = self._all_heads + 2 * self._all_kv
+        columns = self._all_heads + 2 * self.all_kv
         #: Of a token's queries, keys, values and outputs: what shows, over all passes and all heads.
-        self._token_bytes = (self._again + 1) * columns * self._element
+        self.token_bytes = (self.again + 1) * columns * self.element
         #: What a pass moves of them, shown or hidden, as a part of that.
-        self._of_a_pass = (1 + self._all_heads / columns) / (self._again + 1)
+        self._of_a_pass = (1 + self._all_heads / columns) / (self.again + 1)
         self._move_each, self._move_latency = self._all_to_all()
-        self._move_seconds = self._token_bytes / links.outside if links.outside else 0.0
+        self._move_seconds = self.token_bytes / links.outside if links.outside else 0.0
 
     def part(
         self, limits: Limits, tokens: Floats, attended: Floats, groups: int, wire: Floats | float
@@ -74,15 +74,13 @@ class Load:
         token = self._token_times(tokens)
         moved = self._move_each * tokens + self._move_latency
         beyond = np.maximum(attended - tokens, 0.0) * self._move_seconds
-        again = 2 if self._job.recompute == "full" else 1
-        whole = again * token.forward + token.backward + moved + beyond + self._again * forward + backward
-        whole = whole + self._logits_seconds(tokens)
+        whole = self._passes(token, tokens) + moved + beyond + self.again * forward + backward
         load: Floats = whole / limits.whole
         if limits.and_wire is None:
             return load
         # The wire is taken to be free for as long as the pass is longer than what uses it.
         used = self._move_each * tokens * self._of_a_pass
-        shown = moved / (self._again + 1)
+        shown = moved / (self.again + 1)
         busy = np.minimum(used + 2 * wire, token.backward + shown + backward)
         if limits.forward:
             busy = busy + np.minimum(used + wire, token.forward + shown + forward)
@@ -92,11 +90,18 @@ class Load:
 
     def holding_part(self, limits: Limits, tokens: Floats) -> Floats:
         """The part of the limits that it takes to hold tokens whose attention others do."""
-        token = self._token_times(tokens)
-        again = 2 if self._job.recompute == "full" else 1
-        whole = again * token.forward + token.backward + self._move_each * tokens + self._move_latency
-        load: Floats = (whole + self._logits_seconds(tokens)) / limits.whole
+        whole = self.token_seconds(tokens) + self._move_each * tokens + self._move_latency
+        load: Floats = whole / limits.whole
         return load
+
+    def token_seconds(self, tokens: Floats) -> Floats:
+        """Token work of all passes of a layer, with its part of the vocabulary."""
+        return self._passes(self._token_times(tokens), tokens)
+
+    def _passes(self, token: Times, tokens: Floats) -> Floats:
+        again = 2 if self._job.recompute == "full" else 1
+        whole: Floats = again * token.forward + token.backward + self._logits_seconds(tokens)
+        return whole
 
     def _token_times(self, tokens: Floats) -> Times:
         """Both directions, with the sums inside a unit."""
@@ -104,7 +109,7 @@ class Load:
         times = token_times(self._speeds, job, rows)
         if job.tensor_parallel == 1:
             return times
-        bandwidth, latency = np.array(self._links.inside), np.array(self._links.inside_s)
+        bandwidth, latency = np.array(self.links.inside), np.array(self.links.inside_s)
         sums = 2 * tensor_parallel_seconds(job, rows, bandwidth, latency)
         return Times(times.forward + sums, times.backward + sums)
 
@@ -117,7 +122,12 @@ class Load:
         return (logits.forward + logits.backward) / job.stage_layers
 
     def attention(self, group: Floats, groups: int) -> tuple[Floats, Floats]:
-        """Forward and backward pass of the busiest member: own block, rectangles, merging."""
+        """Forward and backward pass of the busiest member."""
+        forward, backward = self.head_seconds(group, groups)
+        return self._most_heads * forward, self._most_heads * backward
+
+    def head_seconds(self, group: Floats, groups: int) -> tuple[Floats, Floats]:
+        """Forward and backward pass of one head: own block, rectangles, merging."""
         job, speeds = self._job, self._speeds
         others = np.maximum(job.seq_length - group, 0.0)
         own = own_block_times(speeds, job, group, self._causal)
@@ -129,9 +139,9 @@ class Load:
         # other.
         steps = np.where(others > 0, max(groups - 1, 1), 0)
         merges = merge_times(speeds, job, group * steps * (0.5 if self._causal else 1.0))
-        gradients = keys_merge_times(speeds, job, keys) / self._ratio
-        forward = self._most_heads * (own.forward + far.forward + merges.forward)
-        backward = self._most_heads * (own.backward + far.backward + merges.backward + gradients)
+        gradients = keys_merge_times(speeds, job, keys) / self.ratio
+        forward = own.forward + far.forward + merges.forward
+        backward = own.backward + far.backward + merges.backward + gradients
         return forward, backward
 
     def _all_to_all(self) -> tuple[Floats, Floats]:
@@ -141,7 +151,7 @@ class Load:
         and value in, output back, and the same again in the backward pass: 2 H + 2 K a pass, of which H can
         hide: half of the queries on the way in, the other half of the outputs on the way back.
         """
-        links, passes, volume = self._links, self._again + 1, self._token_bytes
+        links, passes, volume = self.links, self.again + 1, self.token_bytes
         elsewhere = 1 - self._most_heads / self._all_heads
         abroad = 1 - self.heads / self._all_heads
         time = elsewhere * volume / np.where(abroad > 0, links.inside + links.outside, links.inside)
@@ -155,16 +165,13 @@ class Load:
     def wire(self, tokens: Floats, site_tokens: float, depth: float) -> Floats:
         """One way of the exchange: keys and values of other groups, over all links and over the site's.
 
-        A group sees half the keys of each one outside it and all of each one inside it: S (1 - depth / 2)
-        less 3/4 of its own, and no less than half of all others'. What the site does not hold, whatever it
-        holds at most, comes from outside.
+        What the site does not hold, whatever it holds at most, comes from outside.
         """
-        job, links = self._job, self._links
-        length, size = job.seq_length, 2 * self._all_kv * self._element
+        job, links = self._job, self.links
+        length, size = job.seq_length, 2 * self.all_kv * self.element
         part, group = self.heads / self._all_heads, tokens / self.share
-        others = np.maximum(length - group, 0.0)
         half = 0.5 if self._causal else 1.0
-        seen = np.maximum(others / 2, length * (1 - depth / 2) - 0.75 * group) if self._causal else others
+        seen = self.keys_seen(group, depth)
         time: Floats = part * seen * size / self.units / (links.inside + links.outside)
         if links.outside:
             beside = site_tokens - part * group
@@ -172,6 +179,19 @@ class Load:
             lanes = 1 / job.tensor_parallel if links.shared else self.units
             time = np.maximum(time, np.maximum(abroad, 0.0) * size / (links.outside * lanes))
         return time
+
+    def keys_seen(self, group: Floats, depth: float) -> Floats:
+        """Tokens of other groups whose keys a group needs.
+
+        Half of each one outside it and all of each one inside it: S (1 - depth / 2) less 3/4 of its own, and
+        no less than half of all others'.
+        """
+        length = self._job.seq_length
+        others = np.maximum(length - group, 0.0)
+        if not self._causal:
+            return others
+        seen: Floats = np.maximum(others / 2, length * (1 - depth / 2) - 0.75 * group)
+        return seen
 
 
 def _rising(curve: Curve) -> Curve:

@@ -28,10 +28,10 @@ class Pieces:
     """
 
     def __init__(self, job: Job, loads: Sequence[Load], rooms: Sequence[Sequence[Room]]) -> None:
-        self._loads, self._rooms, first = loads, rooms, loads[0]
+        self.loads, self.rooms, first = loads, rooms, loads[0]
         #: Of each piece: its part of its group's heads, a unit.
         self.share = first.share
-        self._heads, self._size, self._seq_length = first.heads, int(first.units.max()), job.seq_length
+        self._heads, self.size, self._seq_length = first.heads, int(first.units.max()), job.seq_length
         self._crosses, self._all_heads = first.crosses, job.workload().local_heads
         self._whole = job.seq_length * self.share
         self._most_held = job.seq_length / first.units
@@ -42,7 +42,7 @@ class Pieces:
     @property
     def held_share(self) -> float:
         """Of the memory that a token takes, the part for holding it."""
-        return min(room.held_share for rooms in self._rooms for room in rooms)
+        return min(room.held_share for rooms in self.rooms for room in rooms)
 
     def most(self, limits: Limits, groups: int, depth: float, several: bool = False) -> tuple[Floats, Floats]:
         """Tokens that a unit of each piece holds at most, and tokens whose attention it does at most.
@@ -68,7 +68,7 @@ class Pieces:
             return nothing, nothing
         free = self._filling.last("free", self._whole, lambda most: self._part(limits, most, most, groups))
         tokens = np.zeros(len(free))
-        for least, most in _beside(self._size) if several else [(self._size, self._size)]:
+        for least, most in _beside(self.size) if several else [(self.size, self.size)]:
             # A replica has a sequence: with so many units of it on a site, each holds its part at most.
             part = self._seq_length / least if several else np.inf
             done = np.minimum(self._exchanging(free, limits, groups, depth, most), part)
@@ -126,7 +126,7 @@ class Pieces:
         time_left = self._filling.last(
             "alone",
             self._most_held,
-            lambda tokens: limits.through([load.holding_part(limits, tokens) for load in self._loads]),
+            lambda tokens: limits.through([load.holding_part(limits, tokens) for load in self.loads]),
         )
         more, fewer = hold_more(held, attended, price, np.maximum(held, np.minimum(time_left, most)))
         # Full memory has room for so many if they are not attended to.
@@ -138,10 +138,10 @@ class Pieces:
         The more tokens a piece and its site hold, the fewer keys are missing: what is missing at the most
         tokens that are possible without any exchange is missing at any smaller number.
         """
-        wires = [load.wire(free, units * float(free.max()), depth) for load in self._loads]
+        wires = [load.wire(free, units * float(free.max()), depth) for load in self.loads]
         if limits.and_wire is None and all(
             (wire <= forward).all() and (2 * wire <= backward).all()
-            for load, wire in zip(self._loads, wires, strict=True)
+            for load, wire in zip(self.loads, wires, strict=True)
             for forward, backward in [load.attention(free / self.share, groups)]
         ):
             return free
@@ -158,17 +158,17 @@ class Pieces:
         wires: Sequence[Floats] | None = None,
     ) -> Floats:
         """The part of the limits that a layer of each stage takes together."""
-        each: Sequence[Floats | float] = wires or [0.0] * len(self._loads)
+        each: Sequence[Floats | float] = wires or [0.0] * len(self.loads)
         return limits.through(
             [
                 load.part(limits, tokens, attended, groups, wire)
-                for load, wire in zip(self._loads, each, strict=True)
+                for load, wire in zip(self.loads, each, strict=True)
             ]
         )
 
     def _kept(self, limits: Limits) -> Sequence[Room]:
         """Memory of each stage beside the micro-batches of a replica that a pipeline keeps."""
-        return self._rooms[min(limits.count, len(self._rooms)) - 1]
+        return self.rooms[min(limits.count, len(self.rooms)) - 1]
 
     def _room_beside(self, limits: Limits, attended: Floats, groups: int) -> Floats:
         """Tokens that every stage's memory has room for beside those attended to."""

@@ -1,0 +1,211 @@
+"""Which groups the units can form at once, and how many tokens these take at most: part of the lower bound.
+
+The bound by pieces (bound.py) lets every piece choose how large its group is. Where heads are few, memory
+is scarce or a thin link is crossed, that is too much: members of a group have its tokens in common, and wait
+for each other. Here whole groups are looked at: of each shape (so many units on sites of each class) the
+least time (columns.py), so the most tokens in a given time; a linear program packs shapes into the units.
+
+There are many shapes and few in the optimum: a shape's tokens are bounded by its best rates until the program
+uses it. Any stage of that is a bound; so many shapes are worked out at most.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from math import comb, inf, prod
+
+import numpy as np
+from ortools.linear_solver import pywraplp
+
+from megatron_hexi.cost import Job
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.planner.columns import GroupTimes, Shape, SiteClass
+from megatron_hexi.planner.demand import Span
+from megatron_hexi.planner.gradients import Ring
+
+#: Up to so many shapes are packed, and so many of them worked out.
+_MOST_SHAPES = 2500
+_WORKED_OUT = 250
+#: Tokens of a shape that is worked out, down to this part of the most by its rates, in so many intervals.
+_SMALLEST, _INTERVALS = 0.5, 64
+#: Where a group may be among the nested ones; what its depth costs (demand.price).
+_DEPTHS = tuple((number / 4, (number + 1) / 4) for number in range(4))
+_TILTS = (0.0, 0.5, 1.0)
+#: The bound is found to this part.
+_PRECISION = 1e-3
+#: Micro-batches of a replica, and groups of it at least: how a group is used.
+_Way = tuple[int, int]
+
+
+class Packing:
+    """All micro-batches of an iteration, by groups of all shapes.
+
+    Args:
+        job: the job.
+        classes: of sites.
+        turns: micro-batches that a replica may take.
+        several: whether there are several replicas.
+        ring: of gradients.
+        longest_s: an iteration that is known to be possible.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        classes: Sequence[SiteClass],
+        turns: Sequence[int],
+        several: bool,
+        ring: Ring,
+        longest_s: float,
+    ) -> None:
+        self._job, self._ring, self._left = job, ring, _WORKED_OUT
+        self._length, self._tokens = float(job.seq_length), float(job.seq_length * max(turns))
+        if several:
+            self._tokens = float(job.seq_length * job.global_batch_size // job.micro_batch_size)
+        self._shapes = list(_shapes(classes))
+        #: Units of each class, [shapes, classes].
+        self._used = np.zeros((len(self._shapes), len(classes)))
+        for number, shape in enumerate(self._shapes):
+            for place, units in shape:
+                self._used[number, place] += units
+        self._units = [site.size * site.count for site in classes]
+        most = sum(self._units)
+        if several:
+            self._boxes: list[tuple[Span, list[int]]] = [((1, most), [1, 2])]
+        else:
+            self._boxes = [((few, many), [few]) for few, many in ((1, 1), (2, 2), (3, most)) if few <= most]
+        self._turns = turns
+        self._times = {
+            (count, groups): GroupTimes(job, classes, count, groups, self._layer_s(longest_s, count))
+            for _, every in self._boxes
+            for groups in every
+            for count in (turns if job.pipeline_parallel > 1 else turns[:1])
+        }
+        #: Of shapes that are worked out: bounds of tokens, [I + 1], and least seconds by depth, [D, I].
+        self._found: dict[tuple[int, _Way], tuple[Floats, Floats]] = {}
+
+    def least_s(self, low: float, high: float) -> float:
+        """Seconds, between two, that no plan stays below."""
+        least = high
+        for span, groups in self._boxes:
+            ways = list(itertools.product(self._turns, groups))
+            if not self._suffices(least, span, ways):
+                continue
+            above = least
+            below = low
+            while above - below > _PRECISION * above:
+                middle = (below + above) / 2
+                below, above = (below, middle) if self._suffices(middle, span, ways) else (middle, above)
+            least = below
+        return least
+
+    def _layer_s(self, iteration_s: float, count: int) -> float:
+        stages = self._job.pipeline_parallel
+        return self._ring.micro_batch_s(iteration_s, count, stages) / self._job.stage_layers
+
+    def _suffices(self, iteration_s: float, span: Span, ways: Sequence[_Way]) -> bool:
+        """Whether groups may hold all tokens in the time, as far as worked out."""
+        return all(self._pack(iteration_s, span, ways, tilt) for tilt in _TILTS)
+
+    def _pack(self, iteration_s: float, span: Span, ways: Sequence[_Way], tilt: float) -> bool:
+        """The same for one price of a group's depth."""
+        budgets = {count: self._layer_s(iteration_s, count) for count in self._turns}
+        # [ways, shapes]
+        worth = np.array([self._by_rates(way, budgets[way[0]]) * (1 + tilt / 2) for way in ways])
+        worked = np.zeros(worth.shape, dtype=bool)
+        for (shape, way), found in self._found.items():
+            if way in ways:
+                place = ways.index(way), shape
+                worth[place], worked[place] = min(worth[place], self._worth(way, found, budgets, tilt)), True
+        program = _Program(self._used, self._units, span)
+        while True:
+            total, packed = program.solve(worth.max(axis=0))
+            if total < self._tokens:
+                return False
+            best = worth.argmax(axis=0)
+            open_ = [shape for shape in packed if not worked[best[shape], shape]]
+            if not open_ or self._left < len(open_):
+                return True
+            for shape in open_:
+                place = int(best[shape]), shape
+                way = ways[place[0]]
+                found = self._found[shape, way] = self._work_out(shape, way, budgets[way[0]])
+                worth[place], worked[place] = min(worth[place], self._worth(way, found, budgets, tilt)), True
+
+    def _by_rates(self, way: _Way, layer_s: float) -> Floats:
+        """Tokens that each shape takes at most by its best rates and all its memory, in all micro-batches."""
+        count, groups = way
+        tokens = np.minimum(self._group_times(way).by_rates(self._used, layer_s), self._length)
+        # A replica's only group has them all.
+        return count * (np.where(tokens < self._length, 0.0, tokens) if groups == 1 else tokens)
+
+    def _group_times(self, way: _Way) -> GroupTimes:
+        count, groups = way
+        return self._times[count if self._job.pipeline_parallel > 1 else self._turns[0], groups]
+
+    def _work_out(self, shape: int, way: _Way, layer_s: float) -> tuple[Floats, Floats]:
+        """Bounds of tokens, and the least time between each two by depth."""
+        self._left -= 1
+        times, units = self._group_times(way), self._shapes[shape]
+        if way[1] == 1:
+            tokens = np.array([self._length])
+            return tokens, times.least(units, tokens, 1.0)[None]
+        most = min(self._length, float(times.by_rates(self._used[[shape]], layer_s)[0]))
+        tokens = most * np.linspace(_SMALLEST, 1, _INTERVALS + 1)
+        return tokens, np.array([times.least(units, tokens, deepest) for _, deepest in _DEPTHS])
+
+    def _worth(
+        self, way: _Way, found: tuple[Floats, Floats], budgets: dict[int, float], tilt: float
+    ) -> float:
+        """Tokens at most in all micro-batches, a deep group's counted for less."""
+        tokens, seconds = found
+        fits = seconds <= budgets[way[0]]
+        if way[1] == 1:
+            return way[0] * float(tokens[0]) * bool(fits.any())
+        most = np.where(fits, tokens[1:], tokens[0]).max(axis=1)
+        return way[0] * max(
+            float(one) * (1 - tilt * (shallowest - 0.5))
+            for one, (shallowest, _) in zip(most, _DEPTHS, strict=True)
+        )
+
+
+class _Program:
+    """The linear program: as many groups of each shape as units allow, a number of them within a span."""
+
+    def __init__(self, used: Floats, units: Sequence[int], span: Span) -> None:
+        self._solver = pywraplp.Solver.CreateSolver("GLOP")
+        rows = [self._solver.Constraint(0, float(most)) for most in units]
+        groups = self._solver.Constraint(*map(float, span))
+        self._goal = self._solver.Objective()
+        self._goal.SetMaximization()
+        self._shapes = [self._solver.NumVar(0, inf, "") for _ in used]
+        for shape, counts in zip(self._shapes, used.tolist(), strict=True):
+            groups.SetCoefficient(shape, 1)
+            for row, count in zip(rows, counts, strict=True):
+                if count:
+                    row.SetCoefficient(shape, count)
+
+    def solve(self, worth: Floats) -> tuple[float, list[int]]:
+        """The most of what is packed, and the shapes that are used."""
+        for shape, value in zip(self._shapes, worth.tolist(), strict=True):
+            self._goal.SetCoefficient(shape, value)
+        if self._solver.Solve() != pywraplp.Solver.OPTIMAL:
+            return inf, []
+        return self._goal.Value(), [n for n, shape in enumerate(self._shapes) if shape.solution_value() > 0]
+
+
+def packable(classes: Sequence[SiteClass]) -> bool:
+    """Whether there are few enough shapes."""
+    return prod(comb(site.size + site.count, site.count) for site in classes) <= _MOST_SHAPES
+
+
+def _shapes(classes: Sequence[SiteClass]) -> Iterator[Shape]:
+    """Every choice of units on sites, up to exchanging sites of a class."""
+    choices = [
+        itertools.combinations_with_replacement(range(site.size, -1, -1), site.count) for site in classes
+    ]
+    for chosen in itertools.product(*choices):
+        shape = tuple((place, units) for place, of_class in enumerate(chosen) for units in of_class if units)
+        if shape:
+            yield shape
