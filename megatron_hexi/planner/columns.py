@@ -22,6 +22,8 @@ import numpy as np
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.plan.parts import BUSY_ROWS, MOST_PARTS
+from megatron_hexi.planner.demand import Span
 from megatron_hexi.planner.load import Load
 from megatron_hexi.planner.room import Room
 
@@ -30,11 +32,9 @@ Shape = tuple[tuple[int, int], ...]
 
 #: X, as multiples of the least that holds the group's tokens.
 _WAITS = (1.0, 1.05, 1.15, 1.4, 2.0, 4.0)
-#: Times at which the tokens that a unit holds are worked out, from the longest down by this factor.
-_TIMES, _SHORTEST = 400, 1e-4
-_TOKENS = 600
-#: What a straight line between two of them leaves out.
-_CURVED = 5e-4
+#: Numbers of tokens and times for which the work is looked up, from the longest down by this factor. Between
+#: two of them nothing is assumed but that more tokens take longer.
+_TOKENS, _TIMES, _SHORTEST = 12_000, 6_000, 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,24 +61,26 @@ class GroupTimes:
         job: the job.
         classes: of sites.
         micro_batches: of the groups' replica.
-        groups: of the replica, at least.
+        groups: of the replica, the fewest and the most.
         longest_s: of a layer; what takes longer is of no interest.
     """
 
     def __init__(
-        self, job: Job, classes: Sequence[SiteClass], micro_batches: int, groups: int, longest_s: float
+        self, job: Job, classes: Sequence[SiteClass], micro_batches: int, groups: Span, longest_s: float
     ) -> None:
-        self._job, self._classes, self._groups = job, classes, groups
+        self._job, self._classes, self._groups = job, classes, groups[0]
+        #: Whether there are two groups, so that all keys travel in one step.
+        self._pair = groups == (2, 2)
         self._length, self._heads = float(job.seq_length), job.workload().local_heads
         stages = job.pipeline_parallel
         # All micro-batches pass the slowest stage, and one of them the others: the last stage is taken.
         weights = np.ones(stages)
         weights[-1] += micro_batches - 1
         self._weights = weights / weights.sum()
-        self._times = np.append(longest_s * np.geomspace(_SHORTEST, 1, _TIMES), longest_s * 1e3)
+        self._times = np.append(longest_s * np.geomspace(_SHORTEST, 1, _TIMES), np.inf)
         # Twice the sequence, so that all of it is between two of them.
         self._sizes = np.geomspace(1, 2 * self._length, _TOKENS)
-        #: Tokens that a unit of each class holds at most, by the time for them.
+        #: Tokens that a unit of each class holds at most in each of `_times`.
         self._held = [self._tokens_in_time(site) for site in classes]
         self._attended = [self._most_attended(site, longest_s) for site in classes]
         self._token_rates = np.array([self._best_rate(site, self._token_seconds) for site in classes])
@@ -95,12 +97,13 @@ class GroupTimes:
         """
         low, high = (tokens[:-1], tokens[1:]) if len(tokens) > 1 else (tokens, tokens)
         total = sum(units * self._held[place] for place, units in shape)
-        least_x = np.interp(low, total, self._times, left=0.0, right=np.inf)
+        least_x = np.append(0.0, self._times)[np.searchsorted(total, low)]
         busy = self._busy(shape, low, high, depth)
         best = np.full(len(low), np.inf)
         for number, wait in enumerate(_WAITS):
             until = _WAITS[number + 1] * least_x if number + 1 < len(_WAITS) else np.full(len(low), np.inf)
-            held = [units * np.interp(until, self._times, self._held[place]) for place, units in shape]
+            place_of = np.searchsorted(self._times, until)
+            held = [units * self._held[place][place_of] for place, units in shape]
             costs = self._with_all_to_alls(shape, busy, held, low)
             rest = self._dealt(shape, costs, held, low, high)
             best = np.minimum(best, wait * least_x + rest)
@@ -183,12 +186,13 @@ class GroupTimes:
         heads = np.arange(1.0, self._heads + 1)[:, None]
         if len(shape) > 1:
             return [
-                self._attention(place, units, heads, np.ceil(heads / units), (low, high), depth)
+                self._attention(place, units, heads, np.ceil(heads / units), self._heads, (low, high), depth)
                 for place, units in shape
             ]
         [(place, units)] = shape
         busiest: Floats = np.arange(np.ceil(self._heads / units), self._heads + 1.0)[:, None]
-        seconds = self._attention(place, units, 0 * busiest + self._heads, busiest, (low, high), depth)
+        every = np.full(busiest.shape, float(self._heads))
+        seconds = self._attention(place, units, every, busiest, busiest, (low, high), depth)
         if units > 1:
             each, latency = self._moving(place, units, outside=False)
             part = busiest / self._heads
@@ -201,6 +205,7 @@ class GroupTimes:
         units: int,
         heads: Floats,
         busiest: Floats,
+        most_heads: Floats | int,
         tokens: tuple[Floats, Floats],
         depth: float,
     ) -> Floats:
@@ -211,29 +216,50 @@ class GroupTimes:
             units: of the group on it.
             heads: of these together, a column.
             busiest: of the one with most, a column.
+            most_heads: of any member of the group, at most.
             tokens: of the group, at least and at most, [J].
             depth: as of `Pieces.most`.
         """
         site, (low, high) = self._classes[place], tokens
         whole = np.zeros((len(heads), len(low)))
         for weight, load in zip(self._weights, site.loads, strict=True):
-            ends = [load.head_seconds(end, self._groups) for end in tokens]
-            forward, backward = (busiest * np.minimum(a, b) for a, b in zip(*ends, strict=True))
-            wire = np.zeros(len(low))
+            ends = [load.head_times(end, self._groups) for end in tokens]
+            own, far = (
+                [busiest * np.minimum(a, b) for a, b in zip(*both, strict=True)]
+                for both in zip(*ends, strict=True)
+            )
+            forward, backward = own[0] + far[0], own[1] + far[1]
             if self._groups > 1:
-                seen = heads / self._heads * load.keys_seen(high, depth)
+                seen = load.keys_seen(high, depth)
                 beside = np.minimum((site.size - units) * self._attended[place], self._length - low)
-                wire = self._wire(load, units, seen, np.maximum(0.0, seen - beside))
-            whole += weight * (load.again * np.maximum(forward, wire) + np.maximum(backward, 2 * wire))
+                wire = self._wire(load, units, heads / self._heads, seen, beside)
+                forward, backward = np.maximum(forward, wire), np.maximum(backward, 2 * wire)
+            if self._pair:
+                # There is one step: its last part is computed when all keys are there, and the gradients of
+                # its keys go home after that. Of units with links of their own, that is so on average.
+                parts = np.clip(high * most_heads // BUSY_ROWS, 1, MOST_PARTS)
+                each = 1.0 if load.links.shared else heads / units
+                last = np.maximum(0.0, (each - parts + 1) / parts) / busiest
+                forward = np.maximum(forward, wire + last * far[0])
+                backward = np.maximum(backward, wire * (1 + (parts == 1)) + last * far[1])
+            whole += weight * (load.again * forward + backward)
         return whole
 
-    def _wire(self, load: Load, units: int, seen: Floats, abroad: Floats) -> Floats:
-        """One way of the exchange, for keys of all heads of so many tokens, some of them from other sites."""
+    def _wire(self, load: Load, units: int, part: Floats, seen: Floats, beside: Floats) -> Floats:
+        """One way of the exchange.
+
+        Args:
+            load: of the units.
+            units: of a site, all of its units that share its links.
+            part: of all heads, whose keys are needed.
+            seen: tokens of other groups whose keys are needed.
+            beside: tokens of them whose keys, of all heads, are on the site at most.
+        """
         links, size = load.links, 2 * load.all_kv * load.element
-        wire: Floats = seen * size / units / (links.inside + links.outside)
+        wire: Floats = part * seen * size / units / (links.inside + links.outside)
         if links.outside:
             lanes = 1 / self._job.tensor_parallel if links.shared else units
-            wire = np.maximum(wire, abroad * size / (links.outside * lanes))
+            wire = np.maximum(wire, np.maximum(0.0, part * seen - beside) * size / (links.outside * lanes))
         return wire
 
     def _moving(self, place: int, units: int, outside: bool) -> tuple[float, float]:
@@ -248,8 +274,9 @@ class GroupTimes:
         return each, latency
 
     def _tokens_in_time(self, site: SiteClass) -> Floats:
-        held: Floats = np.interp(self._times, self._token_seconds(site), self._sizes, left=1.0)
-        return held * (1 + _CURVED)
+        seconds = np.minimum.accumulate(self._token_seconds(site)[::-1])[::-1]
+        held: Floats = np.append(self._sizes, np.inf)[np.searchsorted(seconds, self._times, side="right")]
+        return np.minimum(held, self._sizes[-1])
 
     def _most_attended(self, site: SiteClass, longest_s: float) -> float:
         """Tokens whose keys a unit can have at most: it attends to them, with all heads of their KV heads."""
@@ -258,7 +285,8 @@ class GroupTimes:
 
     def _best_rate(self, site: SiteClass, seconds: Callable[[SiteClass], Floats]) -> float:
         """Tokens a second at the best size."""
-        return float((self._sizes / np.maximum(seconds(site), 1e-300)).max()) * (1 + _CURVED)
+        # More tokens than one size and fewer than the next take as long as that size at least.
+        return float((self._sizes[1:] / np.maximum(seconds(site)[:-1], 1e-300)).max())
 
     def _token_seconds(self, site: SiteClass) -> Floats:
         """Token work of a unit by `_sizes`."""
@@ -270,6 +298,6 @@ class GroupTimes:
         """Attention with one head in groups of `_sizes` tokens."""
         seconds = np.zeros(len(self._sizes))
         for weight, load in zip(self._weights, site.loads, strict=True):
-            forward, backward = load.head_seconds(self._sizes, self._groups)
-            seconds += weight * (load.again * forward + backward)
+            for times in load.head_times(self._sizes, self._groups):
+                seconds += weight * (load.again * times.forward + times.backward)
         return seconds

@@ -123,11 +123,12 @@ class Load:
 
     def attention(self, group: Floats, groups: int) -> tuple[Floats, Floats]:
         """Forward and backward pass of the busiest member."""
-        forward, backward = self.head_seconds(group, groups)
-        return self._most_heads * forward, self._most_heads * backward
+        own, far = self.head_times(group, groups)
+        forward, backward = (self._most_heads * (a + b) for a, b in zip(own, far, strict=True))
+        return forward, backward
 
-    def head_seconds(self, group: Floats, groups: int) -> tuple[Floats, Floats]:
-        """Forward and backward pass of one head: own block, rectangles, merging."""
+    def head_times(self, group: Floats, groups: int) -> tuple[Times, Times]:
+        """One head: the group's own block, and rectangles with merging."""
         job, speeds = self._job, self._speeds
         others = np.maximum(job.seq_length - group, 0.0)
         own = own_block_times(speeds, job, group, self._causal)
@@ -140,9 +141,7 @@ class Load:
         steps = np.where(others > 0, max(groups - 1, 1), 0)
         merges = merge_times(speeds, job, group * steps * (0.5 if self._causal else 1.0))
         gradients = keys_merge_times(speeds, job, keys) / self.ratio
-        forward = own.forward + far.forward + merges.forward
-        backward = own.backward + far.backward + merges.backward + gradients
-        return forward, backward
+        return own, Times(far.forward + merges.forward, far.backward + merges.backward + gradients)
 
     def _all_to_all(self) -> tuple[Floats, Floats]:
         """Seconds a token and latency of what is not hidden, all passes.

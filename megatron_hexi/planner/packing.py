@@ -25,17 +25,19 @@ from megatron_hexi.planner.demand import Span
 from megatron_hexi.planner.gradients import Ring
 
 #: Up to so many shapes are packed, and so many of them worked out.
-_MOST_SHAPES = 2500
-_WORKED_OUT = 250
-#: Tokens of a shape that is worked out, down to this part of the most by its rates, in so many intervals.
-_SMALLEST, _INTERVALS = 0.5, 64
+_MOST_SHAPES = 600
+_WORKED_OUT = 200
+#: Bounds of tokens between which a shape's time is worked out, as parts of the most by its rates: close
+#: together above a half, where shapes of the optimum are.
+_BOUNDS = np.concatenate([np.geomspace(0.005, 0.5, 32, endpoint=False), np.linspace(0.5, 1, 65)])
 #: Where a group may be among the nested ones; what its depth costs (demand.price).
 _DEPTHS = tuple((number / 4, (number + 1) / 4) for number in range(4))
 _TILTS = (0.0, 0.5, 1.0)
-#: The bound is found to this part.
-_PRECISION = 1e-3
-#: Micro-batches of a replica, and groups of it at least: how a group is used.
-_Way = tuple[int, int]
+#: The bound is found to this part; what the linear program's rounding may take away.
+_PRECISION, _ROUNDING = 1e-3, 1e-6
+#: Micro-batches of a replica, and the fewest and the most groups of it: how a group is used.
+_Way = tuple[int, Span]
+_ONE: Span = (1, 1)
 
 
 class Packing:
@@ -59,10 +61,9 @@ class Packing:
         ring: Ring,
         longest_s: float,
     ) -> None:
-        self._job, self._ring, self._left = job, ring, _WORKED_OUT
-        self._length, self._tokens = float(job.seq_length), float(job.seq_length * max(turns))
-        if several:
-            self._tokens = float(job.seq_length * job.global_batch_size // job.micro_batch_size)
+        self._job, self._ring, self._turns, self._left = job, ring, turns, _WORKED_OUT
+        self._length = float(job.seq_length)
+        self._tokens = self._length * (job.global_batch_size // job.micro_batch_size)
         self._shapes = list(_shapes(classes))
         #: Units of each class, [shapes, classes].
         self._used = np.zeros((len(self._shapes), len(classes)))
@@ -71,15 +72,13 @@ class Packing:
                 self._used[number, place] += units
         self._units = [site.size * site.count for site in classes]
         most = sum(self._units)
-        if several:
-            self._boxes: list[tuple[Span, list[int]]] = [((1, most), [1, 2])]
-        else:
-            self._boxes = [((few, many), [few]) for few, many in ((1, 1), (2, 2), (3, most)) if few <= most]
-        self._turns = turns
+        spans = [(few, many) for few, many in (_ONE, (2, 2), (3, most)) if few <= most]
+        #: Plans that are looked at together: how many groups they have in all, and each replica.
+        self._boxes = [((1, most), spans)] if several else [(span, [span]) for span in spans]
+        self._longest = {count: self._layer_s(longest_s, count) for count in turns}
         self._times = {
-            (count, groups): GroupTimes(job, classes, count, groups, self._layer_s(longest_s, count))
-            for _, every in self._boxes
-            for groups in every
+            (count, groups): GroupTimes(job, classes, count, groups, self._longest[count])
+            for groups in spans
             for count in (turns if job.pipeline_parallel > 1 else turns[:1])
         }
         #: Of shapes that are worked out: bounds of tokens, [I + 1], and least seconds by depth, [D, I].
@@ -113,6 +112,8 @@ class Packing:
         budgets = {count: self._layer_s(iteration_s, count) for count in self._turns}
         # [ways, shapes]
         worth = np.array([self._by_rates(way, budgets[way[0]]) * (1 + tilt / 2) for way in ways])
+        if span == _ONE:  # more units are no worse: of a single group only the largest counts
+            worth *= self._used.sum(axis=1) == sum(self._units)
         worked = np.zeros(worth.shape, dtype=bool)
         for (shape, way), found in self._found.items():
             if way in ways:
@@ -121,7 +122,7 @@ class Packing:
         program = _Program(self._used, self._units, span)
         while True:
             total, packed = program.solve(worth.max(axis=0))
-            if total < self._tokens:
+            if total < self._tokens * (1 - _ROUNDING):
                 return False
             best = worth.argmax(axis=0)
             open_ = [shape for shape in packed if not worked[best[shape], shape]]
@@ -130,7 +131,7 @@ class Packing:
             for shape in open_:
                 place = int(best[shape]), shape
                 way = ways[place[0]]
-                found = self._found[shape, way] = self._work_out(shape, way, budgets[way[0]])
+                found = self._found[shape, way] = self._work_out(shape, way)
                 worth[place], worked[place] = min(worth[place], self._worth(way, found, budgets, tilt)), True
 
     def _by_rates(self, way: _Way, layer_s: float) -> Floats:
@@ -138,21 +139,21 @@ class Packing:
         count, groups = way
         tokens = np.minimum(self._group_times(way).by_rates(self._used, layer_s), self._length)
         # A replica's only group has them all.
-        return count * (np.where(tokens < self._length, 0.0, tokens) if groups == 1 else tokens)
+        return count * (np.where(tokens < self._length, 0.0, tokens) if groups == _ONE else tokens)
 
     def _group_times(self, way: _Way) -> GroupTimes:
         count, groups = way
         return self._times[count if self._job.pipeline_parallel > 1 else self._turns[0], groups]
 
-    def _work_out(self, shape: int, way: _Way, layer_s: float) -> tuple[Floats, Floats]:
+    def _work_out(self, shape: int, way: _Way) -> tuple[Floats, Floats]:
         """Bounds of tokens, and the least time between each two by depth."""
         self._left -= 1
         times, units = self._group_times(way), self._shapes[shape]
-        if way[1] == 1:
+        if way[1] == _ONE:
             tokens = np.array([self._length])
             return tokens, times.least(units, tokens, 1.0)[None]
-        most = min(self._length, float(times.by_rates(self._used[[shape]], layer_s)[0]))
-        tokens = most * np.linspace(_SMALLEST, 1, _INTERVALS + 1)
+        most = min(self._length, float(times.by_rates(self._used[[shape]], self._longest[way[0]])[0]))
+        tokens = most * _BOUNDS
         return tokens, np.array([times.least(units, tokens, deepest) for _, deepest in _DEPTHS])
 
     def _worth(
@@ -161,7 +162,7 @@ class Packing:
         """Tokens at most in all micro-batches, a deep group's counted for less."""
         tokens, seconds = found
         fits = seconds <= budgets[way[0]]
-        if way[1] == 1:
+        if way[1] == _ONE:
             return way[0] * float(tokens[0]) * bool(fits.any())
         most = np.where(fits, tokens[1:], tokens[0]).max(axis=1)
         return way[0] * max(

@@ -1,0 +1,125 @@
+"""The bound by whole groups: the least time of one, and how many of them fit into the units."""
+
+from math import comb
+
+import numpy as np
+import pytest
+
+from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.cost.memory import GIB
+from megatron_hexi.planner import bound as bounds
+from megatron_hexi.planner.columns import GroupTimes, SiteClass
+from megatron_hexi.planner.layout import Layout, Part
+from megatron_hexi.planner.links import best_links
+from megatron_hexi.planner.load import Load
+from megatron_hexi.planner.packing import _Program, _shapes, packable
+from megatron_hexi.planner.room import Room
+from megatron_hexi.planner.trial import Judge
+from megatron_hexi.planner.units import find_units
+from tests.support.costs import cluster, tiny_job
+
+FEW_HEADS = [("fast", "DOUBLE", 1), ("slow", "PLAIN", 1)]
+
+
+def site_classes(fleet):
+    """Each site as a class of its own."""
+    crosses, classes = len(fleet.sites) > 1, []
+    for site in fleet.sites:
+        device = fleet.kinds[fleet.units[site[0]].kind].devices[0]
+        links = best_links(fleet, site[0], crosses)
+        load = Load(fleet.job, device_speeds(device, fleet.job), links, len(site), 0)
+        room = Room(fleet.job, 0, device.usable_gib * GIB, len(fleet.units))
+        classes.append(SiteClass(len(site), 1, [load], [room]))
+    return classes
+
+
+def best_by_hand(fleet, groups):
+    """The least seconds of the layers, over all deals of heads and many of tokens, of one group or two."""
+    judge, length, heads = Judge(fleet), fleet.job.seq_length, fleet.job.workload().local_heads
+    found = []
+    for place in range(1, 64):
+        first = length * place // 64
+        split = (first, length - first)
+        if groups == 1:
+            deals = [(few, heads - few) for few in range(heads + 1)]
+            layouts = [Layout((Part((0, 1), split, dealt),), 1) for dealt in deals]
+        else:
+            parts = [Part((unit,), (tokens,), (heads,)) for unit, tokens in enumerate(split)]
+            layouts = [Layout(tuple(parts), 1), Layout(tuple(parts[::-1]), 1)]
+        found += [judge.try_out(fleet, [layout], 1) for layout in layouts]
+    times = [trial.timing.phases for trial in found if trial.fits]
+    return min(phases.total - phases.gradients - phases.optimizer for phases in times)
+
+
+@pytest.mark.parametrize("bandwidth", [1, 10, 1000])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_the_least_time_of_a_group_is_close_to_that_of_its_best_deal(bandwidth, recompute):
+    job = tiny_job(seq_length=2**15, recompute=recompute)
+    fleet = find_units(job, cluster(FEW_HEADS, bandwidth=bandwidth))
+    best_s = best_by_hand(fleet, 1)
+    times = GroupTimes(fleet.job, site_classes(fleet), 1, (1, 1), best_s)
+    least_s = float(times.least(((0, 1), (1, 1)), np.array([float(job.seq_length)]), 1.0)[0])
+    # What all-to-alls hide at best, they need not hide here.
+    assert (0.8 if bandwidth == 1 else 0.93) * best_s <= least_s * job.stage_layers <= best_s
+
+
+def test_memory_that_heads_and_tokens_share_slows_a_group_down():
+    # A fast GPU would take most heads and most tokens; it has no room for both.
+    job = tiny_job(seq_length=2**18)
+    seconds = []
+    for usable in (64, 5):
+        fleet = find_units(job, cluster(FEW_HEADS, bandwidth=1000))
+        classes = site_classes(fleet)
+        room = Room(fleet.job, 0, usable * GIB, len(fleet.units))
+        tight = [SiteClass(1, 1, classes[0].loads, [room]), classes[1]]
+        times = GroupTimes(fleet.job, tight, 1, (1, 1), 100.0)
+        seconds.append(float(times.least(((0, 1), (1, 1)), np.array([2.0**18]), 1.0)[0]))
+    assert seconds[0] * 1.05 < seconds[1] < np.inf
+
+
+@pytest.mark.parametrize("bandwidth", [2, 10, 1000])
+def test_two_groups_wait_for_the_keys_of_their_only_step(bandwidth):
+    job = tiny_job(seq_length=2**13, recompute="full")
+    fleet = find_units(job, cluster(FEW_HEADS, bandwidth=bandwidth))
+    best_s = best_by_hand(fleet, 2)
+    bound = bounds.lower_bound(fleet, 1, 2 * best_s)
+    classes = site_classes(fleet)
+    pair = GroupTimes(fleet.job, classes, 1, (2, 2), best_s)
+    many = GroupTimes(fleet.job, classes, 1, (2, 3), best_s)
+    tokens = np.array([0.3, 0.31]) * job.seq_length
+    alone = ((1, 1),)
+    assert bound.iteration_s <= best_s * 1.05
+    # With more groups than two, other steps hide the last keys.
+    assert pair.least(alone, tokens, 1.0) >= many.least(alone, tokens, 1.0)
+    if bandwidth == 2:
+        assert pair.least(alone, tokens, 1.0) > 1.05 * many.least(alone, tokens, 1.0)
+
+
+def test_whole_groups_bound_what_pieces_let_pass(monkeypatch):
+    # Four heads on two speeds, one group is best: three and one leave the slow GPU idle.
+    fleet = find_units(tiny_job(seq_length=2**16), cluster(FEW_HEADS, bandwidth=1))
+    with_groups = bounds.lower_bound(fleet, 1, 100.0).iteration_s
+    monkeypatch.setattr(bounds, "packable", lambda _classes: False)
+    pieces_only = bounds.lower_bound(fleet, 1, 100.0).iteration_s
+    assert pieces_only < with_groups
+
+
+def test_every_choice_of_units_is_a_shape_once():
+    fleet = find_units(tiny_job(), cluster([("a", "DOUBLE", 2), ("b", "PLAIN", 3)]))
+    twice = SiteClass(2, 2, [], [])
+    shapes = list(_shapes([twice, SiteClass(3, 1, [], [])]))
+    assert len(shapes) == len(set(shapes)) == comb(4, 2) * 4 - 1
+    assert ((0, 2), (0, 1), (1, 3)) in shapes
+    assert packable(site_classes(fleet))
+    assert not packable([SiteClass(8, 6, [], [])] * 2)
+
+
+def test_the_program_packs_by_hand():
+    # Three units of one class, two of another; shapes of 2 + 0, 1 + 1 and 0 + 2.
+    used = np.array([[2.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
+    total, shapes = _Program(used, [3, 2], (1, 5)).solve(np.array([5.0, 4.0, 1.0]))
+    assert total == pytest.approx(5 / 2 + 4 * 2)  # half of the first, two of the second
+    assert shapes == [0, 1]
+    total, shapes = _Program(used, [3, 2], (1, 1)).solve(np.array([5.0, 4.0, 1.0]))
+    assert total == pytest.approx(5)
+    assert shapes == [0]
