@@ -50,7 +50,7 @@ from megatron_hexi.planner.room import Room
 from megatron_hexi.planner.units import Fleet
 
 #: A bound that is so close to what was found is not looked at again.
-_CLOSE = 1e-3
+_CLOSE = 0.01
 #: Up to so many micro-batches of a replica are looked at one by one; beyond, communication is left out.
 _TURNS = 32
 

@@ -15,6 +15,7 @@ first, and each head further takes the room of as many tokens wherever it is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ from megatron_hexi.planner.room import Room
 Shape = tuple[tuple[int, int], ...]
 
 #: X, as multiples of the least that holds the group's tokens.
-_WAITS = (1.0, 1.05, 1.15, 1.4, 2.0, 4.0)
+_WAITS = (1.0, 1.01, 1.025, 1.05, 1.1, 1.2, 1.5, 2.5)
 #: Numbers of tokens and times for which the work is looked up, from the longest down by this factor. Between
 #: two of them nothing is assumed but that more tokens take longer.
 _TOKENS, _TIMES, _SHORTEST = 12_000, 6_000, 1e-4
@@ -87,26 +88,50 @@ class GroupTimes:
         self._attention_rates = np.array([self._best_rate(site, self._head_seconds) for site in classes])
         self._parts = np.arange(1, self._heads + 1) / self._heads
 
-    def least(self, shape: Shape, tokens: Floats, depth: float) -> Floats:
-        """Seconds that groups with tokens[j] to tokens[j + 1] tokens need at least, [len(tokens) - 1].
+    def least(self, shape: Shape, tokens: Floats, depths: Sequence[float]) -> Floats:
+        """Seconds that groups with tokens[j] to tokens[j + 1] tokens need at least, [depths, J = tokens - 1].
 
         Args:
             shape: the group's units.
             tokens: ascending; a single number: of groups with as many.
-            depth: as of `Pieces.most`.
+            depths: as of `Pieces.most`, ascending.
         """
         low, high = (tokens[:-1], tokens[1:]) if len(tokens) > 1 else (tokens, tokens)
+        busy = [self._busy(shape, low, high, depth) for depth in (depths[0], depths[-1])]
+        if all((one == other).all() for one, other in zip(*busy, strict=True)):
+            # No keys are waited for, whatever the depth.
+            return np.tile(self._in_all(shape, busy[0], low, high), (len(depths), 1))
+        between = [self._busy(shape, low, high, depth) for depth in depths[1:-1]]
+        # All depths at once: side by side.
+        whole = [np.concatenate(parts, axis=1) for parts in zip(busy[0], *between, busy[1], strict=True)]
+        many = len(depths)
+        return self._in_all(shape, whole, np.tile(low, many), np.tile(high, many)).reshape(many, -1)
+
+    def _in_all(self, shape: Shape, busy: Sequence[Floats], low: Floats, high: Floats) -> Floats:
+        """X + A + Y at their least together, [J].
+
+        Args:
+            shape: the group's units.
+            busy: Y of each site by its heads, [H, J].
+            low: tokens of the group, at least, [J].
+            high: at most.
+        """
         total = sum(units * self._held[place] for place, units in shape)
         least_x = np.append(0.0, self._times)[np.searchsorted(total, low)]
-        busy = self._busy(shape, low, high, depth)
-        best = np.full(len(low), np.inf)
-        for number, wait in enumerate(_WAITS):
-            until = _WAITS[number + 1] * least_x if number + 1 < len(_WAITS) else np.full(len(low), np.inf)
+
+        def rest(until: Floats) -> Floats:
+            """A + Y if X is no longer."""
             place_of = np.searchsorted(self._times, until)
             held = [units * self._held[place][place_of] for place, units in shape]
-            costs = self._with_all_to_alls(shape, busy, held, low)
-            rest = self._dealt(shape, costs, held, low, high)
-            best = np.minimum(best, wait * least_x + rest)
+            return self._dealt(shape, self._with_all_to_alls(shape, busy, held, low), held, low, high)
+
+        least = rest(np.full(len(low), np.inf))
+        best = _WAITS[-1] * least_x + least
+        for wait, following in itertools.pairwise(_WAITS):
+            found = rest(following * least_x)
+            best = np.minimum(best, wait * least_x + found)
+            if (found <= least).all():  # a longer X only takes longer
+                break
         return best
 
     def by_rates(self, used: Floats, seconds: float) -> Floats:

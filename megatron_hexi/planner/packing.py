@@ -151,10 +151,10 @@ class Packing:
         times, units = self._group_times(way), self._shapes[shape]
         if way[1] == _ONE:
             tokens = np.array([self._length])
-            return tokens, times.least(units, tokens, 1.0)[None]
+            return tokens, times.least(units, tokens, [1.0])
         most = min(self._length, float(times.by_rates(self._used[[shape]], self._longest[way[0]])[0]))
         tokens = most * _BOUNDS
-        return tokens, np.array([times.least(units, tokens, deepest) for _, deepest in _DEPTHS])
+        return tokens, times.least(units, tokens, [deepest for _, deepest in _DEPTHS])
 
     def _worth(
         self, way: _Way, found: tuple[Floats, Floats], budgets: dict[int, float], tilt: float

@@ -58,7 +58,7 @@ def test_the_least_time_of_a_group_is_close_to_that_of_its_best_deal(bandwidth, 
     fleet = find_units(job, cluster(FEW_HEADS, bandwidth=bandwidth))
     best_s = best_by_hand(fleet, 1)
     times = GroupTimes(fleet.job, site_classes(fleet), 1, (1, 1), best_s)
-    least_s = float(times.least(((0, 1), (1, 1)), np.array([float(job.seq_length)]), 1.0)[0])
+    least_s = float(times.least(((0, 1), (1, 1)), np.array([float(job.seq_length)]), [1.0])[0, 0])
     # What all-to-alls hide at best, they need not hide here.
     assert (0.8 if bandwidth == 1 else 0.93) * best_s <= least_s * job.stage_layers <= best_s
 
@@ -73,7 +73,7 @@ def test_memory_that_heads_and_tokens_share_slows_a_group_down():
         room = Room(fleet.job, 0, usable * GIB, len(fleet.units))
         tight = [SiteClass(1, 1, classes[0].loads, [room]), classes[1]]
         times = GroupTimes(fleet.job, tight, 1, (1, 1), 100.0)
-        seconds.append(float(times.least(((0, 1), (1, 1)), np.array([2.0**18]), 1.0)[0]))
+        seconds.append(float(times.least(((0, 1), (1, 1)), np.array([2.0**18]), [1.0])[0, 0]))
     assert seconds[0] * 1.05 < seconds[1] < np.inf
 
 
@@ -90,9 +90,9 @@ def test_two_groups_wait_for_the_keys_of_their_only_step(bandwidth):
     alone = ((1, 1),)
     assert bound.iteration_s <= best_s * 1.05
     # With more groups than two, other steps hide the last keys.
-    assert pair.least(alone, tokens, 1.0) >= many.least(alone, tokens, 1.0)
+    assert pair.least(alone, tokens, [1.0]) >= many.least(alone, tokens, [1.0])
     if bandwidth == 2:
-        assert pair.least(alone, tokens, 1.0) > 1.05 * many.least(alone, tokens, 1.0)
+        assert pair.least(alone, tokens, [1.0]) > 1.05 * many.least(alone, tokens, [1.0])
 
 
 def test_whole_groups_bound_what_pieces_let_pass(monkeypatch):
