@@ -38,7 +38,6 @@ from dataclasses import dataclass
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner.choose import single_sites
-from megatron_hexi.planner.columns import SiteClass
 from megatron_hexi.planner.demand import Box, Demand, Site
 from megatron_hexi.planner.gradients import least_ring
 from megatron_hexi.planner.links import Links, best_links
@@ -47,6 +46,7 @@ from megatron_hexi.planner.packing import Packing, packable
 from megatron_hexi.planner.piece import Pieces
 from megatron_hexi.planner.prices import Prices, token_prices
 from megatron_hexi.planner.room import Room
+from megatron_hexi.planner.site_times import SiteClass
 from megatron_hexi.planner.units import Fleet
 
 #: A bound that is so close to what was found is not looked at again.

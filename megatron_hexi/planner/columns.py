@@ -16,43 +16,22 @@ first, and each head further takes the room of as many tokens wherever it is.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.plan.parts import BUSY_ROWS, MOST_PARTS
 from megatron_hexi.planner.demand import Span
-from megatron_hexi.planner.load import Load
-from megatron_hexi.planner.room import Room
+from megatron_hexi.planner.site_times import SiteClass, SiteTimes
 
 #: Units of a group on each of its sites: (class of site, units).
 Shape = tuple[tuple[int, int], ...]
 
 #: X, as multiples of the least that holds the group's tokens.
 _WAITS = (1.0, 1.01, 1.025, 1.05, 1.1, 1.2, 1.5, 2.5)
-#: Numbers of tokens and times for which the work is looked up, from the longest down by this factor. Between
-#: two of them nothing is assumed but that more tokens take longer.
-_TOKENS, _TIMES, _SHORTEST = 12_000, 6_000, 1e-4
-
-
-@dataclass(frozen=True, eq=False)
-class SiteClass:
-    """Sites that are alike.
-
-    Args:
-        size: units of each.
-        count: how many there are.
-        loads: of a unit on each pipeline stage.
-        rooms: likewise.
-    """
-
-    size: int
-    count: int
-    loads: Sequence[Load]
-    rooms: Sequence[Room]
+#: Times in which tokens are looked up, and the shortest of them as a part of the longest.
+_TIMES, _SHORTEST = 6_000, 1e-4
 
 
 class GroupTimes:
@@ -69,24 +48,15 @@ class GroupTimes:
     def __init__(
         self, job: Job, classes: Sequence[SiteClass], micro_batches: int, groups: Span, longest_s: float
     ) -> None:
-        self._job, self._classes, self._groups = job, classes, groups[0]
-        #: Whether there are two groups, so that all keys travel in one step.
-        self._pair = groups == (2, 2)
-        self._length, self._heads = float(job.seq_length), job.workload().local_heads
-        stages = job.pipeline_parallel
+        self._classes, self._groups, self._heads = classes, groups[0], job.workload().local_heads
         # All micro-batches pass the slowest stage, and one of them the others: the last stage is taken.
-        weights = np.ones(stages)
+        weights = np.ones(job.pipeline_parallel)
         weights[-1] += micro_batches - 1
-        self._weights = weights / weights.sum()
         self._times = np.append(longest_s * np.geomspace(_SHORTEST, 1, _TIMES), np.inf)
-        # Twice the sequence, so that all of it is between two of them.
-        self._sizes = np.geomspace(1, 2 * self._length, _TOKENS)
-        #: Tokens that a unit of each class holds at most in each of `_times`.
-        self._held = [self._tokens_in_time(site) for site in classes]
-        self._attended = [self._most_attended(site, longest_s) for site in classes]
-        self._token_rates = np.array([self._best_rate(site, self._token_seconds) for site in classes])
-        self._attention_rates = np.array([self._best_rate(site, self._head_seconds) for site in classes])
-        self._parts = np.arange(1, self._heads + 1) / self._heads
+        self._sites = [SiteTimes(job, site, weights / weights.sum(), groups, self._times) for site in classes]
+        self._token_rates = np.array([site.token_rate for site in self._sites])
+        self._head_rates = np.array([site.head_rate for site in self._sites])
+        self._parts = np.arange(1, self._heads + 1)[:, None] / self._heads
 
     def least(self, shape: Shape, tokens: Floats, depths: Sequence[float]) -> Floats:
         """Seconds that groups with tokens[j] to tokens[j + 1] tokens need at least, [depths, J = tokens - 1].
@@ -107,6 +77,14 @@ class GroupTimes:
         many = len(depths)
         return self._in_all(shape, whole, np.tile(low, many), np.tile(high, many)).reshape(many, -1)
 
+    def _busy(self, shape: Shape, low: Floats, high: Floats, depth: float) -> list[Floats]:
+        """Y of each site by its heads, [H, J]; of a group on one site with the all-to-alls inside it."""
+        if len(shape) > 1:
+            return [self._sites[place].busy(units, low, high, depth) for place, units in shape]
+        [(place, units)] = shape
+        seconds = self._sites[place].busy_alone(units, low, high, depth)
+        return [np.broadcast_to(seconds, (self._heads, len(low)))]
+
     def _in_all(self, shape: Shape, busy: Sequence[Floats], low: Floats, high: Floats) -> Floats:
         """X + A + Y at their least together, [J].
 
@@ -116,13 +94,13 @@ class GroupTimes:
             low: tokens of the group, at least, [J].
             high: at most.
         """
-        total = sum(units * self._held[place] for place, units in shape)
+        total = sum(units * self._sites[place].held for place, units in shape)
         least_x = np.append(0.0, self._times)[np.searchsorted(total, low)]
 
         def rest(until: Floats) -> Floats:
             """A + Y if X is no longer."""
             place_of = np.searchsorted(self._times, until)
-            held = [units * self._held[place][place_of] for place, units in shape]
+            held = [units * self._sites[place].held[place_of] for place, units in shape]
             return self._dealt(shape, self._with_all_to_alls(shape, busy, held, low), held, low, high)
 
         least = rest(np.full(len(low), np.inf))
@@ -141,9 +119,9 @@ class GroupTimes:
             used: units, [groups, classes].
             seconds: of a layer.
         """
-        token, attention = used @ self._token_rates, used @ self._attention_rates
+        token, attention = used @ self._token_rates, used @ self._head_rates
         most: Floats = seconds / (1 / token + self._heads / attention)
-        for stage in range(len(self._weights)):
+        for stage in range(len(self._classes[0].rooms)):
             rooms = [site.rooms[stage] for site in self._classes]
             each = rooms[0].each_held + rooms[0].each_attended(self._groups)
             most = np.minimum(most, used @ np.array([room.left for room in rooms]) / each)
@@ -165,7 +143,7 @@ class GroupTimes:
         found = np.partition(heads, self._heads - 1, axis=0)[self._heads - 1]
         for cost in costs:  # a site without heads, too, must send off what the others cannot hold
             found = np.maximum(found, cost[0])
-        for stage in range(len(self._weights)):
+        for stage in range(len(self._classes[0].rooms)):
             rooms = [self._classes[place].rooms[stage] for place, _ in shape]
             # Tokens that one head takes the room of.
             each = low / self._heads * rooms[0].each_attended(self._groups) / rooms[0].each_held
@@ -192,11 +170,11 @@ class GroupTimes:
         self, shape: Shape, busy: Sequence[Floats], held: Sequence[Floats], tokens: Floats
     ) -> list[Floats]:
         """Seconds of A + Y of each site with so many heads or more, [H + 1, J]."""
-        parts, together, costs = self._parts[:, None], sum(held), []
+        parts, together, costs = self._parts, sum(held), []
         for (place, units), seconds, most in zip(shape, busy, held, strict=True):
             none = np.zeros(len(tokens))
             if len(shape) > 1:
-                each, latency = self._moving(place, units, outside=True)
+                each, latency = self._sites[place].moving(units, outside=True)
                 least = np.maximum(0.0, tokens - (together - most))
                 missing = parts * np.maximum(0.0, tokens - most)
                 moved = np.maximum(np.maximum(parts * (1 - parts) * tokens, missing), (1 - parts) * least)
@@ -205,124 +183,3 @@ class GroupTimes:
             cost = np.concatenate([none[None], seconds])
             costs.append(np.minimum.accumulate(cost[::-1], axis=0)[::-1])
         return costs
-
-    def _busy(self, shape: Shape, low: Floats, high: Floats, depth: float) -> list[Floats]:
-        """Y of each site by its heads, [H, J]; of a group on one site with the all-to-alls inside it."""
-        heads = np.arange(1.0, self._heads + 1)[:, None]
-        if len(shape) > 1:
-            return [
-                self._attention(place, units, heads, np.ceil(heads / units), self._heads, (low, high), depth)
-                for place, units in shape
-            ]
-        [(place, units)] = shape
-        busiest: Floats = np.arange(np.ceil(self._heads / units), self._heads + 1.0)[:, None]
-        every = np.full(busiest.shape, float(self._heads))
-        seconds = self._attention(place, units, every, busiest, busiest, (low, high), depth)
-        if units > 1:
-            each, latency = self._moving(place, units, outside=False)
-            part = busiest / self._heads
-            seconds = seconds + each * part * (1 - part) * low + latency
-        return [np.broadcast_to(seconds.min(axis=0), (self._heads, len(low)))]
-
-    def _attention(
-        self,
-        place: int,
-        units: int,
-        heads: Floats,
-        busiest: Floats,
-        most_heads: Floats | int,
-        tokens: tuple[Floats, Floats],
-        depth: float,
-    ) -> Floats:
-        """Attention or exchange on a site, all passes, [heads, J].
-
-        Args:
-            place: the class of the site.
-            units: of the group on it.
-            heads: of these together, a column.
-            busiest: of the one with most, a column.
-            most_heads: of any member of the group, at most.
-            tokens: of the group, at least and at most, [J].
-            depth: as of `Pieces.most`.
-        """
-        site, (low, high) = self._classes[place], tokens
-        whole = np.zeros((len(heads), len(low)))
-        for weight, load in zip(self._weights, site.loads, strict=True):
-            ends = [load.head_times(end, self._groups) for end in tokens]
-            own, far = (
-                [busiest * np.minimum(a, b) for a, b in zip(*both, strict=True)]
-                for both in zip(*ends, strict=True)
-            )
-            forward, backward = own[0] + far[0], own[1] + far[1]
-            if self._groups > 1:
-                seen = load.keys_seen(high, depth)
-                beside = np.minimum((site.size - units) * self._attended[place], self._length - low)
-                wire = self._wire(load, units, heads / self._heads, seen, beside)
-                forward, backward = np.maximum(forward, wire), np.maximum(backward, 2 * wire)
-            if self._pair:
-                # There is one step: its last part is computed when all keys are there, and the gradients of
-                # its keys go home after that. Of units with links of their own, that is so on average.
-                parts = np.clip(high * most_heads // BUSY_ROWS, 1, MOST_PARTS)
-                each = 1.0 if load.links.shared else heads / units
-                last = np.maximum(0.0, (each - parts + 1) / parts) / busiest
-                forward = np.maximum(forward, wire + last * far[0])
-                backward = np.maximum(backward, wire * (1 + (parts == 1)) + last * far[1])
-            whole += weight * (load.again * forward + backward)
-        return whole
-
-    def _wire(self, load: Load, units: int, part: Floats, seen: Floats, beside: Floats) -> Floats:
-        """One way of the exchange.
-
-        Args:
-            load: of the units.
-            units: of a site, all of its units that share its links.
-            part: of all heads, whose keys are needed.
-            seen: tokens of other groups whose keys are needed.
-            beside: tokens of them whose keys, of all heads, are on the site at most.
-        """
-        links, size = load.links, 2 * load.all_kv * load.element
-        wire: Floats = part * seen * size / units / (links.inside + links.outside)
-        if links.outside:
-            lanes = 1 / self._job.tensor_parallel if links.shared else units
-            wire = np.maximum(wire, np.maximum(0.0, part * seen - beside) * size / (links.outside * lanes))
-        return wire
-
-    def _moving(self, place: int, units: int, outside: bool) -> tuple[float, float]:
-        """Seconds a token that is sent or received by a site (by a unit, if not `outside`), and latency."""
-        each = latency = 0.0
-        for weight, load in zip(self._weights, self._classes[place].loads, strict=True):
-            links = load.links
-            lanes = (1 / self._job.tensor_parallel if links.shared else units) if outside else 1
-            bandwidth = links.outside if outside else links.inside
-            each += weight * load.token_bytes / (bandwidth * lanes)
-            latency += weight * 2 * (load.again + 1) * (links.outside_s if outside else links.inside_s)
-        return each, latency
-
-    def _tokens_in_time(self, site: SiteClass) -> Floats:
-        seconds = np.minimum.accumulate(self._token_seconds(site)[::-1])[::-1]
-        held: Floats = np.append(self._sizes, np.inf)[np.searchsorted(seconds, self._times, side="right")]
-        return np.minimum(held, self._sizes[-1])
-
-    def _most_attended(self, site: SiteClass, longest_s: float) -> float:
-        """Tokens whose keys a unit can have at most: it attends to them, with all heads of their KV heads."""
-        rate = self._best_rate(site, self._head_seconds)
-        return float(min(longest_s * rate / self._heads * site.loads[0].ratio, self._length))
-
-    def _best_rate(self, site: SiteClass, seconds: Callable[[SiteClass], Floats]) -> float:
-        """Tokens a second at the best size."""
-        # More tokens than one size and fewer than the next take as long as that size at least.
-        return float((self._sizes[1:] / np.maximum(seconds(site)[:-1], 1e-300)).max())
-
-    def _token_seconds(self, site: SiteClass) -> Floats:
-        """Token work of a unit by `_sizes`."""
-        each = zip(self._weights, site.loads, strict=True)
-        seconds: Floats = sum(weight * load.token_seconds(self._sizes) for weight, load in each)
-        return seconds
-
-    def _head_seconds(self, site: SiteClass) -> Floats:
-        """Attention with one head in groups of `_sizes` tokens."""
-        seconds = np.zeros(len(self._sizes))
-        for weight, load in zip(self._weights, site.loads, strict=True):
-            for times in load.head_times(self._sizes, self._groups):
-                seconds += weight * (load.again * times.forward + times.backward)
-        return seconds

@@ -20,9 +20,10 @@ from ortools.linear_solver import pywraplp
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.columns import GroupTimes, Shape, SiteClass
+from megatron_hexi.planner.columns import GroupTimes, Shape
 from megatron_hexi.planner.demand import Span
 from megatron_hexi.planner.gradients import Ring
+from megatron_hexi.planner.site_times import SiteClass
 
 #: Up to so many shapes are packed, and so many of them worked out.
 _MOST_SHAPES = 600

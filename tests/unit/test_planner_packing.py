@@ -8,12 +8,13 @@ import pytest
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner import bound as bounds
-from megatron_hexi.planner.columns import GroupTimes, SiteClass
+from megatron_hexi.planner.columns import GroupTimes
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.links import best_links
 from megatron_hexi.planner.load import Load
 from megatron_hexi.planner.packing import _Program, _shapes, packable
 from megatron_hexi.planner.room import Room
+from megatron_hexi.planner.site_times import SiteClass
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
