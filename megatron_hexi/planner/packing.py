@@ -126,7 +126,8 @@ class Packing:
             if total < self._tokens * (1 - _ROUNDING):
                 return False
             best = worth.argmax(axis=0)
-            open_ = [shape for shape in packed if not worked[best[shape], shape]]
+            # What holds nothing may be packed to make up the number of groups.
+            open_ = [n for n in packed if worth[best[n], n] > 0 and not worked[best[n], n]]
             if not open_ or self._left < len(open_):
                 return True
             for shape in open_:

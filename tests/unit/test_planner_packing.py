@@ -9,10 +9,11 @@ from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner import bound as bounds
 from megatron_hexi.planner.columns import GroupTimes
+from megatron_hexi.planner.gradients import Ring
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.links import best_links
 from megatron_hexi.planner.load import Load
-from megatron_hexi.planner.packing import _Program, _shapes, packable
+from megatron_hexi.planner.packing import Packing, _Program, _shapes, packable
 from megatron_hexi.planner.room import Room
 from megatron_hexi.planner.site_times import SiteClass
 from megatron_hexi.planner.trial import Judge
@@ -124,3 +125,13 @@ def test_the_program_packs_by_hand():
     total, shapes = _Program(used, [3, 2], (1, 1)).solve(np.array([5.0, 4.0, 1.0]))
     assert total == pytest.approx(5)
     assert shapes == [0]
+
+
+def test_units_without_memory_for_tokens_are_packed_for_nothing():
+    # Three groups are asked for, and only two units have room for anything.
+    fleet = find_units(tiny_job(seq_length=2**14), cluster([(name, "PLAIN", 1) for name in "abc"]))
+    classes = site_classes(fleet)
+    full = SiteClass(1, 1, classes[2].loads, [Room(fleet.job, 0, 0.0, 3)])
+    packing = Packing(fleet.job, [*classes[:2], full], [1], False, Ring(), 1.0)
+    both = Packing(fleet.job, classes[:2], [1], False, Ring(), 1.0)
+    assert packing.least_s(1e-3, 1.0) == pytest.approx(both.least_s(1e-3, 1.0), rel=0.01)
