@@ -27,7 +27,7 @@ site's links, which does not pay at the prices of holding a token and of its att
 Where memory is full, it may: then it holds as many as there is room for beside those that it attends to
 (room.py), and the price of holding goes up to what a token takes of memory.
 
-Where a site and a kind leave few shapes of groups, these are looked at as a whole besides (packing.py).
+Where units can form few shapes of groups, whole groups are looked at besides (packing.py).
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Load:
         # A rectangle may be smaller than taken here, and run faster where a curve falls.
         passes = Passes(_rising(speeds.full.forward), _rising(speeds.full.backward))
         self._best = replace(speeds, full=passes)
-        self._all_heads, self.all_kv = workload.local_heads, workload.local_kv_heads
+        self._all_heads, self._all_kv = workload.local_heads, workload.local_kv_heads
         self.ratio, self._causal = workload.queries_per_kv, workload.causal
         #: Whether groups may be on several sites.
         self.crosses = links.outside > 0
@@ -55,11 +55,11 @@ class Load:
         # Of whole groups, the busiest member's heads.
         self._most_heads = np.ceil(self.heads / self.units)
         self.again = 1 if job.recompute == "none" else 2
-        self.element = float(job.micro_batch_size * job.model.head_dim * job.element_bytes)
+        self._element = float(job.micro_batch_size * job.model.head_dim * job.element_bytes)
         # Queries and outputs travel in halves at best, one of which is hidden on each way.
-        columns = self._all_heads + 2 * self.all_kv
+        columns = self._all_heads + 2 * self._all_kv
         #: Of a token's queries, keys, values and outputs: what shows, over all passes and all heads.
-        self.token_bytes = (self.again + 1) * columns * self.element
+        self.token_bytes = (self.again + 1) * columns * self._element
         #: What a pass moves of them, shown or hidden, as a part of that.
         self._of_a_pass = (1 + self._all_heads / columns) / (self.again + 1)
         self._move_each, self._move_latency = self._all_to_all()
@@ -166,17 +166,27 @@ class Load:
 
         What the site does not hold, whatever it holds at most, comes from outside.
         """
-        job, links = self._job, self.links
-        length, size = job.seq_length, 2 * self.all_kv * self.element
-        part, group = self.heads / self._all_heads, tokens / self.share
+        length = self._job.seq_length
         half = 0.5 if self._causal else 1.0
-        seen = self.keys_seen(group, depth)
-        time: Floats = part * seen * size / self.units / (links.inside + links.outside)
+        part, group = self.heads / self._all_heads, tokens / self.share
+        seen = part * self.keys_seen(group, depth)
+        beside = site_tokens - part * group
+        abroad = np.maximum(half * (part * length - site_tokens), seen - beside)
+        return self.wire_seconds(self.units, seen, np.maximum(abroad, 0.0))
+
+    def wire_seconds(self, units: Floats | int, seen: Floats, abroad: Floats) -> Floats:
+        """One way of the exchange, for keys and values of all heads.
+
+        Args:
+            units: of a site, that share the work.
+            seen: tokens whose keys they need.
+            abroad: those of them that come from other sites.
+        """
+        links, size = self.links, 2 * self._all_kv * self._element
+        time: Floats = seen * size / units / (links.inside + links.outside)
         if links.outside:
-            beside = site_tokens - part * group
-            abroad = np.maximum(half * (part * length - site_tokens), part * seen - beside)
-            lanes = 1 / job.tensor_parallel if links.shared else self.units
-            time = np.maximum(time, np.maximum(abroad, 0.0) * size / (links.outside * lanes))
+            lanes = 1 / self._job.tensor_parallel if links.shared else units
+            time = np.maximum(time, abroad * size / (links.outside * lanes))
         return time
 
     def keys_seen(self, group: Floats, depth: float) -> Floats:

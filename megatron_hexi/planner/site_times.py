@@ -137,7 +137,8 @@ class SiteTimes:
             if self._groups > 1:
                 # What the site's other units have keys of need not come from outside.
                 beside = np.minimum((self._site.size - units) * self._attended, self._length - low)
-                wire = self._wire(load, units, heads / self._heads * load.keys_seen(high, depth), beside)
+                seen = heads / self._heads * load.keys_seen(high, depth)
+                wire = load.wire_seconds(units, seen, np.maximum(0.0, seen - beside))
                 forward, backward = np.maximum(forward, wire), np.maximum(backward, 2 * wire)
             if self._pair:
                 # There is one step: its last part is computed when all keys are there, and the gradients of
@@ -149,12 +150,3 @@ class SiteTimes:
                 backward = np.maximum(backward, wire * (1 + (parts == 1)) + last * far[1])
             whole += weight * (load.again * forward + backward)
         return whole
-
-    def _wire(self, load: Load, units: int, seen: Floats, beside: Floats) -> Floats:
-        """One way of the exchange, for keys of so many tokens, some of which are on the site already."""
-        links, size = load.links, 2 * load.all_kv * load.element
-        wire: Floats = seen * size / units / (links.inside + links.outside)
-        if links.outside:
-            lanes = 1 / self._job.tensor_parallel if links.shared else units
-            wire = np.maximum(wire, np.maximum(0.0, seen - beside) * size / (links.outside * lanes))
-        return wire
