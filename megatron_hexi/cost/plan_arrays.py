@@ -7,7 +7,7 @@ U units, N groups, J segments of a group (the most that any has; shorter ones ar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -103,20 +103,15 @@ def plan_arrays(plan: Plan) -> PlanArrays:
     ratio = plan.workload.queries_per_kv
     beside = np.repeat(counts, counts)
     parts = plan.exchange.parts
-    tokens, heads, first, kv, group_of = (np.zeros(plan.ranks, dtype=np.int64) for _ in range(5))
-    part_heads, part_kv = (np.zeros((parts, plan.ranks), dtype=np.int64) for _ in range(2))
+    tokens, group_of = (np.zeros(plan.ranks, dtype=np.int64) for _ in range(2))
+    held = np.zeros((3 + 2 * parts, plan.ranks), dtype=np.int64)
     for number, group in enumerate(groups):
-        for member in group.members:
-            tokens[member.rank] = member.tokens
-            heads[member.rank] = member.heads[1] - member.heads[0]
-            first[member.rank] = heads_first(member.heads, ratio)
-            held = kv_range(member.heads, ratio)
-            kv[member.rank] = held[1] - held[0]
-            for part, some in enumerate(head_parts(member.heads, ratio, parts)):
-                read = kv_range(some, ratio)
-                part_heads[part, member.rank] = some[1] - some[0]
-                part_kv[part, member.rank] = read[1] - read[0]
-            group_of[member.rank] = number
+        ranks = [member.rank for member in group.members]
+        tokens[ranks] = [member.tokens for member in group.members]
+        held[:, ranks] = np.array([_held(member.heads, ratio, parts) for member in group.members]).T
+        group_of[ranks] = number
+    heads, first, kv = held[:3]
+    part_heads, part_kv = held[3 : 3 + parts], held[3 + parts :]
     in_halves = parts > 1
     several = np.array([len(group.members) > 1 and group.tokens > 0 for group in groups])
     classes: dict[tuple[Range, ...], int] = {}
@@ -144,6 +139,16 @@ def plan_arrays(plan: Plan) -> PlanArrays:
         head_ranges=tuple(classes),
         queries_per_kv=ratio,
     )
+
+
+@lru_cache(maxsize=4096)  # a search asks for few ranges, over and over
+def _held(heads: Range, ratio: int, parts: int) -> tuple[int, ...]:
+    """Of a member: query heads, those that come first, KV heads; query heads by part, KV heads by part."""
+    some = head_parts(heads, ratio, parts)
+    none = (0,) * (parts - len(some))
+    queries, *each = (stop - start for start, stop in (heads, *some))
+    kv, *read = (stop - start for start, stop in (kv_range(one, ratio) for one in (heads, *some)))
+    return queries, heads_first(heads, ratio), kv, *each, *none, *read, *none
 
 
 def _segments(groups: list[Group]) -> tuple[Ints, Ints]:

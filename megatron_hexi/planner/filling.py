@@ -8,13 +8,18 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 
-#: How tokens are sought: rounds of secants, what is added then, halvings where that does not do.
-_ROUNDS = 12
-_CLOSE = 3e-5
-#: Every so many rounds, what is not close is halved.
+#: Rounds of secants; every so many of them, what is not close is halved. Halvings where that does not do.
+_ROUNDS = 10
 _HALVED = 3
-_SLACKS = (5e-5, 5e-4, 3e-3, 3e-2)
 _HALVINGS = 20
+#: Two rounds that differ by this part are close; of fewer tokens, as if there were these.
+_CLOSE = 3e-5
+_FEW = 100.0
+#: What has no room for a token is taken to hold one: secants do not find the little that it has room for.
+_LEAST = 1.0
+#: What is added to come to lie above.
+_SLACKS = (5e-5, 5e-4, 3e-3, 3e-2)
+_TINY = 1e-300
 
 
 class Filling:
@@ -33,41 +38,50 @@ class Filling:
             load: of so many tokens of each piece, the part of the limits that they take.
         """
         # All tokens of the sequence may be less to do than nearly all: then there is no exchange.
-        whole = load(most) <= 1 + _SLACKS[0]
+        full, least = load(most), np.minimum(_LEAST, most)
+        whole = full <= 1 + _SLACKS[0]
         if whole.all():
             return most
         # A load grows with the tokens nearly as a straight line: as steep as last time, then by secants.
         near, slope = self._near.get(sought, (most, None))
-        found = np.where(whole, most, np.minimum(most, near))
+        found = np.where(whole, most, np.clip(near, least, most))
         loaded = load(found)
-        slope = loaded / np.maximum(found, 1.0) if slope is None else slope
-        low, high = np.where(loaded <= 1, found, 0.0), np.where(loaded > 1, found, most)
-        for number in range(_ROUNDS):
+        slope = loaded / found if slope is None else slope
+        # Between these the answer is; their loads.
+        low, high, below, above = least, most, np.full(len(most), np.nan), full
+        close = whole
+        for number in range(1, _ROUNDS + 1):
+            fits = loaded <= 1
+            low, below = np.where(fits, found, low), np.where(fits, loaded, below)
+            high, above = np.where(fits, high, found), np.where(fits, above, loaded)
             before, loaded_before = found, loaded
-            found = np.where(whole, most, np.clip(found + (1 - loaded) / slope, low, high))
-            close = np.abs(found - before) <= _CLOSE * found
+            # Where a load bends, a secant may leave the interval: then one through both of its ends.
+            between = low + (high - low) * (1 - below) / np.maximum(above - below, _TINY)
+            between = (low + high) / 2 if number % _HALVED == 0 else between
+            between = np.where(np.isnan(below), least, between)
+            found = found + (1 - loaded) / slope
+            found = np.where((found > low) & (found < high), found, between)
+            found = np.where(close, before, found)
+            close |= np.abs(found - before) <= _CLOSE * np.maximum(found, _FEW)
             if close.all():
                 break
-            # Where a load bends, secants may go round in a circle.
-            if number % _HALVED == _HALVED - 1:
-                found = np.where(close, found, (low + high) / 2)
             loaded = load(found)
-            low, high = np.where(loaded <= 1, found, low), np.where(loaded > 1, found, high)
             step, rise = found - before, loaded - loaded_before
             grows = rise * step > 0
             slope = np.where(grows, rise / np.where(grows, step, 1.0), slope)
         self._near[sought] = found, slope
         # Secants come close to where the time is up; a little above, it must be.
-        above = np.full(len(found), False)
+        over = ~close
         for slack in _SLACKS:
-            found = np.where(above | ~close, found, np.minimum(most, found * (1 + slack)))
-            above |= close & ((load(found) > 1) | (found == most))
-            if (above | ~close).all():
+            more = np.minimum(most, found + slack * np.maximum(found, _FEW))
+            found = np.where(over, found, more)
+            over |= (load(found) > 1) | (found == most)
+            if over.all():
                 break
-        if above.all():
-            return found
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            fits = load(middle) <= 1
-            low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-        return np.where(above, found, high)
+        reached = close & over
+        if not reached.all():
+            for _ in range(_HALVINGS):
+                middle = (low + high) / 2
+                fits = load(middle) <= 1
+                low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+        return np.where(reached, found, high)

@@ -25,9 +25,10 @@ from megatron_hexi.planner.units import Fleet, find_units
 
 #: Of up to so many units, `auto` also tries equal replicas on every set of them.
 _FEW_UNITS = 8
-#: Of more than a handful of units and up to so many, the best grouping is changed at random, so often.
+#: Of more than a handful of units and up to so many, the best grouping is changed at random, where the bound
+#: leaves more than this part to be found.
 _WANDER_UNITS = 64
-_STEPS = 150
+_LEFT = 0.02
 
 
 def find_plan(
@@ -56,7 +57,7 @@ def find_plan(
     fleet = find_units(replace(job, data_parallel=data_parallel or 1), cluster)
     _check_replicas(fleet, data_parallel)
     judge = Judge(fleet)
-    best = _wander(judge, _search(judge, fleet, data_parallel, tell), tell)
+    best = _search(judge, fleet, data_parallel, tell)
     tell("baselines", 0, 1)
     limit = float("inf") if with_baselines or not best.fits else best.iteration_s
     baselines = find_baselines(judge, fleet, data_parallel, faster_than=limit, progress=tell)
@@ -64,12 +65,14 @@ def find_plan(
         if baseline.trial is not None and baseline.trial.order < best.order:
             best = baseline.trial
     tell("CP-SAT", 0, 1)
-    refined = refine(judge, best)
-    best = refined.trial
+    best = refine(judge, best).trial
     if not best.fits:
         raise nothing_fits(fleet, best)
     tell("bound", 0, 1)
     bound = lower_bound(fleet, data_parallel, best.iteration_s)
+    if best.iteration_s > (1 + _LEFT) * bound.iteration_s:
+        tell("changes", 0, 1)
+        best = _wander(judge, best)
     return _planned(fleet, best, bound, baselines, judge.trials, begun)
 
 
@@ -118,12 +121,12 @@ def _search(judge: Judge, fleet: Fleet, data_parallel: int | None, tell: Progres
     return best
 
 
-def _wander(judge: Judge, best: Trial, tell: Progress) -> Trial:
+def _wander(judge: Judge, best: Trial) -> Trial:
     """One replica's grouping changed at random: for few units, since each layout takes its time."""
-    if len(best.layouts) > 1 or not best.fits or not EXHAUSTIVE < len(best.fleet.units) <= _WANDER_UNITS:
+    if len(best.layouts) > 1 or not EXHAUSTIVE < len(best.fleet.units) <= _WANDER_UNITS:
         return best
-    tell("changes", 0, 1)
-    return DomainSearch(judge, best.fleet, best.layouts[0].micro_batches).wander(best, _STEPS)
+    found = DomainSearch(judge, best.fleet, best.layouts[0].micro_batches).wander(best)
+    return best if found is best else refine(judge, found).trial
 
 
 def _equal_counts(fleet: Fleet, part: Fleet, data_parallel: int | None, together: int) -> list[int]:

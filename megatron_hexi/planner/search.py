@@ -53,6 +53,8 @@ _SLIGHT = 0.01
 _BEHIND = 1.1
 _MENDS = (_WINDOW, 1, 1)
 _ROUNDS = 3
+#: Random changes at most, and at most without one that is kept.
+_STEPS, _PATIENCE = 300, 150
 
 
 class DomainSearch:
@@ -81,12 +83,15 @@ class DomainSearch:
             self._descend()
         return self._finish(polished)
 
-    def wander(self, trial: Trial, steps: int) -> Trial:
+    def wander(self, trial: Trial) -> Trial:
         """The best that random changes of a trial's grouping come by; each is kept if it promises more."""
-        here, chance = self._try(_grouping(trial)), Random(0)
-        for _ in range(steps):
+        here, chance, kept = self._try(_grouping(trial)), Random(0), 0
+        for step in range(_STEPS):
+            if step - kept > _PATIENCE:
+                break
             there = self._try(changed(chance, self._fleet, _grouping(here)))
-            here = min(here, there, key=_promise)
+            if there.promise < here.promise:
+                here, kept = there, step
         return min(trial, self._finish(), key=_order)
 
     def _finish(self, polished: bool = True) -> Trial:
@@ -235,4 +240,4 @@ def _rivals(units: int) -> int:
 
 def _polish_budget(units: int) -> int:
     """Layouts that polishing may time: fewer where each takes longer."""
-    return 120 if units <= EXHAUSTIVE else 60 if units <= 16 else 30 if units <= 64 else 15
+    return 120 if units <= EXHAUSTIVE else 60 if units <= 16 else 30 if units <= 64 else 6

@@ -44,6 +44,6 @@ def test_a_wander_never_ends_worse_and_ends_alike_twice():
     for _ in range(2):
         search = DomainSearch(Judge(fleet), fleet, 1)
         found = search.run()
-        ends.append(search.wander(found, 60))
+        ends.append(search.wander(found))
         assert ends[-1].order <= found.order
     assert ends[0].plan == ends[1].plan
