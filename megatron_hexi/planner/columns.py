@@ -16,20 +16,22 @@ first, and each head further takes the room of as many tokens wherever it is.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from megatron_hexi.cost import Job
-from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.planner.demand import Span
 from megatron_hexi.planner.site_times import SiteClass, SiteTimes
 
 #: Units of a group on each of its sites: (class of site, units).
 Shape = tuple[tuple[int, int], ...]
 
-#: X, as multiples of the least that holds the group's tokens.
-_WAITS = (1.0, 1.01, 1.025, 1.05, 1.1, 1.2, 1.5, 2.5)
+#: X, as multiples of the least that holds the group's tokens: where intervals begin. The best interval is cut
+#: in two so often at most, and until it is narrow; the last one has no end, and is cut at a multiple.
+_WAITS = (1.0, 1.01, 1.05, 1.2, 1.5, 2.5)
+_REFINED, _NARROW, _LAST = 12, 0.005, 2.0
 #: Times in which tokens are looked up, and the shortest of them as a part of the longest.
 _TIMES, _SHORTEST = 6_000, 1e-4
 
@@ -56,7 +58,6 @@ class GroupTimes:
         self._sites = [SiteTimes(job, site, weights / weights.sum(), groups, self._times) for site in classes]
         self._token_rates = np.array([site.token_rate for site in self._sites])
         self._head_rates = np.array([site.head_rate for site in self._sites])
-        self._parts = np.arange(1, self._heads + 1)[:, None] / self._heads
 
     def least(self, shape: Shape, tokens: Floats, depths: Sequence[float]) -> Floats:
         """Seconds that groups with tokens[j] to tokens[j + 1] tokens need at least, [depths, J = tokens - 1].
@@ -103,14 +104,20 @@ class GroupTimes:
             held = [units * self._sites[place].held[place_of] for place, units in shape]
             return self._dealt(shape, self._with_all_to_alls(shape, busy, held, low), held, low, high)
 
-        least = rest(np.full(len(low), np.inf))
-        best = _WAITS[-1] * least_x + least
-        for wait, following in itertools.pairwise(_WAITS):
-            found = rest(following * least_x)
-            best = np.minimum(best, wait * least_x + found)
-            if (found <= least).all():  # a longer X only takes longer
+        # X is in one of these intervals; A + Y is what it is at the longer end at least.
+        ends = np.append(_WAITS, np.inf)[:, None] * least_x
+        rests = np.array([rest(until) for until in ends])
+        for _ in range(_REFINED):
+            best = (ends[:-1] + rests[1:]).argmin(axis=0)[None]
+            short, long = np.take_along_axis(ends, best, axis=0), np.take_along_axis(ends, best + 1, axis=0)
+            middle = np.where(np.isinf(long), _LAST * short, (short + long) / 2)
+            if (long - short <= _NARROW * short).all():
                 break
-        return best
+            ends, rests = np.concatenate([ends, middle]), np.concatenate([rests, rest(middle[0])[None]])
+            order = ends.argsort(axis=0, kind="stable")
+            ends, rests = np.take_along_axis(ends, order, axis=0), np.take_along_axis(rests, order, axis=0)
+        least: Floats = (ends[:-1] + rests[1:]).min(axis=0)
+        return least
 
     def by_rates(self, used: Floats, seconds: float) -> Floats:
         """Tokens at most of groups with so many units of each class: by their best rates, and all memory.
@@ -143,11 +150,7 @@ class GroupTimes:
         found = np.partition(heads, self._heads - 1, axis=0)[self._heads - 1]
         for cost in costs:  # a site without heads, too, must send off what the others cannot hold
             found = np.maximum(found, cost[0])
-        for stage in range(len(self._classes[0].rooms)):
-            rooms = [self._classes[place].rooms[stage] for place, _ in shape]
-            # Tokens that one head takes the room of.
-            each = low / self._heads * rooms[0].each_attended(self._groups) / rooms[0].each_held
-            full = [units * room.held_alone() for (_, units), room in zip(shape, rooms, strict=True)]
+        for full, each in self._rooms(shape, low):
             wanted = [np.minimum(tokens, high) for tokens in held]
             spare = sum(np.minimum(want, most) for want, most in zip(wanted, full, strict=True)) - low
             free = [
@@ -170,16 +173,37 @@ class GroupTimes:
         self, shape: Shape, busy: Sequence[Floats], held: Sequence[Floats], tokens: Floats
     ) -> list[Floats]:
         """Seconds of A + Y of each site with so many heads or more, [H + 1, J]."""
-        parts, together, costs = self._parts, sum(held), []
-        for (place, units), seconds, most in zip(shape, busy, held, strict=True):
-            none = np.zeros(len(tokens))
+        heads, costs = np.arange(self._heads + 1)[:, None], []
+        parts = heads / self._heads
+        for number, ((place, units), seconds) in enumerate(zip(shape, busy, strict=True)):
+            cost = np.concatenate([np.zeros((1, len(tokens))), seconds])
             if len(shape) > 1:
                 each, latency = self._sites[place].moving(units, outside=True)
-                least = np.maximum(0.0, tokens - (together - most))
-                missing = parts * np.maximum(0.0, tokens - most)
-                moved = np.maximum(np.maximum(parts * (1 - parts) * tokens, missing), (1 - parts) * least)
-                seconds = seconds + each * moved + np.where(parts < 1, latency, 0.0)
-                none = each * least
-            cost = np.concatenate([none[None], seconds])
+                here, elsewhere = self._capacities(shape, number, heads, held, tokens)
+                leave = (1 - parts) * np.maximum(0.0, tokens - elsewhere)
+                come = parts * np.maximum(0.0, tokens - here)
+                moved = np.maximum(np.maximum(leave, come), parts * (1 - parts) * tokens)
+                cost = cost + each * moved + np.where((parts > 0) & (parts < 1), latency, 0.0)
             costs.append(np.minimum.accumulate(cost[::-1], axis=0)[::-1])
         return costs
+
+    def _capacities(
+        self, shape: Shape, number: int, heads: Ints, held: Sequence[Floats], tokens: Floats
+    ) -> tuple[Floats, Floats]:
+        """Tokens at most on one of the shape's sites, and on all others, if it has so many heads, [H + 1, J]."""
+        here, elsewhere = held[number], sum(held) - held[number]
+        for rooms, each in self._rooms(shape, tokens):
+            free = np.delete(rooms, number)
+            both = [np.minimum(most, room) for most, room in zip(held, rooms, strict=True)]
+            here = np.minimum(here, np.maximum(0.0, rooms[number] - heads * each))
+            elsewhere = np.minimum(elsewhere, sum(both) - both[number])
+            elsewhere = np.minimum(elsewhere, np.maximum(0.0, free.sum() - (self._heads - heads) * each))
+        return here, elsewhere
+
+    def _rooms(self, shape: Shape, tokens: Floats) -> Iterator[tuple[Floats, Floats]]:
+        """Of each stage: tokens that the sites' memory has room for, [sites], and that a head takes, [J]."""
+        for stage in range(len(self._classes[0].rooms)):
+            rooms = [self._classes[place].rooms[stage] for place, _ in shape]
+            each = tokens / self._heads * rooms[0].each_attended(self._groups) / rooms[0].each_held
+            free = [units * room.held_alone() for (_, units), room in zip(shape, rooms, strict=True)]
+            yield np.array(free), each
