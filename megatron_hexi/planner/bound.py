@@ -33,10 +33,11 @@ Where units can form few shapes of groups, whole groups are looked at besides (p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
+from megatron_hexi.planner.balance import Grouping
 from megatron_hexi.planner.choose import single_sites
 from megatron_hexi.planner.demand import Box, Demand, Site
 from megatron_hexi.planner.gradients import least_ring
@@ -62,10 +63,12 @@ class Bound:
     Args:
         iteration_s: seconds.
         reason: what it counts, one sentence for people.
+        groupings: of all units, that it does not rule out to be as fast as that.
     """
 
     iteration_s: float
     reason: str
+    groupings: tuple[Grouping, ...] = ()
 
 
 def lower_bound(fleet: Fleet, data_parallel: int | None, found_s: float) -> Bound:
@@ -82,7 +85,8 @@ def lower_bound(fleet: Fleet, data_parallel: int | None, found_s: float) -> Boun
     cases = [_case(fleet, data_parallel, found_s, crosses=several)]
     if several:
         cases += [_case(site, data_parallel, found_s, crosses=False) for site in single_sites(fleet)]
-    return min(cases, key=lambda bound: bound.iteration_s)
+    # Groupings of one site's units are numbered by that site: those of all units are given.
+    return replace(min(cases, key=lambda bound: bound.iteration_s), groupings=cases[0].groupings)
 
 
 def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool) -> Bound:
@@ -109,27 +113,28 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
     # With several stages, the ceiling also counts GPUs that wait for another stage.
     least_s = plain_s if job.pipeline_parallel == 1 else 0.0
     least_s = demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
+    groupings: tuple[Grouping, ...] = ()
     if least_s < found_s * (1 - _CLOSE) and not demand.more_turns:
         kept = min(*demand.turns, job.pipeline_parallel)
         classes = [
-            SiteClass(pieces.size, site.units // pieces.size, pieces.loads, pieces.rooms[kept - 1])
-            for site in demand.sites
-            for pieces in [site.pieces]
+            SiteClass(site.sites, site.pieces.loads, site.pieces.rooms[kept - 1]) for site in demand.sites
         ]
         if packable(classes):
             packing = Packing(job, classes, demand.turns, demand.several, ring, found_s)
             least_s = packing.least_s(least_s, found_s)
-    return max(plain, Bound(least_s, "compute and communication"), key=lambda bound: bound.iteration_s)
+            aims = (least_s, (least_s + found_s) / 2)
+            groupings = tuple(dict.fromkeys(one for aim in aims for one in packing.groupings(aim)))
+    counted = Bound(least_s, "compute and communication", groupings)
+    return max(plain, counted, key=lambda bound: bound.iteration_s)
 
 
 def _sites(fleet: Fleet, crosses: bool, prices: Prices) -> Iterator[Site]:
     job, stages = fleet.job, range(fleet.job.pipeline_parallel)
-    classes: dict[tuple[int, tuple[Links, ...], int], list[int]] = {}
+    classes: dict[tuple[int, tuple[Links, ...], int], list[tuple[int, ...]]] = {}
     for site in fleet.sites:
-        for unit in site:
-            links = tuple(best_links(fleet, unit, crosses, stage) for stage in stages)
-            classes.setdefault((fleet.units[unit].kind, links, len(site)), []).append(unit)
-    for (number, links, size), units in classes.items():
+        links = tuple(best_links(fleet, site[0], crosses, stage) for stage in stages)
+        classes.setdefault((fleet.units[site[0]].kind, links, len(site)), []).append(tuple(site))
+    for (number, links, size), sites in classes.items():
         kind = fleet.kinds[number]
         loads = [Load(job, device_speeds(kind.devices[s], job), links[s], size, s) for s in stages]
         usable = [device.usable_gib * GIB for device in kind.devices]
@@ -138,7 +143,7 @@ def _sites(fleet: Fleet, crosses: bool, prices: Prices) -> Iterator[Site]:
             for kept in range(1, job.pipeline_parallel + 1)
         ]
         yield Site(
-            len(units),
+            sites,
             Pieces(job, loads, rooms),
             kind.tokens_per_s,
             prices.extra.get(number, 0.0),

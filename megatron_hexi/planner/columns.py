@@ -15,7 +15,6 @@ first, and each head further takes the room of as many tokens wherever it is.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -105,7 +104,7 @@ class GroupTimes:
             return self._dealt(shape, self._with_all_to_alls(shape, busy, held, low), held, low, high)
 
         # X is in one of these intervals; A + Y is what it is at the longer end at least.
-        ends = np.append(_WAITS, np.inf)[:, None] * least_x
+        ends = np.array([*(wait * least_x for wait in _WAITS), np.full(len(low), np.inf)])
         rests = np.array([rest(until) for until in ends])
         for _ in range(_REFINED):
             best = (ends[:-1] + rests[1:]).argmin(axis=0)[None]
@@ -190,7 +189,7 @@ class GroupTimes:
     def _capacities(
         self, shape: Shape, number: int, heads: Ints, held: Sequence[Floats], tokens: Floats
     ) -> tuple[Floats, Floats]:
-        """Tokens at most on one of the shape's sites, and on all others, if it has so many heads, [H + 1, J]."""
+        """Tokens at most on a site that has so many heads, and on all the shape's others, [H + 1, J]."""
         here, elsewhere = held[number], sum(held) - held[number]
         for rooms, each in self._rooms(shape, tokens):
             free = np.delete(rooms, number)

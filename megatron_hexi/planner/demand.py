@@ -75,7 +75,7 @@ class Site:
     """Units that are alike.
 
     Args:
-        units: how many there are.
+        sites: those of each site.
         pieces: what they can be.
         tokens_per_s: of each at its best.
         extra: what more than by `pieces` they may be worth, as a part (prices.py).
@@ -83,11 +83,16 @@ class Site:
             pay.
     """
 
-    units: int
+    sites: Sequence[Sequence[int]]
     pieces: Pieces
     tokens_per_s: float
     extra: float = 0.0
     most: float = 1.0
+
+    @property
+    def units(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.sites))
 
 
 @dataclass(frozen=True, eq=False)

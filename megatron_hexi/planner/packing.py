@@ -19,10 +19,12 @@ import numpy as np
 from ortools.linear_solver import pywraplp
 
 from megatron_hexi.cost import Job
-from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.arrays import Bools, Floats
+from megatron_hexi.planner.balance import Grouping
 from megatron_hexi.planner.columns import GroupTimes, Shape
 from megatron_hexi.planner.demand import Span
 from megatron_hexi.planner.gradients import Ring
+from megatron_hexi.planner.placing import placed
 from megatron_hexi.planner.site_times import SiteClass
 
 #: Up to so many shapes are packed, and so many of them worked out.
@@ -34,6 +36,8 @@ _BOUNDS = np.concatenate([np.geomspace(0.005, 0.5, 32, endpoint=False), np.linsp
 #: Where a group may be among the nested ones; what its depth costs (demand.price).
 _DEPTHS = tuple((number / 4, (number + 1) / 4) for number in range(4))
 _TILTS = (0.0, 0.5, 1.0)
+#: Whole groups are sought in so many nodes of a branch and bound at most.
+_NODES = 200
 #: The bound is found to this part; what the linear program's rounding may take away.
 _PRECISION, _ROUNDING = 1e-3, 1e-6
 #: Micro-batches of a replica, and the fewest and the most groups of it: how a group is used.
@@ -63,6 +67,7 @@ class Packing:
         longest_s: float,
     ) -> None:
         self._job, self._ring, self._turns, self._left = job, ring, turns, _WORKED_OUT
+        self._classes = classes
         self._length = float(job.seq_length)
         self._tokens = self._length * (job.global_batch_size // job.micro_batch_size)
         self._shapes = list(_shapes(classes))
@@ -100,6 +105,21 @@ class Packing:
             least = below
         return least
 
+    def groupings(self, iteration_s: float) -> Iterator[Grouping]:
+        """Whole groups that hold most in a time: candidates for a plan of one replica on all units.
+
+        Those of one group, and those of several replicas, are no news.
+        """
+        for span, groups in self._boxes:
+            if groups != [span] or span == _ONE:
+                continue
+            ways = list(itertools.product(self._turns, groups))
+            worth, _ = self._worths(iteration_s, span, ways, 0.0)
+            _, packed = _Program(self._used, self._units, span, whole=True).solve(worth.max(axis=0))
+            shapes = [self._shapes[number] for number, count in packed.items() for _ in range(round(count))]
+            if shapes:
+                yield placed(self._classes, shapes)
+
     def _layer_s(self, iteration_s: float, count: int) -> float:
         stages = self._job.pipeline_parallel
         return self._ring.micro_batch_s(iteration_s, count, stages) / self._job.stage_layers
@@ -110,16 +130,8 @@ class Packing:
 
     def _pack(self, iteration_s: float, span: Span, ways: Sequence[_Way], tilt: float) -> bool:
         """The same for one price of a group's depth."""
-        budgets = {count: self._layer_s(iteration_s, count) for count in self._turns}
-        # [ways, shapes]
-        worth = np.array([self._by_rates(way, budgets[way[0]]) * (1 + tilt / 2) for way in ways])
-        if span == _ONE:  # more units are no worse: of a single group only the largest counts
-            worth *= self._used.sum(axis=1) == sum(self._units)
-        worked = np.zeros(worth.shape, dtype=bool)
-        for (shape, way), found in self._found.items():
-            if way in ways:
-                place = ways.index(way), shape
-                worth[place], worked[place] = min(worth[place], self._worth(way, found, budgets, tilt)), True
+        worth, worked = self._worths(iteration_s, span, ways, tilt)
+        budgets = self._budgets(iteration_s)
         program = _Program(self._used, self._units, span)
         while True:
             total, packed = program.solve(worth.max(axis=0))
@@ -135,6 +147,25 @@ class Packing:
                 way = ways[place[0]]
                 found = self._found[shape, way] = self._work_out(shape, way)
                 worth[place], worked[place] = min(worth[place], self._worth(way, found, budgets, tilt)), True
+
+    def _budgets(self, iteration_s: float) -> dict[int, float]:
+        """Seconds of a layer, by micro-batches of a replica."""
+        return {count: self._layer_s(iteration_s, count) for count in self._turns}
+
+    def _worths(
+        self, iteration_s: float, span: Span, ways: Sequence[_Way], tilt: float
+    ) -> tuple[Floats, Bools]:
+        """What shapes hold at most as far as is known, and whether it is worked out, [ways, shapes]."""
+        budgets = self._budgets(iteration_s)
+        worth = np.array([self._by_rates(way, budgets[way[0]]) * (1 + tilt / 2) for way in ways])
+        if span == _ONE:  # more units are no worse: of a single group only the largest counts
+            worth *= self._used.sum(axis=1) == sum(self._units)
+        worked = np.zeros(worth.shape, dtype=np.bool_)
+        for (shape, way), found in self._found.items():
+            if way in ways:
+                place = ways.index(way), shape
+                worth[place], worked[place] = min(worth[place], self._worth(way, found, budgets, tilt)), True
+        return worth, worked
 
     def _by_rates(self, way: _Way, layer_s: float) -> Floats:
         """Tokens that each shape takes at most by its best rates and all its memory, in all micro-batches."""
@@ -174,28 +205,38 @@ class Packing:
 
 
 class _Program:
-    """The linear program: as many groups of each shape as units allow, a number of them within a span."""
+    """The linear program: as many groups of each shape as units allow, a number of them within a span.
 
-    def __init__(self, used: Floats, units: Sequence[int], span: Span) -> None:
-        self._solver = pywraplp.Solver.CreateSolver("GLOP")
+    Args:
+        used: units of each class, [shapes, classes].
+        units: that there are.
+        span: the fewest and the most groups.
+        whole: whether only whole groups count.
+    """
+
+    def __init__(self, used: Floats, units: Sequence[int], span: Span, whole: bool = False) -> None:
+        self._solver = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
+        if whole:
+            self._solver.SetSolverSpecificParametersAsString(f"limits/nodes = {_NODES}")
         rows = [self._solver.Constraint(0, float(most)) for most in units]
         groups = self._solver.Constraint(*map(float, span))
         self._goal = self._solver.Objective()
         self._goal.SetMaximization()
-        self._shapes = [self._solver.NumVar(0, inf, "") for _ in used]
+        self._shapes = [self._solver.Var(0, inf, whole, "") for _ in used]
         for shape, counts in zip(self._shapes, used.tolist(), strict=True):
             groups.SetCoefficient(shape, 1)
             for row, count in zip(rows, counts, strict=True):
                 if count:
                     row.SetCoefficient(shape, count)
 
-    def solve(self, worth: Floats) -> tuple[float, list[int]]:
-        """The most of what is packed, and the shapes that are used."""
+    def solve(self, worth: Floats) -> tuple[float, dict[int, float]]:
+        """The most that is packed, and how many of the shapes in use; infinite if there is no answer."""
         for shape, value in zip(self._shapes, worth.tolist(), strict=True):
             self._goal.SetCoefficient(shape, value)
-        if self._solver.Solve() != pywraplp.Solver.OPTIMAL:
-            return inf, []
-        return self._goal.Value(), [n for n, shape in enumerate(self._shapes) if shape.solution_value() > 0]
+        if self._solver.Solve() not in (pywraplp.Solver.OPTIMAL, pywraplp.Solver.FEASIBLE):
+            return inf, {}
+        amounts = [shape.solution_value() for shape in self._shapes]
+        return self._goal.Value(), {number: amount for number, amount in enumerate(amounts) if amount > 0}
 
 
 def packable(classes: Sequence[SiteClass]) -> bool:

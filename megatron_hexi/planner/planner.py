@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -12,22 +13,23 @@ from megatron_hexi.cost import CostModel, Job
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Estimate, Provenance
 from megatron_hexi.planner.advice import nothing_fits
+from megatron_hexi.planner.balance import Grouping
 from megatron_hexi.planner.baselines import Baseline, find_baselines
 from megatron_hexi.planner.bound import Bound, lower_bound
 from megatron_hexi.planner.choose import fleets
 from megatron_hexi.planner.groupings import EXHAUSTIVE
 from megatron_hexi.planner.replicas import ReplicaSearch, equal_deals, free_deals
 from megatron_hexi.planner.result import Planned, Progress
-from megatron_hexi.planner.search import DomainSearch
+from megatron_hexi.planner.search import DomainSearch, grouping_of
 from megatron_hexi.planner.solver import SEED, refine
 from megatron_hexi.planner.trial import Judge, Trial
 from megatron_hexi.planner.units import Fleet, find_units
 
 #: Of up to so many units, `auto` also tries equal replicas on every set of them.
 _FEW_UNITS = 8
-#: Of more than a handful of units and up to so many, the best grouping is changed at random, where the bound
-#: leaves more than this part to be found.
-_WANDER_UNITS = 64
+#: Groupings of more than a handful of units and up to so many are changed at random, where the bound leaves
+#: more than this part to be found.
+_FEW_ENOUGH = 64
 _LEFT = 0.02
 
 
@@ -72,7 +74,7 @@ def find_plan(
     bound = lower_bound(fleet, data_parallel, best.iteration_s)
     if best.iteration_s > (1 + _LEFT) * bound.iteration_s:
         tell("changes", 0, 1)
-        best = _wander(judge, best)
+        best = _changed(judge, fleet, best, bound.groupings)
     return _planned(fleet, best, bound, baselines, judge.trials, begun)
 
 
@@ -121,11 +123,20 @@ def _search(judge: Judge, fleet: Fleet, data_parallel: int | None, tell: Progres
     return best
 
 
-def _wander(judge: Judge, best: Trial) -> Trial:
-    """One replica's grouping changed at random: for few units, since each layout takes its time."""
-    if len(best.layouts) > 1 or not EXHAUSTIVE < len(best.fleet.units) <= _WANDER_UNITS:
-        return best
-    found = DomainSearch(judge, best.fleet, best.layouts[0].micro_batches).wander(best)
+def _changed(judge: Judge, fleet: Fleet, best: Trial, groupings: Sequence[Grouping]) -> Trial:
+    """Groupings of one replica changed at random: the best, and the best of those that the bound names.
+
+    For few units, since each layout takes its time.
+    """
+    starts: list[tuple[Fleet, Sequence[Grouping]]] = []
+    if len(best.layouts) == 1:
+        starts.append((best.fleet, [grouping_of(best)]))
+    if groupings:
+        starts.append((_as_one(fleet), groupings))
+    found, micro_batches = best, fleet.job.global_batch_size // fleet.job.micro_batch_size
+    for part, candidates in starts:
+        if EXHAUSTIVE < len(part.units) <= _FEW_ENOUGH:
+            found = _better(found, DomainSearch(judge, part, micro_batches).wander(candidates))
     return best if found is best else refine(judge, found).trial
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from random import Random
 
 from megatron_hexi.planner.balance import Grouping, balance, first_layout, rebalanced
@@ -83,16 +83,31 @@ class DomainSearch:
             self._descend()
         return self._finish(polished)
 
-    def wander(self, trial: Trial) -> Trial:
-        """The best that random changes of a trial's grouping come by; each is kept if it promises more."""
-        here, chance, kept = self._try(_grouping(trial)), Random(0), 0
+    def wander(self, groupings: Sequence[Grouping]) -> Trial:
+        """The best that random changes of groupings come by.
+
+        Changes begin at the one that promises most, and at the one that is best in the end.
+        """
+        tried, budget = (
+            [self._try(grouping) for grouping in groupings],
+            _polish_budget(len(self._fleet.units)),
+        )
+        ended = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in tried]
+        ended = [polish(self._judge, trial, budget) for trial in ended]
+        starts = grouping_of(min(tried, key=_promise)), grouping_of(min(ended, key=_order))
+        for start in dict.fromkeys(starts):
+            self._wander_from(start)
+        return min(*ended, self._finish(), key=_order)
+
+    def _wander_from(self, grouping: Grouping) -> None:
+        """Each change is kept if it promises more."""
+        here, chance, kept = self._try(grouping), Random(0), 0
         for step in range(_STEPS):
             if step - kept > _PATIENCE:
                 break
-            there = self._try(changed(chance, self._fleet, _grouping(here)))
+            there = self._try(changed(chance, self._fleet, grouping_of(here)))
             if there.promise < here.promise:
                 here, kept = there, step
-        return min(trial, self._finish(), key=_order)
 
     def _finish(self, polished: bool = True) -> Trial:
         """The best of what was tried, balanced to the end."""
@@ -147,7 +162,7 @@ class DomainSearch:
         """From the best grouping so far, two groups joined or one cut: one pair of each kind is tried."""
         for _ in range(_REARRANGEMENTS):
             best = min(self._tried.values(), key=lambda trial: trial.promise)
-            grouping = _grouping(best)
+            grouping = grouping_of(best)
             if len(grouping) > _FEW_GROUPS or len(self._fleet.units) > _FEW_UNITS:
                 return
             found = min((self._try(other) for other in rearranged(self._fleet, grouping)), key=_promise)
@@ -211,7 +226,8 @@ def _alternating(fleet: Fleet, parts: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(sorted(position, key=lambda part: position[part]))
 
 
-def _grouping(trial: Trial) -> Grouping:
+def grouping_of(trial: Trial) -> Grouping:
+    """Units by group, of a trial of one replica."""
     return tuple(part.units for part in trial.layouts[0].parts)
 
 

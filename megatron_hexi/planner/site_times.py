@@ -24,16 +24,24 @@ class SiteClass:
     """Sites that are alike.
 
     Args:
-        size: units of each.
-        count: how many there are.
+        sites: units of each.
         loads: of a unit on each pipeline stage.
         rooms: likewise.
     """
 
-    size: int
-    count: int
+    sites: Sequence[Sequence[int]]
     loads: Sequence[Load]
     rooms: Sequence[Room]
+
+    @property
+    def size(self) -> int:
+        """Units of each."""
+        return len(self.sites[0])
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.sites)
 
 
 class SiteTimes:

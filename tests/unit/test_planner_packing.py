@@ -14,6 +14,7 @@ from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.links import best_links
 from megatron_hexi.planner.load import Load
 from megatron_hexi.planner.packing import Packing, _Program, _shapes, packable
+from megatron_hexi.planner.placing import placed
 from megatron_hexi.planner.room import Room
 from megatron_hexi.planner.site_times import SiteClass
 from megatron_hexi.planner.trial import Judge
@@ -31,7 +32,7 @@ def site_classes(fleet):
         links = best_links(fleet, site[0], crosses)
         load = Load(fleet.job, device_speeds(device, fleet.job), links, len(site), 0)
         room = Room(fleet.job, 0, device.usable_gib * GIB, len(fleet.units))
-        classes.append(SiteClass(len(site), 1, [load], [room]))
+        classes.append(SiteClass([site], [load], [room]))
     return classes
 
 
@@ -73,7 +74,7 @@ def test_memory_that_heads_and_tokens_share_slows_a_group_down():
         fleet = find_units(job, cluster(FEW_HEADS, bandwidth=1000))
         classes = site_classes(fleet)
         room = Room(fleet.job, 0, usable * GIB, len(fleet.units))
-        tight = [SiteClass(1, 1, classes[0].loads, [room]), classes[1]]
+        tight = [SiteClass([[0]], classes[0].loads, [room]), classes[1]]
         times = GroupTimes(fleet.job, tight, 1, (1, 1), 100.0)
         seconds.append(float(times.least(((0, 1), (1, 1)), np.array([2.0**18]), [1.0])[0, 0]))
     assert seconds[0] * 1.05 < seconds[1] < np.inf
@@ -108,12 +109,12 @@ def test_whole_groups_bound_what_pieces_let_pass(monkeypatch):
 
 def test_every_choice_of_units_is_a_shape_once():
     fleet = find_units(tiny_job(), cluster([("a", "DOUBLE", 2), ("b", "PLAIN", 3)]))
-    twice = SiteClass(2, 2, [], [])
-    shapes = list(_shapes([twice, SiteClass(3, 1, [], [])]))
+    twice = SiteClass([[0, 1], [2, 3]], [], [])
+    shapes = list(_shapes([twice, SiteClass([[4, 5, 6]], [], [])]))
     assert len(shapes) == len(set(shapes)) == comb(4, 2) * 4 - 1
     assert ((0, 2), (0, 1), (1, 3)) in shapes
     assert packable(site_classes(fleet))
-    assert not packable([SiteClass(8, 6, [], [])] * 2)
+    assert not packable([SiteClass([range(8)] * 6, [], [])] * 2)
 
 
 def test_the_program_packs_by_hand():
@@ -121,17 +122,40 @@ def test_the_program_packs_by_hand():
     used = np.array([[2.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
     total, shapes = _Program(used, [3, 2], (1, 5)).solve(np.array([5.0, 4.0, 1.0]))
     assert total == pytest.approx(5 / 2 + 4 * 2)  # half of the first, two of the second
-    assert shapes == [0, 1]
+    assert shapes == pytest.approx({0: 0.5, 1: 2})
     total, shapes = _Program(used, [3, 2], (1, 1)).solve(np.array([5.0, 4.0, 1.0]))
     assert total == pytest.approx(5)
-    assert shapes == [0]
+    assert shapes == pytest.approx({0: 1})
+    total, shapes = _Program(used, [3, 2], (1, 5), whole=True).solve(np.array([5.0, 4.0, 1.0]))
+    assert total == pytest.approx(9)  # one of each of the first two; of the second two there are 8
+    assert shapes == pytest.approx({0: 1, 1: 1})
 
 
 def test_units_without_memory_for_tokens_are_packed_for_nothing():
     # Three groups are asked for, and only two units have room for anything.
     fleet = find_units(tiny_job(seq_length=2**14), cluster([(name, "PLAIN", 1) for name in "abc"]))
     classes = site_classes(fleet)
-    full = SiteClass(1, 1, classes[2].loads, [Room(fleet.job, 0, 0.0, 3)])
+    full = SiteClass([[2]], classes[2].loads, [Room(fleet.job, 0, 0.0, 3)])
     packing = Packing(fleet.job, [*classes[:2], full], [1], False, Ring(), 1.0)
     both = Packing(fleet.job, classes[:2], [1], False, Ring(), 1.0)
     assert packing.least_s(1e-3, 1.0) == pytest.approx(both.least_s(1e-3, 1.0), rel=0.01)
+
+
+def test_groups_that_hold_most_become_groupings_of_all_units():
+    fleet = find_units(tiny_job(seq_length=2**16), cluster([("fast", "DOUBLE", 2), ("slow", "PLAIN", 4)]))
+    found = bounds.lower_bound(fleet, 1, 100.0)
+    assert found.groupings
+    for grouping in found.groupings:
+        assert len(grouping) > 1
+        assert sorted(unit for group in grouping for unit in group) == list(range(6))
+
+
+def test_shapes_are_placed_where_the_fewest_units_are_left():
+    twice, once = SiteClass([[0, 1], [2, 3]], [], []), SiteClass([[4, 5, 6]], [], [])
+    # A group on both sites of a class, and one unit of the other class.
+    assert placed([twice, once], [((0, 1), (0, 1), (1, 1))]) == ((0, 2, 4), (1, 3, 5, 6))
+    # Single units share a site before they begin another.
+    assert placed([twice, once], [((0, 1),)] * 3) == ((0,), (1,), (2,), (3, 4, 5, 6))
+    # The third shape asks for two units of a site, and there is none that has two left.
+    shapes = [((0, 2), (1, 3)), ((0, 1), (1, 1)), ((0, 2),)]
+    assert placed([twice, once], shapes) == ((0, 1, 4, 5, 6), (2,), (3,))

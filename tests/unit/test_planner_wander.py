@@ -6,7 +6,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.planner.search import DomainSearch
+from megatron_hexi.planner.search import DomainSearch, grouping_of
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
 from megatron_hexi.planner.wander import changed
@@ -44,6 +44,6 @@ def test_a_wander_never_ends_worse_and_ends_alike_twice():
     for _ in range(2):
         search = DomainSearch(Judge(fleet), fleet, 1)
         found = search.run()
-        ends.append(search.wander(found))
+        ends.append(search.wander([grouping_of(found)]))
         assert ends[-1].order <= found.order
     assert ends[0].plan == ends[1].plan
