@@ -115,10 +115,7 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
     least_s = demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
     groupings: tuple[Grouping, ...] = ()
     if least_s < found_s * (1 - _CLOSE) and not demand.more_turns:
-        kept = min(*demand.turns, job.pipeline_parallel)
-        classes = [
-            SiteClass(site.sites, site.pieces.loads, site.pieces.rooms[kept - 1]) for site in demand.sites
-        ]
+        classes = [SiteClass(site.sites, site.pieces.loads, site.pieces.rooms) for site in demand.sites]
         if packable(classes):
             packing = Packing(job, classes, demand.turns, demand.several, ring, found_s)
             least_s = packing.least_s(least_s, found_s)

@@ -9,19 +9,20 @@ Members of a group wait for each other at both all-to-alls of a layer, so the la
 
 Both A and Y of a site follow from its heads, given how many tokens it can hold. So for each X, the least
 A + Y is that at which heads add up: sites are given what heads they can take in that time. X is tried in
-intervals. Heads and tokens share a member's memory: where both do not fit, heads go where memory is left
-first, and each head further takes the room of as many tokens wherever it is.
+intervals. Heads and tokens share a member's memory (group_memory.py): where both do not fit, heads go where
+memory is left first, and what a site must hold follows from what the others have room for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from megatron_hexi.cost import Job
-from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.planner.demand import Span
+from megatron_hexi.planner.group_memory import GroupMemory
 from megatron_hexi.planner.site_times import SiteClass, SiteTimes
 
 #: Units of a group on each of its sites: (class of site, units).
@@ -49,7 +50,15 @@ class GroupTimes:
     def __init__(
         self, job: Job, classes: Sequence[SiteClass], micro_batches: int, groups: Span, longest_s: float
     ) -> None:
-        self._classes, self._groups, self._heads = classes, groups[0], job.workload().local_heads
+        workload = job.workload()
+        self._groups, self._pair = groups[0], groups == (2, 2)
+        #: Memory of each stage on each class of sites, beside the micro-batches that a pipeline keeps.
+        kept = [site.rooms[min(micro_batches, len(site.rooms)) - 1] for site in classes]
+        self._rooms = list(zip(*kept, strict=True))
+        self._heads, self._length = workload.local_heads, float(job.seq_length)
+        self._half = 0.5 if workload.causal else 1.0
+        # A KV head that two members have is sent by one of them.
+        self._own_keys = workload.queries_per_kv == 1
         # All micro-batches pass the slowest stage, and one of them the others: the last stage is taken.
         weights = np.ones(job.pipeline_parallel)
         weights[-1] += micro_batches - 1
@@ -96,12 +105,14 @@ class GroupTimes:
         """
         total = sum(units * self._sites[place].held for place, units in shape)
         least_x = np.append(0.0, self._times)[np.searchsorted(total, low)]
+        memory = self._memory_of(shape, low, high)
 
         def rest(until: Floats) -> Floats:
             """A + Y if X is no longer."""
             place_of = np.searchsorted(self._times, until)
             held = [units * self._sites[place].held[place_of] for place, units in shape]
-            return self._dealt(shape, self._with_all_to_alls(shape, busy, held, low), held, low, high)
+            costs = self._with_all_to_alls(shape, memory, busy, held, low)
+            return memory.dealt(self._dealt(costs), costs, held)
 
         # X is in one of these intervals; A + Y is what it is at the longer end at least.
         ends = np.array([*(wait * least_x for wait in _WAITS), np.full(len(low), np.inf)])
@@ -127,58 +138,38 @@ class GroupTimes:
         """
         token, attention = used @ self._token_rates, used @ self._head_rates
         most: Floats = seconds / (1 / token + self._heads / attention)
-        for stage in range(len(self._classes[0].rooms)):
-            rooms = [site.rooms[stage] for site in self._classes]
+        for rooms in self._rooms:
             each = rooms[0].each_held + rooms[0].each_attended(self._groups)
             most = np.minimum(most, used @ np.array([room.left for room in rooms]) / each)
         return most
 
-    def _dealt(
-        self, shape: Shape, costs: Sequence[Floats], held: Sequence[Floats], low: Floats, high: Floats
-    ) -> Floats:
-        """The least A + Y in which all heads can be dealt; infinite where memory is too small.
+    def _dealt(self, costs: Sequence[Floats]) -> Floats:
+        """The least A + Y in which all heads can be dealt, [J].
 
         Args:
-            shape: the group's units.
             costs: of each site, seconds with so many heads or more, [H + 1, J].
-            held: of each site, tokens at most, [J].
-            low: tokens of the group, at least, [J].
-            high: at most.
         """
         heads = np.concatenate([cost[1:] for cost in costs])
         found = np.partition(heads, self._heads - 1, axis=0)[self._heads - 1]
         for cost in costs:  # a site without heads, too, must send off what the others cannot hold
             found = np.maximum(found, cost[0])
-        for full, each in self._rooms(shape, low):
-            wanted = [np.minimum(tokens, high) for tokens in held]
-            spare = sum(np.minimum(want, most) for want, most in zip(wanted, full, strict=True)) - low
-            free = [
-                np.ceil(np.maximum(0.0, most - want) / each) for want, most in zip(wanted, full, strict=True)
-            ]
-            # Heads that must go where they take no token's room.
-            needed = np.clip(np.ceil(self._heads - spare / each - 1e-9), 0, self._heads)
-            if (np.minimum.reduce(free) >= self._heads).all() and (spare >= 0).all():
-                continue
-            numbers = np.arange(1, self._heads + 1)[:, None]
-            without = [
-                np.where(numbers <= most, cost[1:], np.inf) for cost, most in zip(costs, free, strict=True)
-            ]
-            ordered = np.sort(np.concatenate(without), axis=0)
-            last = np.take_along_axis(ordered, np.maximum(needed.astype(int) - 1, 0)[None], axis=0)[0]
-            found = np.where(spare < 0, np.inf, np.where(needed > 0, np.maximum(found, last), found))
         return found
 
     def _with_all_to_alls(
-        self, shape: Shape, busy: Sequence[Floats], held: Sequence[Floats], tokens: Floats
+        self,
+        shape: Shape,
+        memory: GroupMemory,
+        busy: Sequence[Floats],
+        held: Sequence[Floats],
+        tokens: Floats,
     ) -> list[Floats]:
         """Seconds of A + Y of each site with so many heads or more, [H + 1, J]."""
-        heads, costs = np.arange(self._heads + 1)[:, None], []
-        parts = heads / self._heads
+        parts, costs = np.arange(self._heads + 1)[:, None] / self._heads, []
         for number, ((place, units), seconds) in enumerate(zip(shape, busy, strict=True)):
             cost = np.concatenate([np.zeros((1, len(tokens))), seconds])
             if len(shape) > 1:
                 each, latency = self._sites[place].moving(units, outside=True)
-                here, elsewhere = self._capacities(shape, number, heads, held, tokens)
+                here, elsewhere = memory.capacities(number, held)
                 leave = (1 - parts) * np.maximum(0.0, tokens - elsewhere)
                 come = parts * np.maximum(0.0, tokens - here)
                 moved = np.maximum(np.maximum(leave, come), parts * (1 - parts) * tokens)
@@ -186,23 +177,18 @@ class GroupTimes:
             costs.append(np.minimum.accumulate(cost[::-1], axis=0)[::-1])
         return costs
 
-    def _capacities(
-        self, shape: Shape, number: int, heads: Ints, held: Sequence[Floats], tokens: Floats
-    ) -> tuple[Floats, Floats]:
-        """Tokens at most on a site that has so many heads, and on all the shape's others, [H + 1, J]."""
-        here, elsewhere = held[number], sum(held) - held[number]
-        for rooms, each in self._rooms(shape, tokens):
-            free = np.delete(rooms, number)
-            both = [np.minimum(most, room) for most, room in zip(held, rooms, strict=True)]
-            here = np.minimum(here, np.maximum(0.0, rooms[number] - heads * each))
-            elsewhere = np.minimum(elsewhere, sum(both) - both[number])
-            elsewhere = np.minimum(elsewhere, np.maximum(0.0, free.sum() - (self._heads - heads) * each))
-        return here, elsewhere
-
-    def _rooms(self, shape: Shape, tokens: Floats) -> Iterator[tuple[Floats, Floats]]:
-        """Of each stage: tokens that the sites' memory has room for, [sites], and that a head takes, [J]."""
-        for stage in range(len(self._classes[0].rooms)):
-            rooms = [self._classes[place].rooms[stage] for place, _ in shape]
-            each = tokens / self._heads * rooms[0].each_attended(self._groups) / rooms[0].each_held
-            free = [units * room.held_alone() for (_, units), room in zip(shape, rooms, strict=True)]
-            yield np.array(free), each
+    def _memory_of(self, shape: Shape, low: Floats, high: Floats) -> GroupMemory:
+        rooms, each = [], []
+        for of_classes in self._rooms:
+            of_sites = [of_classes[place] for place, _ in shape]
+            # All sites' are alike in what a token takes.
+            room = of_sites[0]
+            taken = low * room.each_attended(self._groups)
+            if self._pair:
+                # Of two groups, each needs half of the other's keys at least.
+                taken = taken + self._half * (self._length - high) * room.each_received
+            if self._groups > 1 and self._own_keys:
+                taken = taken + self._half * low * room.each_sent
+            each.append(taken / self._heads / room.each_held)
+            rooms.append([units * one.held_alone() for (_, units), one in zip(shape, of_sites, strict=True)])
+        return GroupMemory(rooms, each, self._heads, low, high)

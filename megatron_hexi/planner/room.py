@@ -33,7 +33,9 @@ class Room:
         one, heads = np.ones(1), np.full(1, float(workload.local_heads))
         keys = heads / workload.queries_per_kv
 
-        def needed(held: float, attended: float, several: bool) -> float:
+        def needed(
+            held: float, attended: float, several: bool, received: float = 0.0, sent: float = 0.0
+        ) -> float:
             # There is an exchange, however little it holds.
             flight = (attended * keys if window else 1e-9 * one) * several
             holdings = Holdings(
@@ -42,7 +44,7 @@ class Room:
                 heads=heads,
                 kv=keys,
                 micro_batches=np.array([micro_batches]),
-                flights=Flights(flight, flight),
+                flights=Flights(flight + received * keys, flight + sent * keys),
             )
             terms = stage_memory(job, stage, holdings, max(1, window), shards)
             return sum(float(values[0]) for values in terms.values())
@@ -53,6 +55,10 @@ class Room:
         #: Bytes of a token that is held.
         self.each_held = (needed(_MANY, 0.0, False) - alone) / _MANY
         self._each_attended = [(needed(0.0, _MANY, several) - alone) / _MANY for several in (False, True)]
+        in_exchange = needed(0.0, 0.0, True)
+        #: Bytes of a token whose keys and values are received, or sent, in a step of the exchange.
+        self.each_received = (needed(0.0, 0.0, True, received=_MANY) - in_exchange) / _MANY
+        self.each_sent = (needed(0.0, 0.0, True, sent=_MANY) - in_exchange) / _MANY
 
     def each_attended(self, groups: int) -> float:
         """Bytes of a token that is attended to, where there are so many groups at least."""

@@ -26,12 +26,12 @@ class SiteClass:
     Args:
         sites: units of each.
         loads: of a unit on each pipeline stage.
-        rooms: likewise.
+        rooms: likewise, for each number of micro-batches, from one, that a pipeline can keep at a time.
     """
 
     sites: Sequence[Sequence[int]]
     loads: Sequence[Load]
-    rooms: Sequence[Room]
+    rooms: Sequence[Sequence[Room]]
 
     @property
     def size(self) -> int:

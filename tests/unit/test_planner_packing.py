@@ -32,7 +32,7 @@ def site_classes(fleet):
         links = best_links(fleet, site[0], crosses)
         load = Load(fleet.job, device_speeds(device, fleet.job), links, len(site), 0)
         room = Room(fleet.job, 0, device.usable_gib * GIB, len(fleet.units))
-        classes.append(SiteClass([site], [load], [room]))
+        classes.append(SiteClass([site], [load], [[room]]))
     return classes
 
 
@@ -74,7 +74,7 @@ def test_memory_that_heads_and_tokens_share_slows_a_group_down():
         fleet = find_units(job, cluster(FEW_HEADS, bandwidth=1000))
         classes = site_classes(fleet)
         room = Room(fleet.job, 0, usable * GIB, len(fleet.units))
-        tight = [SiteClass([[0]], classes[0].loads, [room]), classes[1]]
+        tight = [SiteClass([[0]], classes[0].loads, [[room]]), classes[1]]
         times = GroupTimes(fleet.job, tight, 1, (1, 1), 100.0)
         seconds.append(float(times.least(((0, 1), (1, 1)), np.array([2.0**18]), [1.0])[0, 0]))
     assert seconds[0] * 1.05 < seconds[1] < np.inf
@@ -135,7 +135,7 @@ def test_units_without_memory_for_tokens_are_packed_for_nothing():
     # Three groups are asked for, and only two units have room for anything.
     fleet = find_units(tiny_job(seq_length=2**14), cluster([(name, "PLAIN", 1) for name in "abc"]))
     classes = site_classes(fleet)
-    full = SiteClass([[2]], classes[2].loads, [Room(fleet.job, 0, 0.0, 3)])
+    full = SiteClass([[2]], classes[2].loads, [[Room(fleet.job, 0, 0.0, 3)]])
     packing = Packing(fleet.job, [*classes[:2], full], [1], False, Ring(), 1.0)
     both = Packing(fleet.job, classes[:2], [1], False, Ring(), 1.0)
     assert packing.least_s(1e-3, 1.0) == pytest.approx(both.least_s(1e-3, 1.0), rel=0.01)
