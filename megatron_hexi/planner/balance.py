@@ -16,14 +16,11 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.planner.deal import deal_heads, deal_tokens
-from megatron_hexi.planner.layout import Layout, Part
+from megatron_hexi.planner.layout import Grouping, Layout, Part
 from megatron_hexi.planner.measured import Measured
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.trial import Judge, Trial
 from megatron_hexi.planner.units import Fleet
-
-#: Units of each group, the outermost group first.
-Grouping = tuple[tuple[int, ...], ...]
 
 
 def balance(judge: Judge, rates: Rates, trial: Trial, rounds: int) -> Trial:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_hexi.planner.balance import Grouping
+from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.units import Fleet
 
 #: Up to so many units all partitions are tried: 52 for five, fewer where units are alike.

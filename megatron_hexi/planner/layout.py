@@ -13,6 +13,9 @@ from megatron_hexi.plan.layout import causal_segments, consecutive, full_segment
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.planner.units import Fleet
 
+#: Units of each group, the outermost group first.
+Grouping = tuple[tuple[int, ...], ...]
+
 
 @dataclass(frozen=True)
 class Part:

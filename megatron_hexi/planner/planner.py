@@ -13,11 +13,11 @@ from megatron_hexi.cost import CostModel, Job
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Estimate, Provenance
 from megatron_hexi.planner.advice import nothing_fits
-from megatron_hexi.planner.balance import Grouping
 from megatron_hexi.planner.baselines import Baseline, find_baselines
 from megatron_hexi.planner.bound import Bound, lower_bound
 from megatron_hexi.planner.choose import fleets
 from megatron_hexi.planner.groupings import EXHAUSTIVE
+from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.replicas import ReplicaSearch, equal_deals, free_deals
 from megatron_hexi.planner.result import Planned, Progress
 from megatron_hexi.planner.search import DomainSearch, grouping_of

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from random import Random
 
-from megatron_hexi.planner.balance import Grouping, balance, first_layout, rebalanced
+from megatron_hexi.planner.balance import balance, first_layout, rebalanced
 from megatron_hexi.planner.groupings import (
     EXHAUSTIVE,
     Choice,
@@ -21,7 +21,7 @@ from megatron_hexi.planner.groupings import (
     site_classes,
     unequal_choices,
 )
-from megatron_hexi.planner.layout import Layout, Part
+from megatron_hexi.planner.layout import Grouping, Layout, Part
 from megatron_hexi.planner.polish import polish
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.trial import Judge, Trial

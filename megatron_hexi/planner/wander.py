@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from megatron_hexi.planner.balance import Grouping
+from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.units import Fleet
 
 #: How often units are moved, two groups joined, and one cut; else two units change places.

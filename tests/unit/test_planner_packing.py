@@ -7,16 +7,16 @@ import pytest
 
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
-from megatron_hexi.planner import bound as bounds
-from megatron_hexi.planner.columns import GroupTimes
-from megatron_hexi.planner.gradients import Ring
+from megatron_hexi.planner.bound import bound as bounds
+from megatron_hexi.planner.bound.columns import GroupTimes
+from megatron_hexi.planner.bound.gradients import Ring
+from megatron_hexi.planner.bound.load import Load
+from megatron_hexi.planner.bound.packing import Packing, _Program, _shapes, packable
+from megatron_hexi.planner.bound.placing import placed
+from megatron_hexi.planner.bound.site_times import SiteClass
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.links import best_links
-from megatron_hexi.planner.load import Load
-from megatron_hexi.planner.packing import Packing, _Program, _shapes, packable
-from megatron_hexi.planner.placing import placed
 from megatron_hexi.planner.room import Room
-from megatron_hexi.planner.site_times import SiteClass
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_hexi.planner.balance import Grouping
-from megatron_hexi.planner.columns import Shape
-from megatron_hexi.planner.site_times import SiteClass
+from megatron_hexi.planner.bound.columns import Shape
+from megatron_hexi.planner.bound.site_times import SiteClass
+from megatron_hexi.planner.layout import Grouping
 
 
 def placed(classes: Sequence[SiteClass], shapes: Iterable[Shape]) -> Grouping:

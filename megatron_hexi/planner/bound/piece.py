@@ -8,9 +8,9 @@ import numpy as np
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.filling import Filling
-from megatron_hexi.planner.gradients import Limits
-from megatron_hexi.planner.load import Load
+from megatron_hexi.planner.bound.filling import Filling
+from megatron_hexi.planner.bound.gradients import Limits
+from megatron_hexi.planner.bound.load import Load
 from megatron_hexi.planner.room import Room
 
 #: Where memory is full, what is held follows from what is attended to, and that from what is held.

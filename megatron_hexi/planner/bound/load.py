@@ -21,7 +21,7 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
-from megatron_hexi.planner.gradients import Limits
+from megatron_hexi.planner.bound.gradients import Limits
 from megatron_hexi.planner.links import Links
 
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.demand import Span
-from megatron_hexi.planner.group_memory import GroupMemory
-from megatron_hexi.planner.site_times import SiteClass, SiteTimes
+from megatron_hexi.planner.bound.demand import Span
+from megatron_hexi.planner.bound.group_memory import GroupMemory
+from megatron_hexi.planner.bound.site_times import SiteClass, SiteTimes
 
 #: Units of a group on each of its sites: (class of site, units).
 Shape = tuple[tuple[int, int], ...]

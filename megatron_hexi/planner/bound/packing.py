@@ -20,12 +20,12 @@ from ortools.linear_solver import pywraplp
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Bools, Floats
-from megatron_hexi.planner.balance import Grouping
-from megatron_hexi.planner.columns import GroupTimes, Shape
-from megatron_hexi.planner.demand import Span
-from megatron_hexi.planner.gradients import Ring
-from megatron_hexi.planner.placing import placed
-from megatron_hexi.planner.site_times import SiteClass
+from megatron_hexi.planner.bound.columns import GroupTimes, Shape
+from megatron_hexi.planner.bound.demand import Span
+from megatron_hexi.planner.bound.gradients import Ring
+from megatron_hexi.planner.bound.placing import placed
+from megatron_hexi.planner.bound.site_times import SiteClass
+from megatron_hexi.planner.layout import Grouping
 
 #: Up to so many shapes are packed, and so many of them worked out.
 _MOST_SHAPES = 600

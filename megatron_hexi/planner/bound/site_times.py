@@ -10,8 +10,8 @@ import numpy as np
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.plan.parts import BUSY_ROWS, MOST_PARTS
-from megatron_hexi.planner.demand import Span
-from megatron_hexi.planner.load import Load
+from megatron_hexi.planner.bound.demand import Span
+from megatron_hexi.planner.bound.load import Load
 from megatron_hexi.planner.room import Room
 
 #: Numbers of tokens for which the work is looked up. Between two of them nothing is assumed but that more

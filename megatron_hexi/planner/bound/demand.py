@@ -12,8 +12,8 @@ import numpy as np
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.gradients import Limits, Ring
-from megatron_hexi.planner.piece import Pieces, hold_more
+from megatron_hexi.planner.bound.gradients import Limits, Ring
+from megatron_hexi.planner.bound.piece import Pieces, hold_more
 
 #: The bound is found to this part.
 _PRECISION = 1e-4

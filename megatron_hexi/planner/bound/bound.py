@@ -37,17 +37,17 @@ from dataclasses import dataclass, replace
 
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
-from megatron_hexi.planner.balance import Grouping
+from megatron_hexi.planner.bound.demand import Box, Demand, Site
+from megatron_hexi.planner.bound.gradients import least_ring
+from megatron_hexi.planner.bound.load import Load
+from megatron_hexi.planner.bound.packing import Packing, packable
+from megatron_hexi.planner.bound.piece import Pieces
+from megatron_hexi.planner.bound.prices import Prices, token_prices
+from megatron_hexi.planner.bound.site_times import SiteClass
 from megatron_hexi.planner.choose import single_sites
-from megatron_hexi.planner.demand import Box, Demand, Site
-from megatron_hexi.planner.gradients import least_ring
+from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.links import Links, best_links
-from megatron_hexi.planner.load import Load
-from megatron_hexi.planner.packing import Packing, packable
-from megatron_hexi.planner.piece import Pieces
-from megatron_hexi.planner.prices import Prices, token_prices
 from megatron_hexi.planner.room import Room
-from megatron_hexi.planner.site_times import SiteClass
 from megatron_hexi.planner.units import Fleet
 
 #: A bound that is so close to what was found is not looked at again.
