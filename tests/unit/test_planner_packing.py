@@ -22,6 +22,7 @@ from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
 
 FEW_HEADS = [("fast", "DOUBLE", 1), ("slow", "PLAIN", 1)]
+BOTH = [((0, 1), (1, 1))]
 
 
 def site_classes(fleet):
@@ -60,7 +61,7 @@ def test_the_least_time_of_a_group_is_close_to_that_of_its_best_deal(bandwidth, 
     job = tiny_job(seq_length=2**15, recompute=recompute)
     fleet = find_units(job, cluster(FEW_HEADS, bandwidth=bandwidth))
     best_s = best_by_hand(fleet, 1)
-    times = GroupTimes(fleet.job, site_classes(fleet), 1, (1, 1), best_s)
+    times = GroupTimes(fleet.job, site_classes(fleet), BOTH, 1, (1, 1), best_s)
     least_s = float(times.least(((0, 1), (1, 1)), np.array([float(job.seq_length)]), [1.0])[0, 0])
     # What all-to-alls hide at best, they need not hide here.
     assert (0.8 if bandwidth == 1 else 0.93) * best_s <= least_s * job.stage_layers <= best_s
@@ -75,7 +76,7 @@ def test_memory_that_heads_and_tokens_share_slows_a_group_down():
         classes = site_classes(fleet)
         room = Room(fleet.job, 0, usable * GIB, len(fleet.units))
         tight = [SiteClass([[0]], classes[0].loads, [[room]]), classes[1]]
-        times = GroupTimes(fleet.job, tight, 1, (1, 1), 100.0)
+        times = GroupTimes(fleet.job, tight, BOTH, 1, (1, 1), 100.0)
         seconds.append(float(times.least(((0, 1), (1, 1)), np.array([2.0**18]), [1.0])[0, 0]))
     assert seconds[0] * 1.05 < seconds[1] < np.inf
 
@@ -87,8 +88,8 @@ def test_two_groups_wait_for_the_keys_of_their_only_step(bandwidth):
     best_s = best_by_hand(fleet, 2)
     bound = bounds.lower_bound(fleet, 1, 2 * best_s)
     classes = site_classes(fleet)
-    pair = GroupTimes(fleet.job, classes, 1, (2, 2), best_s)
-    many = GroupTimes(fleet.job, classes, 1, (2, 3), best_s)
+    pair = GroupTimes(fleet.job, classes, BOTH, 1, (2, 2), best_s)
+    many = GroupTimes(fleet.job, classes, BOTH, 1, (2, 3), best_s)
     tokens = np.array([0.3, 0.31]) * job.seq_length
     alone = ((1, 1),)
     assert bound.iteration_s <= best_s * 1.05
@@ -126,9 +127,10 @@ def test_the_program_packs_by_hand():
     total, shapes = _Program(used, [3, 2], (1, 1)).solve(np.array([5.0, 4.0, 1.0]))
     assert total == pytest.approx(5)
     assert shapes == pytest.approx({0: 1})
-    total, shapes = _Program(used, [3, 2], (1, 5), whole=True).solve(np.array([5.0, 4.0, 1.0]))
-    assert total == pytest.approx(9)  # one of each of the first two; of the second two there are 8
-    assert shapes == pytest.approx({0: 1, 1: 1})
+    # Whole groups: the second twice, as that is packed most; one unit of the first class is left.
+    assert _Program(used, [3, 2], (1, 5)).whole(np.array([5.0, 4.0, 1.0])) == [1, 1]
+    assert _Program(used, [5, 2], (1, 5)).whole(np.array([5.0, 4.0, 1.0])) == [1, 1, 0]
+    assert _Program(used, [5, 2], (1, 1)).whole(np.array([5.0, 4.0, 1.0])) == [0]
 
 
 def test_units_without_memory_for_tokens_are_packed_for_nothing():

@@ -23,10 +23,8 @@ from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.planner.bound.demand import Span
 from megatron_hexi.planner.bound.group_memory import GroupMemory
-from megatron_hexi.planner.bound.site_times import SiteClass, SiteTimes
-
-#: Units of a group on each of its sites: (class of site, units).
-Shape = tuple[tuple[int, int], ...]
+from megatron_hexi.planner.bound.group_rates import seconds_a_token
+from megatron_hexi.planner.bound.site_times import Shape, SiteClass, SiteTimes, used
 
 #: X, as multiples of the least that holds the group's tokens: where intervals begin. The best interval is cut
 #: in two so often at most, and until it is narrow; the last one has no end, and is cut at a multiple.
@@ -42,13 +40,20 @@ class GroupTimes:
     Args:
         job: the job.
         classes: of sites.
+        shapes: of groups.
         micro_batches: of the groups' replica.
         groups: of the replica, the fewest and the most.
         longest_s: of a layer; what takes longer is of no interest.
     """
 
     def __init__(
-        self, job: Job, classes: Sequence[SiteClass], micro_batches: int, groups: Span, longest_s: float
+        self,
+        job: Job,
+        classes: Sequence[SiteClass],
+        shapes: Sequence[Shape],
+        micro_batches: int,
+        groups: Span,
+        longest_s: float,
     ) -> None:
         workload = job.workload()
         self._groups, self._pair = groups[0], groups == (2, 2)
@@ -64,8 +69,8 @@ class GroupTimes:
         weights[-1] += micro_batches - 1
         self._times = np.append(longest_s * np.geomspace(_SHORTEST, 1, _TIMES), np.inf)
         self._sites = [SiteTimes(job, site, weights / weights.sum(), groups, self._times) for site in classes]
-        self._token_rates = np.array([site.token_rate for site in self._sites])
-        self._head_rates = np.array([site.head_rate for site in self._sites])
+        self._a_token = seconds_a_token(shapes, self._sites, self._heads)
+        self._used = used(shapes, len(classes))
 
     def least(self, shape: Shape, tokens: Floats, depths: Sequence[float]) -> Floats:
         """Seconds that groups with tokens[j] to tokens[j + 1] tokens need at least, [depths, J = tokens - 1].
@@ -129,18 +134,16 @@ class GroupTimes:
         least: Floats = (ends[:-1] + rests[1:]).min(axis=0)
         return least
 
-    def by_rates(self, used: Floats, seconds: float) -> Floats:
-        """Tokens at most of groups with so many units of each class: by their best rates, and all memory.
+    def by_rates(self, seconds: float) -> Floats:
+        """Tokens at most of groups of all shapes: by units' best rates, and all their memory.
 
         Args:
-            used: units, [groups, classes].
             seconds: of a layer.
         """
-        token, attention = used @ self._token_rates, used @ self._head_rates
-        most: Floats = seconds / (1 / token + self._heads / attention)
+        most = seconds / self._a_token
         for rooms in self._rooms:
             each = rooms[0].each_held + rooms[0].each_attended(self._groups)
-            most = np.minimum(most, used @ np.array([room.left for room in rooms]) / each)
+            most = np.minimum(most, self._used @ np.array([room.left for room in rooms]) / each)
         return most
 
     def _dealt(self, costs: Sequence[Floats]) -> Floats:

@@ -20,15 +20,15 @@ from ortools.linear_solver import pywraplp
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Bools, Floats
-from megatron_hexi.planner.bound.columns import GroupTimes, Shape
+from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.demand import Span
 from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.placing import placed
-from megatron_hexi.planner.bound.site_times import SiteClass
+from megatron_hexi.planner.bound.site_times import Shape, SiteClass, used
 from megatron_hexi.planner.layout import Grouping
 
 #: Up to so many shapes are packed, and so many of them worked out.
-_MOST_SHAPES = 600
+_MOST_SHAPES = 1300
 _WORKED_OUT = 200
 #: Bounds of tokens between which a shape's time is worked out, as parts of the most by its rates: close
 #: together above a half, where shapes of the optimum are.
@@ -36,8 +36,6 @@ _BOUNDS = np.concatenate([np.geomspace(0.005, 0.5, 32, endpoint=False), np.linsp
 #: Where a group may be among the nested ones; what its depth costs (demand.price).
 _DEPTHS = tuple((number / 4, (number + 1) / 4) for number in range(4))
 _TILTS = (0.0, 0.5, 1.0)
-#: Whole groups are sought in so many nodes of a branch and bound at most.
-_NODES = 200
 #: The bound is found to this part; what the linear program's rounding may take away.
 _PRECISION, _ROUNDING = 1e-3, 1e-6
 #: Micro-batches of a replica, and the fewest and the most groups of it: how a group is used.
@@ -72,10 +70,7 @@ class Packing:
         self._tokens = self._length * (job.global_batch_size // job.micro_batch_size)
         self._shapes = list(_shapes(classes))
         #: Units of each class, [shapes, classes].
-        self._used = np.zeros((len(self._shapes), len(classes)))
-        for number, shape in enumerate(self._shapes):
-            for place, units in shape:
-                self._used[number, place] += units
+        self._used = used(self._shapes, len(classes))
         self._units = [site.size * site.count for site in classes]
         most = sum(self._units)
         spans = [(few, many) for few, many in (_ONE, (2, 2), (3, most)) if few <= most]
@@ -83,7 +78,7 @@ class Packing:
         self._boxes = [((1, most), spans)] if several else [(span, [span]) for span in spans]
         self._longest = {count: self._layer_s(longest_s, count) for count in turns}
         self._times = {
-            (count, groups): GroupTimes(job, classes, count, groups, self._longest[count])
+            (count, groups): GroupTimes(job, classes, self._shapes, count, groups, self._longest[count])
             for groups in spans
             for count in (turns if job.pipeline_parallel > 1 else turns[:1])
         }
@@ -115,10 +110,9 @@ class Packing:
                 continue
             ways = list(itertools.product(self._turns, groups))
             worth, _ = self._worths(iteration_s, span, ways, 0.0)
-            _, packed = _Program(self._used, self._units, span, whole=True).solve(worth.max(axis=0))
-            shapes = [self._shapes[number] for number, count in packed.items() for _ in range(round(count))]
-            if shapes:
-                yield placed(self._classes, shapes)
+            packed = _Program(self._used, self._units, span).whole(worth.max(axis=0))
+            if packed:
+                yield placed(self._classes, [self._shapes[number] for number in packed])
 
     def _layer_s(self, iteration_s: float, count: int) -> float:
         stages = self._job.pipeline_parallel
@@ -170,7 +164,7 @@ class Packing:
     def _by_rates(self, way: _Way, layer_s: float) -> Floats:
         """Tokens that each shape takes at most by its best rates and all its memory, in all micro-batches."""
         count, groups = way
-        tokens = np.minimum(self._group_times(way).by_rates(self._used, layer_s), self._length)
+        tokens = np.minimum(self._group_times(way).by_rates(layer_s), self._length)
         # A replica's only group has them all.
         return count * (np.where(tokens < self._length, 0.0, tokens) if groups == _ONE else tokens)
 
@@ -185,7 +179,7 @@ class Packing:
         if way[1] == _ONE:
             tokens = np.array([self._length])
             return tokens, times.least(units, tokens, [1.0])
-        most = min(self._length, float(times.by_rates(self._used[[shape]], self._longest[way[0]])[0]))
+        most = min(self._length, float(times.by_rates(self._longest[way[0]])[shape]))
         tokens = most * _BOUNDS
         return tokens, times.least(units, tokens, [deepest for _, deepest in _DEPTHS])
 
@@ -211,21 +205,19 @@ class _Program:
         used: units of each class, [shapes, classes].
         units: that there are.
         span: the fewest and the most groups.
-        whole: whether only whole groups count.
     """
 
-    def __init__(self, used: Floats, units: Sequence[int], span: Span, whole: bool = False) -> None:
-        self._solver = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
-        if whole:
-            self._solver.SetSolverSpecificParametersAsString(f"limits/nodes = {_NODES}")
-        rows = [self._solver.Constraint(0, float(most)) for most in units]
-        groups = self._solver.Constraint(*map(float, span))
+    def __init__(self, used: Floats, units: Sequence[int], span: Span) -> None:
+        self._used, self._units, self._span = used, np.array(units, dtype=float), span
+        self._solver = pywraplp.Solver.CreateSolver("GLOP")
+        self._rows = [self._solver.Constraint(0, float(most)) for most in units]
+        self._groups = self._solver.Constraint(*map(float, span))
         self._goal = self._solver.Objective()
         self._goal.SetMaximization()
-        self._shapes = [self._solver.Var(0, inf, whole, "") for _ in used]
+        self._shapes = [self._solver.NumVar(0, inf, "") for _ in used]
         for shape, counts in zip(self._shapes, used.tolist(), strict=True):
-            groups.SetCoefficient(shape, 1)
-            for row, count in zip(rows, counts, strict=True):
+            self._groups.SetCoefficient(shape, 1)
+            for row, count in zip(self._rows, counts, strict=True):
                 if count:
                     row.SetCoefficient(shape, count)
 
@@ -233,10 +225,27 @@ class _Program:
         """The most that is packed, and how many of the shapes in use; infinite if there is no answer."""
         for shape, value in zip(self._shapes, worth.tolist(), strict=True):
             self._goal.SetCoefficient(shape, value)
-        if self._solver.Solve() not in (pywraplp.Solver.OPTIMAL, pywraplp.Solver.FEASIBLE):
+        if self._solver.Solve() != pywraplp.Solver.OPTIMAL:
             return inf, {}
         amounts = [shape.solution_value() for shape in self._shapes]
         return self._goal.Value(), {number: amount for number, amount in enumerate(amounts) if amount > 0}
+
+    def whole(self, worth: Floats) -> list[int]:
+        """Shapes of whole groups: what is packed most is taken, and the rest packed again (diving)."""
+        left, taken = self._units, list[int]()
+        while True:
+            for row, most in zip(self._rows, left.tolist(), strict=True):
+                row.SetUb(most)
+            for shape, fits in zip(self._shapes, (self._used <= left).all(axis=1).tolist(), strict=True):
+                shape.SetUb(inf if fits else 0)
+            self._groups.SetBounds(*(max(0.0, float(end - len(taken))) for end in self._span))
+            _, packed = self.solve(worth)
+            if not packed:
+                return taken
+            most = max(packed, key=lambda shape: (packed[shape], -shape))
+            groups = max(1, int(packed[most] + _ROUNDING))
+            left = left - groups * self._used[most]
+            taken += [most] * groups
 
 
 def packable(classes: Sequence[SiteClass]) -> bool:

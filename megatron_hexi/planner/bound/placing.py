@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megatron_hexi.planner.bound.columns import Shape
-from megatron_hexi.planner.bound.site_times import SiteClass
+from megatron_hexi.planner.bound.site_times import Shape, SiteClass
 from megatron_hexi.planner.layout import Grouping
 
 

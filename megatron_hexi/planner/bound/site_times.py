@@ -19,6 +19,10 @@ from megatron_hexi.planner.room import Room
 _SIZES = 12_000
 
 
+#: Units of a group on each of its sites: (class of site, units).
+Shape = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class SiteClass:
     """Sites that are alike.
@@ -42,6 +46,15 @@ class SiteClass:
     def count(self) -> int:
         """How many there are."""
         return len(self.sites)
+
+
+def used(shapes: Sequence[Shape], classes: int) -> Floats:
+    """Units of each class in groups of some shapes, [shapes, classes]."""
+    units = np.zeros((len(shapes), classes))
+    for number, shape in enumerate(shapes):
+        for place, count in shape:
+            units[number, place] += count
+    return units
 
 
 class SiteTimes:
