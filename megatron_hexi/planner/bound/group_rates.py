@@ -8,11 +8,12 @@ the others leave it so many at least.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.bound.site_times import Shape, SiteTimes
+from megatron_hexi.planner.bound.site_times import Shape
 
 #: What rounding may take away of whole heads.
 _ROUNDING = 1e-9
@@ -20,7 +21,17 @@ _ROUNDING = 1e-9
 _CHUNK = 256
 
 
-def seconds_a_token(shapes: Sequence[Shape], sites: Sequence[SiteTimes], heads: int) -> Floats:
+class SiteRates(Protocol):
+    """Of a class of sites: what each unit does at most, tokens a second and tokens x heads a second."""
+
+    token_rate: float
+    head_rate: float
+
+    def moving(self, units: int, outside: bool) -> tuple[float, float]:
+        """Seconds a token that so many units send to or receive from other sites, and latency."""
+
+
+def seconds_a_token(shapes: Sequence[Shape], sites: Sequence[SiteRates], heads: int) -> Floats:
     """Seconds of a layer for each token of a group, at least, [shapes].
 
     Args:
@@ -32,7 +43,7 @@ def seconds_a_token(shapes: Sequence[Shape], sites: Sequence[SiteTimes], heads: 
     return np.concatenate([_of_chunk(chunk, sites, heads) for chunk in chunks])
 
 
-def _of_chunk(shapes: Sequence[Shape], sites: Sequence[SiteTimes], heads: int) -> Floats:
+def _of_chunk(shapes: Sequence[Shape], sites: Sequence[SiteRates], heads: int) -> Floats:
     # [shapes, sites of a group]; shapes of fewer sites are filled with sites of no units.
     size = len(shapes), max(map(len, shapes))
     units, token_rate, head_rate, each = (np.zeros(size) for _ in range(4))
