@@ -241,17 +241,19 @@ def price(
         tilt: what a group's depth costs. Weighted by tokens, depths are 1/2 on average: it cancels out.
     """
     factor = np.array([1 - tilt * (shallowest - 0.5) for shallowest, _ in depths])[:, None, None]
-    worth = [
-        (units, ((part * held + (1 - part) * done) * factor).max(axis=(0, 1)), share)
-        for units, held, done, share in offers
-    ]
+    worth = [((part * held + (1 - part) * done) * factor).max(axis=(0, 1)) for _, held, done, _ in offers]
+    highest = max(float((best / share).max()) for best, (*_, share) in zip(worth, offers, strict=True))
+    # All kinds of sites in one array: pieces that there are not are worth nothing.
+    units = np.array([count for count, *_ in offers], dtype=float)
+    best, share = (np.zeros((len(offers), max(map(len, worth)))) for _ in range(2))
+    for number, (most, (*_, shares)) in enumerate(zip(worth, offers, strict=True)):
+        best[number, : len(most)], share[number, : len(most)] = most, shares
 
     def dual(price: float) -> float:
         """The bound for one price of a group."""
-        taken = sum(units * max(0.0, float((best - price * share).max())) for units, best, share in worth)
-        return taken + max(price * groups[0], price * groups[1])
+        taken = units @ np.maximum(0.0, (best - price * share).max(axis=1))
+        return float(taken) + max(price * groups[0], price * groups[1])
 
-    highest = max(float((best / share).max()) for _, best, share in worth)
     return least(dual, -highest, highest)
 
 

@@ -55,12 +55,13 @@ class Filling:
             low, below = np.where(fits, found, low), np.where(fits, loaded, below)
             high, above = np.where(fits, high, found), np.where(fits, above, loaded)
             before, loaded_before = found, loaded
-            # Where a load bends, a secant may leave the interval: then one through both of its ends.
-            between = low + (high - low) * (1 - below) / np.maximum(above - below, _TINY)
-            between = (low + high) / 2 if number % _HALVED == 0 else between
-            between = np.where(np.isnan(below), least, between)
             found = found + (1 - loaded) / slope
-            found = np.where((found > low) & (found < high), found, between)
+            inside = (found > low) & (found < high)
+            if not inside.all():
+                # Where a load bends, a secant may leave the interval: then one through both of its ends.
+                between = low + (high - low) * (1 - below) / np.maximum(above - below, _TINY)
+                between = (low + high) / 2 if number % _HALVED == 0 else between
+                found = np.where(inside, found, np.where(np.isnan(below), least, between))
             found = np.where(close, before, found)
             close |= np.abs(found - before) <= _CLOSE * np.maximum(found, _FEW)
             if close.all():
