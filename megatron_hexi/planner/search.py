@@ -256,4 +256,4 @@ def _rivals(units: int) -> int:
 
 def _polish_budget(units: int) -> int:
     """Layouts that polishing may time: fewer where each takes longer."""
-    return 120 if units <= EXHAUSTIVE else 60 if units <= 16 else 30 if units <= 64 else 6
+    return 120 if units <= EXHAUSTIVE else 60 if units <= 16 else 30 if units <= 64 else 8
