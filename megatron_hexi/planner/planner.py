@@ -74,7 +74,11 @@ def find_plan(
     bound = lower_bound(fleet, data_parallel, best.iteration_s)
     if best.iteration_s > (1 + _LEFT) * bound.iteration_s:
         tell("changes", 0, 1)
-        best = _changed(judge, fleet, best, bound.groupings)
+        found = _changed(judge, fleet, best, bound.groupings)
+        if found is not best:
+            # What a faster plan leaves to be ruled out is less, and is looked at more closely.
+            best, again = found, lower_bound(fleet, data_parallel, found.iteration_s)
+            bound = max(bound, again, key=lambda bound: bound.iteration_s)
     return _planned(fleet, best, bound, baselines, judge.trials, begun)
 
 
