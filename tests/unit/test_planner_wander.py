@@ -1,11 +1,17 @@
 """Random changes of a grouping: every unit stays in one group, and all kinds of changes happen."""
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_hexi.cluster import read_cluster
+from megatron_hexi.cost import Job, read_model
+from megatron_hexi.planner import find_plan
+from megatron_hexi.planner.bound import lower_bound
 from megatron_hexi.planner.search import DomainSearch, grouping_of
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
@@ -47,3 +53,19 @@ def test_a_wander_never_ends_worse_and_ends_alike_twice():
         ends.append(search.wander([grouping_of(found)]))
         assert ends[-1].order <= found.order
     assert ends[0].plan == ends[1].plan
+
+
+def test_what_the_bound_packs_is_a_plan_that_no_list_of_groupings_has(monkeypatch):
+    # 32 GPUs of three models, ten heads a rank: groups of three H100 and an A100, and of one of each kind.
+    known = read_cluster(Path("benchmarks/simulation/clusters/sim-32.yaml"))
+    job = Job(read_model("gpt-13b"), 2**20, tensor_parallel=4, recompute="full")
+    with_bound = find_plan(job, known)
+
+    def unnamed(*case):
+        return replace(lower_bound(*case), groupings=())
+
+    monkeypatch.setattr("megatron_hexi.planner.planner.lower_bound", unnamed)
+    without = find_plan(job, known)
+    assert with_bound.cost.iteration_s < 0.99 * without.cost.iteration_s
+    assert with_bound.bound.iteration_s <= with_bound.cost.iteration_s
+    assert len(with_bound.plan.replicas[0].domain.groups) == 3
