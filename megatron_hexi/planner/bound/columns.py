@@ -28,8 +28,8 @@ from megatron_hexi.planner.bound.site_times import Shape, SiteClass, SiteTimes, 
 
 #: X, as multiples of the least that holds the group's tokens: where intervals begin. The best interval is cut
 #: in two so often at most, and until it is narrow; the last one has no end, and is cut at a multiple.
-_WAITS = (1.0, 1.01, 1.05, 1.2, 1.5, 2.5)
-_REFINED, _NARROW, _LAST = 12, 0.005, 2.0
+_WAITS = (1.0, 1.1)
+_REFINED, _NARROW, _LAST = 9, 0.01, 2.0
 #: Times in which tokens are looked up, and the shortest of them as a part of the longest.
 _TIMES, _SHORTEST = 6_000, 1e-4
 
@@ -69,6 +69,9 @@ class GroupTimes:
         weights[-1] += micro_batches - 1
         self._times = np.append(longest_s * np.geomspace(_SHORTEST, 1, _TIMES), np.inf)
         self._sites = [SiteTimes(job, site, weights / weights.sum(), groups, self._times) for site in classes]
+        #: Of a site with so many heads: their part, and what must at least move of a token, [H + 1, 1].
+        self._parts = np.arange(self._heads + 1)[:, None] / self._heads
+        self._mixed = self._parts * (1 - self._parts)
         self._a_token = seconds_a_token(shapes, self._sites, self._heads)
         self._used = used(shapes, len(classes))
 
@@ -110,13 +113,13 @@ class GroupTimes:
         """
         total = sum(units * self._sites[place].held for place, units in shape)
         least_x = np.append(0.0, self._times)[np.searchsorted(total, low)]
-        memory = self._memory_of(shape, low, high)
+        memory, whole = self._memory_of(shape, low, high), self._with_latency(shape, busy)
 
         def rest(until: Floats) -> Floats:
             """A + Y if X is no longer."""
             place_of = np.searchsorted(self._times, until)
             held = [units * self._sites[place].held[place_of] for place, units in shape]
-            costs = self._with_all_to_alls(shape, memory, busy, held, low)
+            costs = self._with_all_to_alls(shape, memory, whole, held, low)
             return memory.dealt(self._dealt(costs), costs, held)
 
         # X is in one of these intervals; A + Y is what it is at the longer end at least.
@@ -162,22 +165,37 @@ class GroupTimes:
         self,
         shape: Shape,
         memory: GroupMemory,
-        busy: Sequence[Floats],
+        costs: Sequence[Floats],
         held: Sequence[Floats],
         tokens: Floats,
     ) -> list[Floats]:
-        """Seconds of A + Y of each site with so many heads or more, [H + 1, J]."""
-        parts, costs = np.arange(self._heads + 1)[:, None] / self._heads, []
-        for number, ((place, units), seconds) in enumerate(zip(shape, busy, strict=True)):
-            cost = np.concatenate([np.zeros((1, len(tokens))), seconds])
+        """Seconds of A + Y of each site with so many heads or more, [H + 1, J].
+
+        Args:
+            shape: the group's units.
+            memory: of its sites.
+            costs: Y of each site and the latency of its all-to-alls, [H + 1, J].
+            held: of each site, tokens at most, [J].
+            tokens: of the group, at least, [J].
+        """
+        found, parts = [], self._parts
+        for number, ((place, units), cost) in enumerate(zip(shape, costs, strict=True)):
             if len(shape) > 1:
-                each, latency = self._sites[place].moving(units, outside=True)
                 here, elsewhere = memory.capacities(number, held)
-                leave = (1 - parts) * np.maximum(0.0, tokens - elsewhere)
-                come = parts * np.maximum(0.0, tokens - here)
-                moved = np.maximum(np.maximum(leave, come), parts * (1 - parts) * tokens)
-                cost = cost + each * moved + np.where((parts > 0) & (parts < 1), latency, 0.0)
-            costs.append(np.minimum.accumulate(cost[::-1], axis=0)[::-1])
+                moved = np.maximum(
+                    (1 - parts) * np.maximum(0.0, tokens - elsewhere), parts * np.maximum(0.0, tokens - here)
+                )
+                moved = np.maximum(moved, self._mixed * tokens)
+                cost = cost + self._sites[place].moving(units, outside=True)[0] * moved
+            found.append(np.minimum.accumulate(cost[::-1], axis=0)[::-1])
+        return found
+
+    def _with_latency(self, shape: Shape, busy: Sequence[Floats]) -> list[Floats]:
+        """Y of each site with so many heads, from none, and the latency of its all-to-alls, [H + 1, J]."""
+        costs = [np.concatenate([np.zeros((1, seconds.shape[1])), seconds]) for seconds in busy]
+        if len(shape) > 1:
+            for (place, units), cost in zip(shape, costs, strict=True):
+                cost[1:-1] += self._sites[place].moving(units, outside=True)[1]
         return costs
 
     def _memory_of(self, shape: Shape, low: Floats, high: Floats) -> GroupMemory:
