@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -10,6 +11,8 @@ from typing import ClassVar
 EXIT_USER_ERROR = 2
 #: Exit code where the input is right, but no plan fits in memory.
 EXIT_NO_PLAN = 3
+#: Seconds in which the other ranks of a job start and find a mistake too.
+_OTHERS_S = 3.0
 
 
 class HexiError(ValueError):
@@ -47,7 +50,8 @@ class PlatformError(HexiError):
 def user_errors() -> Iterator[None]:
     """Turn a `HexiError` into one line on standard error and its exit code; let everything else through.
 
-    Under torchrun or srun the line names the rank.
+    Under torchrun or srun the line names the rank. torchrun ends all ranks as soon as one has ended: a rank
+    gives the others a moment, for most mistakes are found by all of them, some a little later.
 
     Raises:
         SystemExit: the user's input is wrong.
@@ -57,4 +61,6 @@ def user_errors() -> Iterator[None]:
     except HexiError as problem:
         rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print(f"hexi: error: {rank}{problem}", file=sys.stderr, flush=True)
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1":
+            time.sleep(_OTHERS_S)
         raise SystemExit(problem.exit_code) from None
