@@ -88,12 +88,10 @@ class DomainSearch:
 
         Changes begin at the one that promises most, and at the one that is best in the end.
         """
-        tried, budget = (
-            [self._try(grouping) for grouping in groupings],
-            _polish_budget(len(self._fleet.units)),
-        )
-        ended = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in tried]
-        ended = [polish(self._judge, trial, budget) for trial in ended]
+        budget = _polish_budget(len(self._fleet.units))
+        tried = [self._try(grouping) for grouping in groupings]
+        balanced = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in tried]
+        ended = [polish(self._judge, trial, budget) for trial in balanced]
         starts = grouping_of(min(tried, key=_promise)), grouping_of(min(ended, key=_order))
         for start in dict.fromkeys(starts):
             self._wander_from(start)
