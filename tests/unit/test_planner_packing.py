@@ -11,7 +11,7 @@ from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.load import Load
-from megatron_hexi.planner.bound.packing import Packing, _Program, _shapes, packable
+from megatron_hexi.planner.bound.packing import Packing, _Program, packable, shapes_of
 from megatron_hexi.planner.bound.placing import placed
 from megatron_hexi.planner.bound.site_times import SiteClass
 from megatron_hexi.planner.layout import Layout, Part
@@ -22,6 +22,7 @@ from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
 
 FEW_HEADS = [("fast", "DOUBLE", 1), ("slow", "PLAIN", 1)]
+ANY = [(0.0, 1.0)]
 BOTH = [((0, 1), (1, 1))]
 
 
@@ -62,7 +63,7 @@ def test_the_least_time_of_a_group_is_close_to_that_of_its_best_deal(bandwidth, 
     fleet = find_units(job, cluster(FEW_HEADS, bandwidth=bandwidth))
     best_s = best_by_hand(fleet, 1)
     times = GroupTimes(fleet.job, site_classes(fleet), BOTH, 1, (1, 1), best_s)
-    least_s = float(times.least(((0, 1), (1, 1)), np.array([float(job.seq_length)]), [1.0])[0, 0])
+    least_s = float(times.least(((0, 1), (1, 1)), np.array([float(job.seq_length)]), ANY)[0, 0])
     # What all-to-alls hide at best, they need not hide here.
     assert (0.8 if bandwidth == 1 else 0.93) * best_s <= least_s * job.stage_layers <= best_s
 
@@ -77,7 +78,7 @@ def test_memory_that_heads_and_tokens_share_slows_a_group_down():
         room = Room(fleet.job, 0, usable * GIB, len(fleet.units))
         tight = [SiteClass([[0]], classes[0].loads, [[room]]), classes[1]]
         times = GroupTimes(fleet.job, tight, BOTH, 1, (1, 1), 100.0)
-        seconds.append(float(times.least(((0, 1), (1, 1)), np.array([2.0**18]), [1.0])[0, 0]))
+        seconds.append(float(times.least(((0, 1), (1, 1)), np.array([2.0**18]), ANY)[0, 0]))
     assert seconds[0] * 1.05 < seconds[1] < np.inf
 
 
@@ -94,9 +95,9 @@ def test_two_groups_wait_for_the_keys_of_their_only_step(bandwidth):
     alone = ((1, 1),)
     assert bound.iteration_s <= best_s * 1.05
     # With more groups than two, other steps hide the last keys.
-    assert pair.least(alone, tokens, [1.0]) >= many.least(alone, tokens, [1.0])
+    assert pair.least(alone, tokens, ANY) >= many.least(alone, tokens, ANY)
     if bandwidth == 2:
-        assert pair.least(alone, tokens, [1.0]) > 1.05 * many.least(alone, tokens, [1.0])
+        assert pair.least(alone, tokens, ANY) > 1.05 * many.least(alone, tokens, ANY)
 
 
 def test_whole_groups_bound_what_pieces_let_pass(monkeypatch):
@@ -111,7 +112,7 @@ def test_whole_groups_bound_what_pieces_let_pass(monkeypatch):
 def test_every_choice_of_units_is_a_shape_once():
     fleet = find_units(tiny_job(), cluster([("a", "DOUBLE", 2), ("b", "PLAIN", 3)]))
     twice = SiteClass([[0, 1], [2, 3]], [], [])
-    shapes = list(_shapes([twice, SiteClass([[4, 5, 6]], [], [])]))
+    shapes = list(shapes_of([twice, SiteClass([[4, 5, 6]], [], [])]))
     assert len(shapes) == len(set(shapes)) == comb(4, 2) * 4 - 1
     assert ((0, 2), (0, 1), (1, 3)) in shapes
     assert packable(site_classes(fleet))
@@ -152,7 +153,7 @@ def test_groups_that_hold_most_become_groupings_of_all_units():
         assert sorted(unit for group in grouping for unit in group) == list(range(6))
 
 
-def test_shapes_are_placed_where_the_fewest_units_are_left():
+def testshapes_of_are_placed_where_the_fewest_units_are_left():
     twice, once = SiteClass([[0, 1], [2, 3]], [], []), SiteClass([[4, 5, 6]], [], [])
     # A group on both sites of a class, and one unit of the other class.
     assert placed([twice, once], [((0, 1), (0, 1), (1, 1))]) == ((0, 2, 4), (1, 3, 5, 6))

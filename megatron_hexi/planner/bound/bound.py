@@ -27,23 +27,27 @@ site's links, which does not pay at the prices of holding a token and of its att
 Where memory is full, it may: then it holds as many as there is room for beside those that it attends to
 (room.py), and the price of holding goes up to what a token takes of memory.
 
-Where units can form few shapes of groups, whole groups are looked at besides (packing.py).
+Where units can form few shapes of groups, whole groups are looked at besides (packing.py); of several
+replicas, where these can have few shapes, each by itself (replicas.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner.bound.demand import Box, Demand, Site
-from megatron_hexi.planner.bound.gradients import least_ring
+from megatron_hexi.planner.bound.gradients import Ring, least_ring
 from megatron_hexi.planner.bound.load import Load
-from megatron_hexi.planner.bound.packing import Packing, packable
+from megatron_hexi.planner.bound.packing import Packing, packable, shapes_of
 from megatron_hexi.planner.bound.piece import Pieces
 from megatron_hexi.planner.bound.prices import Prices, token_prices
-from megatron_hexi.planner.bound.site_times import SiteClass
+from megatron_hexi.planner.bound.replicas import Replicas
+from megatron_hexi.planner.bound.site_times import Shape, SiteClass
 from megatron_hexi.planner.choose import single_sites
 from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.links import Links, best_links
@@ -54,6 +58,8 @@ from megatron_hexi.planner.units import Fleet
 _CLOSE = 0.01
 #: Up to so many micro-batches of a replica are looked at one by one; beyond, communication is left out.
 _TURNS = 32
+#: Up to so many choices of a replica's units are looked at.
+_MOST_REPLICAS = 100
 
 
 @dataclass(frozen=True)
@@ -118,14 +124,65 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
         classes = [SiteClass(site.sites, site.pieces.loads, site.pieces.rooms) for site in demand.sites]
         if packable(classes):
             packing = Packing(job, classes, demand.turns, demand.several, ring, found_s)
-            least_s = packing.least_s(least_s, found_s)
-            aims = (least_s, (least_s + found_s) / 2)
+            choices = _choices(fleet, classes, data_parallel) if demand.several else ()
+            if 0 < len(choices) <= _MOST_REPLICAS:
+                least_s = _replicas(fleet, classes, choices, demand, found_s).least_s(least_s, found_s)
+            else:
+                least_s = packing.least_s(least_s, found_s)
+            # Replicas that are given have groups of their own.
+            aims = (least_s, (least_s + found_s) / 2) if data_parallel in (None, 1) else ()
             groupings = tuple(dict.fromkeys(one for aim in aims for one in packing.groupings(aim)))
     counted = Bound(least_s, "compute and communication", groupings)
     return max(plain, counted, key=lambda bound: bound.iteration_s)
 
 
-def _sites(fleet: Fleet, crosses: bool, prices: Prices) -> Iterator[Site]:
+def _choices(fleet: Fleet, classes: Sequence[SiteClass], data_parallel: int | None) -> Sequence[Shape]:
+    """Units that a replica may have; of a given number of replicas, all are equal in size."""
+    most = len(fleet.units) // (data_parallel or 1)
+    return [shape for shape in shapes_of(classes) if sum(units for _, units in shape) <= most]
+
+
+def _replicas(
+    fleet: Fleet, classes: Sequence[SiteClass], shapes: Sequence[Shape], demand: Demand, longest_s: float
+) -> Replicas:
+    """Replicas on such units."""
+    job, ring, stages = fleet.job, demand.ring, fleet.job.pipeline_parallel
+    parts = [fleet.subset(_members(classes, shape)) for shape in shapes]
+    rates = np.array([part.ceiling_tokens_per_s for part in parts]) / (job.seq_length * job.micro_batch_size)
+    packings: dict[tuple[int, int], Packing] = {}
+
+    def may(number: int, count: int, each_s: float) -> bool:
+        # Without a pipeline, micro-batches are alike: one of them is looked at.
+        turns = count if stages > 1 else 1
+        passes = turns + stages - 1
+        if (number, count) not in packings:
+            most_s = passes * ring.micro_batch_s(longest_s, count, stages)
+            packings[number, count] = _alone(parts[number], turns, len(fleet.units), most_s)
+        return packings[number, count].suffices(passes * each_s)
+
+    units = [site.size * site.count for site in classes]
+    together = job.global_batch_size // job.micro_batch_size
+    return Replicas(shapes, units, demand.turns, together, stages, ring, rates, may)
+
+
+def _members(classes: Sequence[SiteClass], shape: Shape) -> list[int]:
+    """Units of a shape."""
+    sites = [iter(of_class.sites) for of_class in classes]
+    return [unit for place, units in shape for unit in next(sites[place])[:units]]
+
+
+def _alone(fleet: Fleet, micro_batches: int, shards: int, longest_s: float) -> Packing:
+    """A replica on all of a fleet's units, beside others."""
+    job = replace(fleet.job, data_parallel=1, global_batch_size=micro_batches * fleet.job.micro_batch_size)
+    alone, crosses = replace(fleet, job=job), len(fleet.sites) > 1
+    classes = [
+        SiteClass(site.sites, site.pieces.loads, site.pieces.rooms)
+        for site in _sites(alone, crosses, Prices((1.0,), {}, {}), shards)
+    ]
+    return Packing(job, classes, [micro_batches], False, Ring(), longest_s)
+
+
+def _sites(fleet: Fleet, crosses: bool, prices: Prices, shards: int | None = None) -> Iterator[Site]:
     job, stages = fleet.job, range(fleet.job.pipeline_parallel)
     classes: dict[tuple[int, tuple[Links, ...], int], list[tuple[int, ...]]] = {}
     for site in fleet.sites:
@@ -136,7 +193,7 @@ def _sites(fleet: Fleet, crosses: bool, prices: Prices) -> Iterator[Site]:
         loads = [Load(job, device_speeds(kind.devices[s], job), links[s], size, s) for s in stages]
         usable = [device.usable_gib * GIB for device in kind.devices]
         rooms = [
-            [Room(job, s, usable[s], len(fleet.units), micro_batches=kept) for s in stages]
+            [Room(job, s, usable[s], shards or len(fleet.units), micro_batches=kept) for s in stages]
             for kept in range(1, job.pipeline_parallel + 1)
         ]
         yield Site(

@@ -21,10 +21,11 @@ import numpy as np
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.plan.parts import BUSY_ROWS
 from megatron_hexi.planner.bound.demand import Span
 from megatron_hexi.planner.bound.group_memory import GroupMemory
 from megatron_hexi.planner.bound.group_rates import seconds_a_token
-from megatron_hexi.planner.bound.site_times import Shape, SiteClass, SiteTimes, used
+from megatron_hexi.planner.bound.site_times import Depth, Shape, SiteClass, SiteTimes, used
 
 #: X, as multiples of the least that holds the group's tokens: where intervals begin. The best interval is cut
 #: in two so often at most, and until it is narrow; the last one has no end, and is cut at a multiple.
@@ -44,6 +45,7 @@ class GroupTimes:
         micro_batches: of the groups' replica.
         groups: of the replica, the fewest and the most.
         longest_s: of a layer; what takes longer is of no interest.
+        halves: whether all-to-alls travel in two (plan/parts.py); ``None``: whatever is better.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class GroupTimes:
         micro_batches: int,
         groups: Span,
         longest_s: float,
+        halves: bool | None = None,
     ) -> None:
         workload = job.workload()
+        self._halves = halves
         self._groups, self._pair = groups[0], groups == (2, 2)
         #: Memory of each stage on each class of sites, beside the micro-batches that a pipeline keeps.
         kept = [site.rooms[min(micro_batches, len(site.rooms)) - 1] for site in classes]
@@ -68,39 +72,42 @@ class GroupTimes:
         weights = np.ones(job.pipeline_parallel)
         weights[-1] += micro_batches - 1
         self._times = np.append(longest_s * np.geomspace(_SHORTEST, 1, _TIMES), np.inf)
-        self._sites = [SiteTimes(job, site, weights / weights.sum(), groups, self._times) for site in classes]
+        self._sites = [
+            SiteTimes(job, site, weights / weights.sum(), groups, halves, self._times) for site in classes
+        ]
         #: Of a site with so many heads: their part, and what must at least move of a token, [H + 1, 1].
         self._parts = np.arange(self._heads + 1)[:, None] / self._heads
         self._mixed = self._parts * (1 - self._parts)
         self._a_token = seconds_a_token(shapes, self._sites, self._heads)
         self._used = used(shapes, len(classes))
 
-    def least(self, shape: Shape, tokens: Floats, depths: Sequence[float]) -> Floats:
+    def least(self, shape: Shape, tokens: Floats, depths: Sequence[Depth]) -> Floats:
         """Seconds that groups with tokens[j] to tokens[j + 1] tokens need at least, [depths, J = tokens - 1].
 
         Args:
             shape: the group's units.
             tokens: ascending; a single number: of groups with as many.
-            depths: as of `Pieces.most`, ascending.
+            depths: of the group's middle among the nested ones, at least and at most, ascending.
         """
         low, high = (tokens[:-1], tokens[1:]) if len(tokens) > 1 else (tokens, tokens)
-        busy = [self._busy(shape, low, high, depth) for depth in (depths[0], depths[-1])]
-        if all((one == other).all() for one, other in zip(*busy, strict=True)):
+        many, first = len(depths), slice(len(low))
+        busy = self._busy(shape, low, high, depths)
+        if many > 1 and all((whole == np.tile(whole[:, first], many)).all() for whole in busy):
             # No keys are waited for, whatever the depth.
-            return np.tile(self._in_all(shape, busy[0], low, high), (len(depths), 1))
-        between = [self._busy(shape, low, high, depth) for depth in depths[1:-1]]
-        # All depths at once: side by side.
-        whole = [np.concatenate(parts, axis=1) for parts in zip(busy[0], *between, busy[1], strict=True)]
-        many = len(depths)
-        return self._in_all(shape, whole, np.tile(low, many), np.tile(high, many)).reshape(many, -1)
+            found = self._in_all(shape, [whole[:, first] for whole in busy], low, high)
+            return np.tile(found, (many, 1))
+        return self._in_all(shape, busy, np.tile(low, many), np.tile(high, many)).reshape(many, -1)
 
-    def _busy(self, shape: Shape, low: Floats, high: Floats, depth: float) -> list[Floats]:
-        """Y of each site by its heads, [H, J]; of a group on one site with the all-to-alls inside it."""
+    def _busy(self, shape: Shape, low: Floats, high: Floats, depths: Sequence[Depth]) -> list[Floats]:
+        """Y of each site by its heads, all depths side by side, [H, depths x J].
+
+        Of a group on one site, with the all-to-alls inside it.
+        """
         if len(shape) > 1:
-            return [self._sites[place].busy(units, low, high, depth) for place, units in shape]
+            return [self._sites[place].busy(units, low, high, depths) for place, units in shape]
         [(place, units)] = shape
-        seconds = self._sites[place].busy_alone(units, low, high, depth)
-        return [np.broadcast_to(seconds, (self._heads, len(low)))]
+        seconds = self._sites[place].busy_alone(units, low, high, depths)
+        return [np.broadcast_to(seconds, (self._heads, len(seconds)))]
 
     def _in_all(self, shape: Shape, busy: Sequence[Floats], low: Floats, high: Floats) -> Floats:
         """X + A + Y at their least together, [J].
@@ -111,16 +118,19 @@ class GroupTimes:
             low: tokens of the group, at least, [J].
             high: at most.
         """
-        total = sum(units * self._sites[place].held for place, units in shape)
-        least_x = np.append(0.0, self._times)[np.searchsorted(total, low)]
+        together = np.sum([units * self._sites[place].held for place, units in shape], axis=0)
+        least_x = np.append(0.0, self._times)[np.searchsorted(together, low)]
         memory, whole = self._memory_of(shape, low, high), self._with_latency(shape, busy)
+        a_head = [self._sites[place].a_head(low, high) for place, _ in shape]
+        busiest, inside = self._busiest(a_head, high), self._with_inside(shape, a_head, low)
 
         def rest(until: Floats) -> Floats:
             """A + Y if X is no longer."""
             place_of = np.searchsorted(self._times, until)
             held = [units * self._sites[place].held[place_of] for place, units in shape]
-            costs = self._with_all_to_alls(shape, memory, whole, held, low)
-            return memory.dealt(self._dealt(costs), costs, held)
+            costs = self._with_all_to_alls(shape, memory, whole, inside, held, low)
+            dealt: Floats = np.maximum(memory.dealt(self._dealt(costs), costs, held), busiest)
+            return dealt
 
         # X is in one of these intervals; A + Y is what it is at the longer end at least.
         ends = np.array([*(wait * least_x for wait in _WAITS), np.full(len(low), np.inf)])
@@ -136,6 +146,13 @@ class GroupTimes:
             ends, rests = np.take_along_axis(ends, order, axis=0), np.take_along_axis(rests, order, axis=0)
         least: Floats = (ends[:-1] + rests[1:]).min(axis=0)
         return least
+
+    def _busiest(self, a_head: Sequence[Floats], high: Floats) -> Floats:
+        """Attention of the member with most heads, which are enough to be cut in two, [J]."""
+        if not self._halves:
+            return np.zeros(len(high))
+        heads = np.ceil(2 * BUSY_ROWS / high)
+        return np.where(heads <= self._heads, heads * np.minimum.reduce(a_head), np.inf)
 
     def by_rates(self, seconds: float) -> Floats:
         """Tokens at most of groups of all shapes: by units' best rates, and all their memory.
@@ -166,6 +183,7 @@ class GroupTimes:
         shape: Shape,
         memory: GroupMemory,
         costs: Sequence[Floats],
+        inside: Sequence[Floats],
         held: Sequence[Floats],
         tokens: Floats,
     ) -> list[Floats]:
@@ -175,6 +193,7 @@ class GroupTimes:
             shape: the group's units.
             memory: of its sites.
             costs: Y of each site and the latency of its all-to-alls, [H + 1, J].
+            inside: A + Y of each site at least, if all-to-alls inside it count, [H + 1, J].
             held: of each site, tokens at most, [J].
             tokens: of the group, at least, [J].
         """
@@ -187,7 +206,34 @@ class GroupTimes:
                 )
                 moved = np.maximum(moved, self._mixed * tokens)
                 cost = cost + self._sites[place].moving(units, outside=True)[0] * moved
+                cost = np.maximum(cost, inside[number])
             found.append(np.minimum.accumulate(cost[::-1], axis=0)[::-1])
+        return found
+
+    def _with_inside(self, shape: Shape, a_head: Sequence[Floats], tokens: Floats) -> list[Floats]:
+        """Seconds of A + attention of each site of a group on several, by its heads, [H + 1, J].
+
+        Of a site's h heads, a member with b of them takes in b / H of all tokens but its own, and sends
+        1 - b / H of these. So if the site holds T tokens, T b / H (1 - b / h) at least come from inside or
+        stay there. With the member's attention, in proportion to b, that is least for the fewest heads that
+        the busiest one may have, or for all h. The more tokens the site holds, the fewer cross its border: T
+        is what makes both take the same time.
+
+        Args:
+            shape: the group's units.
+            a_head: of each site, attention of a unit with one head, [J].
+            tokens: of the group, at least, [J].
+        """
+        found, parts = list[Floats](), self._parts
+        heads = np.arange(self._heads + 1)[:, None]
+        for (place, units), head_s in zip(shape if len(shape) > 1 else (), a_head, strict=False):
+            site, most = self._sites[place], np.ceil(heads / units)
+            outside, inside = site.moving(units, outside=True)[0], site.moving(1, outside=False)[0]
+            stays = inside * most / self._heads * (1 - most / np.maximum(heads, 1))
+            border, rises = outside * parts, np.maximum(outside * (1 - parts), stays)
+            even = border * rises / np.maximum(border + rises, 1e-300) * tokens
+            by_one = np.maximum(outside * self._mixed * tokens, (heads - most) * head_s)
+            found.append(most * head_s + np.minimum(even, by_one))
         return found
 
     def _with_latency(self, shape: Shape, busy: Sequence[Floats]) -> list[Floats]:

@@ -44,6 +44,8 @@ class Load:
         self._best = replace(speeds, full=passes)
         self._all_heads, self._all_kv = workload.local_heads, workload.local_kv_heads
         self.ratio, self._causal = workload.queries_per_kv, workload.causal
+        #: Part of an inner group's queries or an outer group's keys that see each other, each way.
+        self.shown = 0.5 if self._causal else 1.0
         #: Whether groups may be on several sites.
         self.crosses = links.outside > 0
         units, heads = np.meshgrid(np.arange(1, size + 1), np.arange(1, self._all_heads + 1), indexing="ij")
@@ -62,6 +64,8 @@ class Load:
         self.token_bytes = (self.again + 1) * columns * self._element
         #: What a pass moves of them, shown or hidden, as a part of that.
         self._of_a_pass = (1 + self._all_heads / columns) / (self.again + 1)
+        #: The same as `token_bytes` where nothing travels in halves.
+        self.whole_token_bytes = self.token_bytes * (1 + self._all_heads / columns)
         self._move_each, self._move_latency = self._all_to_all()
         self._move_seconds = self.token_bytes / links.outside if links.outside else 0.0
 
@@ -189,7 +193,7 @@ class Load:
             time = np.maximum(time, abroad * size / (links.outside * lanes))
         return time
 
-    def keys_seen(self, group: Floats, depth: float) -> Floats:
+    def keys_seen(self, group: Floats, depth: Floats | float) -> Floats:
         """Tokens of other groups whose keys a group needs.
 
         Half of each one outside it and all of each one inside it: S (1 - depth / 2) less 3/4 of its own, and

@@ -20,6 +20,7 @@ from ortools.linear_solver import pywraplp
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Bools, Floats
+from megatron_hexi.plan.parts import BUSY_ROWS
 from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.demand import Span
 from megatron_hexi.planner.bound.gradients import Ring
@@ -29,17 +30,28 @@ from megatron_hexi.planner.layout import Grouping
 
 #: Up to so many shapes are packed, and so many of them worked out.
 _MOST_SHAPES = 1300
-_WORKED_OUT = 200
+_WORKED_OUT = 400
 #: Bounds of tokens between which a shape's time is worked out, as parts of the most by its rates: close
 #: together above a half, where shapes of the optimum are.
-_BOUNDS = np.concatenate([np.geomspace(0.005, 0.5, 32, endpoint=False), np.linspace(0.5, 1, 65)])
+_BOUNDS = np.concatenate(
+    [
+        np.geomspace(0.005, 0.1, 8, endpoint=False),
+        np.geomspace(0.1, 0.5, 40, endpoint=False),
+        np.linspace(0.5, 1, 65),
+    ]
+)
+#: Groups whose busiest member has so many times the rows that are worth cutting in two are never too small.
+_LARGE = 4
+#: Of so few shapes, plans of three groups are looked at by themselves.
+_FEW_SHAPES = 50
 #: Where a group may be among the nested ones; what its depth costs (demand.price).
 _DEPTHS = tuple((number / 4, (number + 1) / 4) for number in range(4))
 _TILTS = (0.0, 0.5, 1.0)
 #: The bound is found to this part; what the linear program's rounding may take away.
 _PRECISION, _ROUNDING = 1e-3, 1e-6
-#: Micro-batches of a replica, and the fewest and the most groups of it: how a group is used.
-_Way = tuple[int, Span]
+#: Micro-batches of a replica, the fewest and the most groups of it, and whether all-to-alls travel in halves
+#: (`None`: whatever is better): how a group is used.
+_Way = tuple[int, Span, bool | None]
 _ONE: Span = (1, 1)
 
 
@@ -68,18 +80,27 @@ class Packing:
         self._classes = classes
         self._length = float(job.seq_length)
         self._tokens = self._length * (job.global_batch_size // job.micro_batch_size)
-        self._shapes = list(_shapes(classes))
+        self._shapes = list(shapes_of(classes))
         #: Units of each class, [shapes, classes].
         self._used = used(self._shapes, len(classes))
         self._units = [site.size * site.count for site in classes]
         most = sum(self._units)
-        spans = [(few, many) for few, many in (_ONE, (2, 2), (3, most)) if few <= most]
-        #: Plans that are looked at together: how many groups they have in all, and each replica.
-        self._boxes = [((1, most), spans)] if several else [(span, [span]) for span in spans]
+        more = [(3, 3), (4, most)] if len(self._shapes) <= _FEW_SHAPES else [(3, most)]
+        self._spans = [(few, many) for few, many in (_ONE, (2, 2), *more) if few <= many <= most]
+        boxes = [((1, most), self._spans)] if several else [(span, [span]) for span in self._spans]
+        # Rows of a group's busiest member, where tokens and heads are even.
+        rows = self._length * job.workload().local_heads / most
+        self._halves: list[bool | None] = [None] if rows > _LARGE * 2 * BUSY_ROWS else [False, True]
+        #: Plans that are looked at together: how many groups they have in all, and each replica; and whether
+        #: all-to-alls travel in halves.
+        self._boxes = [(span, groups, half) for half in self._halves for span, groups in boxes]
         self._longest = {count: self._layer_s(longest_s, count) for count in turns}
         self._times = {
-            (count, groups): GroupTimes(job, classes, self._shapes, count, groups, self._longest[count])
-            for groups in spans
+            (count, groups, half): GroupTimes(
+                job, classes, self._shapes, count, groups, self._longest[count], half
+            )
+            for half in self._halves
+            for groups in self._spans
             for count in (turns if job.pipeline_parallel > 1 else turns[:1])
         }
         #: Of shapes that are worked out: bounds of tokens, [I + 1], and least seconds by depth, [D, I].
@@ -88,8 +109,8 @@ class Packing:
     def least_s(self, low: float, high: float) -> float:
         """Seconds, between two, that no plan stays below."""
         least = high
-        for span, groups in self._boxes:
-            ways = list(itertools.product(self._turns, groups))
+        for span, groups, half in self._boxes:
+            ways = list(itertools.product(self._turns, groups, [half]))
             if not self._suffices(least, span, ways):
                 continue
             above = least
@@ -100,15 +121,20 @@ class Packing:
             least = below
         return least
 
+    def suffices(self, iteration_s: float) -> bool:
+        """Whether groups may hold all tokens in the time, which is not longer than the longest."""
+        return any(
+            self._suffices(iteration_s, span, list(itertools.product(self._turns, groups, [half])))
+            for span, groups, half in self._boxes
+        )
+
     def groupings(self, iteration_s: float) -> Iterator[Grouping]:
         """Whole groups that hold most in a time: candidates for a plan of one replica on all units.
 
-        Those of one group, and those of several replicas, are no news.
+        That takes the most micro-batches that any may. All units as one group are no news.
         """
-        for span, groups in self._boxes:
-            if groups != [span] or span == _ONE:
-                continue
-            ways = list(itertools.product(self._turns, groups))
+        for span in self._spans[1:]:
+            ways = [(max(self._turns), span, half) for half in self._halves]
             worth, _ = self._worths(iteration_s, span, ways, 0.0)
             packed = _Program(self._used, self._units, span).whole(worth.max(axis=0))
             if packed:
@@ -132,8 +158,7 @@ class Packing:
             if total < self._tokens * (1 - _ROUNDING):
                 return False
             best = worth.argmax(axis=0)
-            # What holds nothing may be packed to make up the number of groups.
-            open_ = [n for n in packed if worth[best[n], n] > 0 and not worked[best[n], n]]
+            open_ = [shape for shape in packed if not worked[best[shape], shape]]
             if not open_ or self._left < len(open_):
                 return True
             for shape in open_:
@@ -163,14 +188,14 @@ class Packing:
 
     def _by_rates(self, way: _Way, layer_s: float) -> Floats:
         """Tokens that each shape takes at most by its best rates and all its memory, in all micro-batches."""
-        count, groups = way
+        count, groups, _ = way
         tokens = np.minimum(self._group_times(way).by_rates(layer_s), self._length)
         # A replica's only group has them all.
         return count * (np.where(tokens < self._length, 0.0, tokens) if groups == _ONE else tokens)
 
     def _group_times(self, way: _Way) -> GroupTimes:
-        count, groups = way
-        return self._times[count if self._job.pipeline_parallel > 1 else self._turns[0], groups]
+        count, groups, half = way
+        return self._times[count if self._job.pipeline_parallel > 1 else self._turns[0], groups, half]
 
     def _work_out(self, shape: int, way: _Way) -> tuple[Floats, Floats]:
         """Bounds of tokens, and the least time between each two by depth."""
@@ -178,10 +203,10 @@ class Packing:
         times, units = self._group_times(way), self._shapes[shape]
         if way[1] == _ONE:
             tokens = np.array([self._length])
-            return tokens, times.least(units, tokens, [1.0])
+            return tokens, times.least(units, tokens, [(0.0, 1.0)])
         most = min(self._length, float(times.by_rates(self._longest[way[0]])[shape]))
         tokens = most * _BOUNDS
-        return tokens, times.least(units, tokens, [deepest for _, deepest in _DEPTHS])
+        return tokens, times.least(units, tokens, _DEPTHS)
 
     def _worth(
         self, way: _Way, found: tuple[Floats, Floats], budgets: dict[int, float], tilt: float
@@ -208,7 +233,7 @@ class _Program:
     """
 
     def __init__(self, used: Floats, units: Sequence[int], span: Span) -> None:
-        self._used, self._units, self._span = used, np.array(units, dtype=float), span
+        self._used, self._left, self._span = used, np.array(units, dtype=float), span
         self._solver = pywraplp.Solver.CreateSolver("GLOP")
         self._rows = [self._solver.Constraint(0, float(most)) for most in units]
         self._groups = self._solver.Constraint(*map(float, span))
@@ -222,29 +247,35 @@ class _Program:
                     row.SetCoefficient(shape, count)
 
     def solve(self, worth: Floats) -> tuple[float, dict[int, float]]:
-        """The most that is packed, and how many of the shapes in use; infinite if there is no answer."""
-        for shape, value in zip(self._shapes, worth.tolist(), strict=True):
+        """The most that is packed, and how many of the shapes in use; infinite if there is no answer.
+
+        What holds nothing is no group.
+        """
+        fits = (worth > 0) & (self._used <= self._left).all(axis=1)
+        for shape, value, may in zip(self._shapes, worth.tolist(), fits.tolist(), strict=True):
             self._goal.SetCoefficient(shape, value)
-        if self._solver.Solve() != pywraplp.Solver.OPTIMAL:
+            shape.SetUb(inf if may else 0.0)
+        status = self._solver.Solve()
+        if status == pywraplp.Solver.INFEASIBLE:
+            return 0.0, {}
+        if status != pywraplp.Solver.OPTIMAL:
             return inf, {}
         amounts = [shape.solution_value() for shape in self._shapes]
         return self._goal.Value(), {number: amount for number, amount in enumerate(amounts) if amount > 0}
 
     def whole(self, worth: Floats) -> list[int]:
         """Shapes of whole groups: what is packed most is taken, and the rest packed again (diving)."""
-        left, taken = self._units, list[int]()
+        taken = list[int]()
         while True:
-            for row, most in zip(self._rows, left.tolist(), strict=True):
+            for row, most in zip(self._rows, self._left.tolist(), strict=True):
                 row.SetUb(most)
-            for shape, fits in zip(self._shapes, (self._used <= left).all(axis=1).tolist(), strict=True):
-                shape.SetUb(inf if fits else 0)
             self._groups.SetBounds(*(max(0.0, float(end - len(taken))) for end in self._span))
             _, packed = self.solve(worth)
             if not packed:
                 return taken
             most = max(packed, key=lambda shape: (packed[shape], -shape))
             groups = max(1, int(packed[most] + _ROUNDING))
-            left = left - groups * self._used[most]
+            self._left = self._left - groups * self._used[most]
             taken += [most] * groups
 
 
@@ -253,7 +284,7 @@ def packable(classes: Sequence[SiteClass]) -> bool:
     return prod(comb(site.size + site.count, site.count) for site in classes) <= _MOST_SHAPES
 
 
-def _shapes(classes: Sequence[SiteClass]) -> Iterator[Shape]:
+def shapes_of(classes: Sequence[SiteClass]) -> Iterator[Shape]:
     """Every choice of units on sites, up to exchanging sites of a class."""
     choices = [
         itertools.combinations_with_replacement(range(site.size, -1, -1), site.count) for site in classes

@@ -17,8 +17,11 @@ from megatron_hexi.planner.room import Room
 #: Numbers of tokens for which the work is looked up. Between two of them nothing is assumed but that more
 #: tokens take longer.
 _SIZES = 12_000
+_FEW_STEPS = 12
 
 
+#: Where the middle of a group is among the nested ones, from 0, outermost, to 1: at least and at most.
+Depth = tuple[float, float]
 #: Units of a group on each of its sites: (class of site, units).
 Shape = tuple[tuple[int, int], ...]
 
@@ -57,6 +60,23 @@ def used(shapes: Sequence[Shape], classes: int) -> Floats:
     return units
 
 
+def in_steps(wire: Floats, compute: Floats, steps: int) -> Floats:
+    """The least time in which keys travel and are computed with, however they are split into so many steps.
+
+    With parts q of the keys in each step, no step is computed before its keys are there, and the later ones
+    follow it: for all steps j at least
+
+        wire (q_1 + ... + q_j) + compute (q_j + ... + q_k)
+
+    which is least where all are alike: q grow by r = compute / wire from step to step.
+    """
+    ratio = compute / np.maximum(wire, 1e-300)
+    with np.errstate(over="ignore"):
+        first = 1 / sum(ratio**step for step in range(steps))
+    seconds: Floats = compute + wire * first
+    return seconds
+
+
 class SiteTimes:
     """Seconds of all passes of a layer, summed over pipeline stages by weight.
 
@@ -65,11 +85,23 @@ class SiteTimes:
         site: the class of the site.
         weights: of each stage.
         groups: of the replica, the fewest and the most.
+        halves: whether all-to-alls travel in two, and first keys in as many parts or more; ``None``: whatever
+            is better.
         times: what of `held` is wanted, ascending; the longest but one is of interest, the last is infinite.
     """
 
-    def __init__(self, job: Job, site: SiteClass, weights: Floats, groups: Span, times: Floats) -> None:
-        self._job, self._site, self._groups = job, site, groups[0]
+    def __init__(
+        self,
+        job: Job,
+        site: SiteClass,
+        weights: Floats,
+        groups: Span,
+        halves: bool | None,
+        times: Floats,
+    ) -> None:
+        self._job, self._site, self._groups, self._halves = job, site, groups[0], halves
+        #: Steps of the exchange at most, the parts of the first one counted.
+        self._most_steps = groups[1] - 2 + (1 if halves is False else MOST_PARTS)
         #: Whether there are two groups, so that all keys travel in one step.
         self._pair = groups == (2, 2)
         self._length, self._heads = float(job.seq_length), job.workload().local_heads
@@ -88,31 +120,51 @@ class SiteTimes:
         self.token_rate, self.head_rate = (
             float((sizes[1:] / np.maximum(seconds[:-1], 1e-300)).max()) for seconds in (token, head)
         )
-        # A unit has keys of what it attends to, with all heads of their KV heads.
-        attended = times[-2] * self.head_rate / self._heads * site.loads[0].ratio
+        #: Tokens that a unit has keys of at most: what it attends to, with all heads of their KV heads.
+        a_token = self._heads / self.head_rate
+        if site.loads[0].crosses:
+            # It holds the tokens, too, or takes them in.
+            a_token += min(1 / self.token_rate, self.moving(1, outside=True)[0])
+        attended = times[-2] / a_token * site.loads[0].ratio
         self._attended = min(attended, self._length)
 
-    def busy(self, units: int, low: Floats, high: Floats, depth: float) -> Floats:
-        """Attention or exchange of units of a group on several sites, by their heads, [H, J].
+    def busy(self, units: int, low: Floats, high: Floats, depths: Sequence[Depth]) -> Floats:
+        """Attention or exchange of units of a group on several sites, by their heads, [H, depths x J].
 
         Args:
             units: of the group on the site.
             low: tokens of the group, at least, [J].
             high: at most.
-            depth: as of `Pieces.most`.
+            depths: of the group, side by side.
         """
         heads = np.arange(1.0, self._heads + 1)[:, None]
-        return self._attention(units, heads, np.ceil(heads / units), self._heads, (low, high), depth)
+        return self._attention(units, heads, np.ceil(heads / units), self._heads, (low, high), depths)
 
-    def busy_alone(self, units: int, low: Floats, high: Floats, depth: float) -> Floats:
-        """The same of a group on one site, with the all-to-alls inside it, [J]."""
+    def a_head(self, low: Floats, high: Floats) -> Floats:
+        """Attention of a unit with one head, [J].
+
+        Args:
+            low: tokens of the group, at least, [J].
+            high: at most.
+        """
+        seconds = np.zeros(len(low))
+        for weight, load in self._stages:
+            ends = [load.head_times(end, self._groups) for end in (low, high)]
+            for again, way in ((load.again, 0), (1, 1)):
+                seconds += (
+                    weight * again * sum(np.minimum(a[way], b[way]) for a, b in zip(*ends, strict=True))
+                )
+        return seconds
+
+    def busy_alone(self, units: int, low: Floats, high: Floats, depths: Sequence[Depth]) -> Floats:
+        """The same of a group on one site, with the all-to-alls inside it, [depths x J]."""
         busiest: Floats = np.arange(np.ceil(self._heads / units), self._heads + 1.0)[:, None]
         every = np.full(busiest.shape, float(self._heads))
-        seconds = self._attention(units, every, busiest, busiest, (low, high), depth)
+        seconds = self._attention(units, every, busiest, busiest, (low, high), depths)
         if units > 1:
             each, latency = self.moving(1, outside=False)
             part = busiest / self._heads
-            seconds = seconds + each * part * (1 - part) * low + latency
+            seconds = seconds + np.tile(each * part * (1 - part) * low, len(depths)) + latency
         least: Floats = seconds.min(axis=0)
         return least
 
@@ -123,7 +175,8 @@ class SiteTimes:
             links = load.links
             lanes = (1 / self._job.tensor_parallel if links.shared else units) if outside else units
             bandwidth = links.outside if outside else links.inside
-            each += weight * load.token_bytes / (bandwidth * lanes)
+            size = load.whole_token_bytes if self._halves is False else load.token_bytes
+            each += weight * size / (bandwidth * lanes)
             latency += weight * 2 * (load.again + 1) * (links.outside_s if outside else links.inside_s)
         return each, latency
 
@@ -134,9 +187,9 @@ class SiteTimes:
         busiest: Floats,
         most_heads: Floats | int,
         tokens: tuple[Floats, Floats],
-        depth: float,
+        depths: Sequence[Depth],
     ) -> Floats:
-        """Attention or exchange, [heads, J].
+        """Attention or exchange, [heads, depths x J].
 
         Args:
             units: of the group on the site.
@@ -144,27 +197,49 @@ class SiteTimes:
             busiest: of the one with most, a column.
             most_heads: of any member of the group, at most.
             tokens: of the group, at least and at most, [J].
-            depth: as of `Pieces.most`.
+            depths: of the group, side by side.
         """
-        low, high = tokens
+        low, high = (np.tile(end, len(depths)) for end in tokens)
+        shallowest, deepest = (np.repeat(ends, len(tokens[0])) for ends in zip(*depths, strict=True))
         whole = np.zeros((len(heads), len(low)))
         for weight, load in self._stages:
             ends = [load.head_times(end, self._groups) for end in tokens]
             own, far = (
-                [busiest * np.minimum(a, b) for a, b in zip(*both, strict=True)]
+                [busiest * np.tile(np.minimum(a, b), len(depths)) for a, b in zip(*both, strict=True)]
                 for both in zip(*ends, strict=True)
             )
             forward, backward = own[0] + far[0], own[1] + far[1]
             if self._groups > 1:
                 # What the site's other units have keys of need not come from outside.
                 beside = np.minimum((self._site.size - units) * self._attended, self._length - low)
-                seen = heads / self._heads * load.keys_seen(high, depth)
-                wire = load.wire_seconds(units, seen, np.maximum(0.0, seen - beside))
+                part = heads / self._heads
+                seen = part * load.keys_seen(high, deepest)
+                # Of a group that is not on the site, half is seen or all.
+                abroad = np.maximum(load.shown * (part * (self._length - high) - beside), seen - beside)
+                abroad = np.maximum(0.0, abroad)
+                wire = load.wire_seconds(units, seen, abroad)
                 forward, backward = np.maximum(forward, wire), np.maximum(backward, 2 * wire)
+                steps = self._most_steps
+                if steps <= _FEW_STEPS and not load.links.shared:
+                    # On average of the site's units, each with links of its own.
+                    mean = abroad / np.maximum(seen, 1e-300) * heads / units / busiest
+                    thin = load.wire_seconds(units, abroad, abroad)
+                    forward = np.maximum(forward, in_steps(thin, mean * far[0], steps))
+                    backward = np.maximum(
+                        backward, in_steps(thin, mean * far[1], max(steps - 1, 1)) + (steps == 1) * thin
+                    )
+                if units == self._site.size and load.ratio == 1 and not load.links.shared:
+                    # Each other group gets half of the keys, and one outside it all of them; a step takes as
+                    # long as what the unit sends, too.
+                    outer = shallowest * self._length > high / 2
+                    sent = part * low * load.shown * (self._groups - 1 + outer)
+                    sending = load.wire_seconds(units, sent, sent)
+                    forward, backward = np.maximum(forward, sending), np.maximum(backward, 2 * sending)
+                    wire = np.maximum(wire, sending)
             if self._pair:
                 # There is one step: its last part is computed when all keys are there, and the gradients of
                 # its keys go home after that. Of units with links of their own, that is so on average.
-                parts = np.clip(high * most_heads // BUSY_ROWS, 1, MOST_PARTS)
+                parts = np.clip(high * most_heads // BUSY_ROWS, 1, 1 if self._halves is False else MOST_PARTS)
                 each = 1.0 if load.links.shared else heads / units
                 last = np.maximum(0.0, (each - parts + 1) / parts) / busiest
                 forward = np.maximum(forward, wire + last * far[0])
