@@ -7,13 +7,14 @@ import pytest
 
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
+from megatron_hexi.plan.parts import BUSY_ROWS
 from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.load import Load
 from megatron_hexi.planner.bound.packing import Packing, _Program, packable, shapes_of
 from megatron_hexi.planner.bound.placing import placed
-from megatron_hexi.planner.bound.site_times import SiteClass
+from megatron_hexi.planner.bound.site_times import SiteClass, in_steps
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.links import best_links
 from megatron_hexi.planner.room import Room
@@ -100,6 +101,56 @@ def test_two_groups_wait_for_the_keys_of_their_only_step(bandwidth):
         assert pair.least(alone, tokens, ANY) > 1.05 * many.least(alone, tokens, ANY)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("compute", [0.3, 1.0, 4.0])
+def test_no_split_of_keys_into_steps_is_faster_than_the_formula(steps, compute):
+    random, wire = np.random.default_rng(steps), 1.0
+    bound = float(in_steps(np.array(wire), np.array(compute), steps))
+    ratio = compute / wire
+    even = np.array([ratio**step for step in range(steps)])
+    splits = [even / even.sum(), *random.dirichlet(np.ones(steps), 300)]
+    # A step is computed when its keys are there, after the steps before it.
+    seconds = []
+    for parts in splits:
+        end = 0.0
+        for arrived, part in zip(np.cumsum(parts) * wire, parts, strict=True):
+            end = max(end, arrived) + compute * part
+        seconds.append(end)
+    assert min(seconds) == pytest.approx(bound)
+    assert seconds[0] == pytest.approx(bound)
+
+
+def test_all_to_alls_in_halves_need_a_member_with_rows_enough():
+    job = tiny_job(seq_length=2**18)
+    fleet = find_units(job, cluster([("a", "PLAIN", 4), ("b", "PLAIN", 4)], bandwidth=5))
+    classes, shape = site_classes(fleet), ((0, 4), (1, 4))
+    either, whole, halves = (
+        GroupTimes(job, classes, [shape], 1, (1, 1), 10.0, half) for half in (None, False, True)
+    )
+    # 2 x 33792 rows: more than all four heads of 2^14 tokens have, three heads of 2^15, one of 2^18.
+    for tokens, busiest in ((2.0**14, 5), (2.0**15, 3), (2.0**18, 1)):
+        assert np.ceil(2 * BUSY_ROWS / tokens) == busiest
+        least, as_whole, as_halves = (
+            float(times.least(shape, np.array([tokens]), ANY)[0, 0]) for times in (either, whole, halves)
+        )
+        assert least < as_whole
+        assert (as_halves == np.inf) == (busiest > 4)
+        assert (as_halves == least) == (busiest == 1)
+        assert as_halves >= least
+
+
+def test_what_stays_inside_a_site_counts():
+    # A GPU behind a link that nothing crosses is no help: its group takes what the others take alone.
+    nodes = [("a", "H100-SXM-80GB", 4), ("b", "PLAIN", 1)]
+    job = tiny_job(seq_length=2**14)
+    classes = site_classes(find_units(job, cluster(nodes, bandwidth=0.001)))
+    alone, both = ((0, 4),), ((0, 4), (1, 1))
+    times = GroupTimes(job, classes, [alone, both], 1, (1, 1), 10.0)
+    least = [float(times.least(shape, np.array([2.0**14]), ANY)[0, 0]) for shape in (alone, both)]
+    # All but the latency of four all-to-alls.
+    assert least[1] == pytest.approx(least[0] - 4 * 5e-6, rel=1e-3)
+
+
 def test_whole_groups_bound_what_pieces_let_pass(monkeypatch):
     # Four heads on two speeds, one group is best: three and one leave the slow GPU idle.
     fleet = find_units(tiny_job(seq_length=2**16), cluster(FEW_HEADS, bandwidth=1))
@@ -153,7 +204,7 @@ def test_groups_that_hold_most_become_groupings_of_all_units():
         assert sorted(unit for group in grouping for unit in group) == list(range(6))
 
 
-def testshapes_of_are_placed_where_the_fewest_units_are_left():
+def test_shapes_are_placed_where_the_fewest_units_are_left():
     twice, once = SiteClass([[0, 1], [2, 3]], [], []), SiteClass([[4, 5, 6]], [], [])
     # A group on both sites of a class, and one unit of the other class.
     assert placed([twice, once], [((0, 1), (0, 1), (1, 1))]) == ((0, 2, 4), (1, 3, 5, 6))

@@ -58,6 +58,8 @@ from megatron_hexi.planner.units import Fleet
 _CLOSE = 0.01
 #: Up to so many micro-batches of a replica are looked at one by one; beyond, communication is left out.
 _TURNS = 32
+#: Times between the bound and what is known to be possible for which groupings are named.
+_AIMS = 5
 #: Up to so many choices of a replica's units are looked at.
 _MOST_REPLICAS = 100
 
@@ -130,7 +132,7 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
             else:
                 least_s = packing.least_s(least_s, found_s)
             # Replicas that are given have groups of their own.
-            aims = (least_s, (least_s + found_s) / 2) if data_parallel in (None, 1) else ()
+            aims = np.linspace(least_s, found_s, _AIMS).tolist() if data_parallel in (None, 1) else ()
             groupings = tuple(dict.fromkeys(one for aim in aims for one in packing.groupings(aim)))
     counted = Bound(least_s, "compute and communication", groupings)
     return max(plain, counted, key=lambda bound: bound.iteration_s)

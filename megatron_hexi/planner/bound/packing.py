@@ -37,18 +37,18 @@ _BOUNDS = np.concatenate(
     [
         np.geomspace(0.005, 0.1, 8, endpoint=False),
         np.geomspace(0.1, 0.5, 40, endpoint=False),
-        np.linspace(0.5, 1, 65),
+        np.linspace(0.5, 1, 81),
     ]
 )
 #: Groups whose busiest member has so many times the rows that are worth cutting in two are never too small.
 _LARGE = 4
 #: Of so few shapes, plans of three groups are looked at by themselves.
-_FEW_SHAPES = 50
+_FEW_SHAPES = 60
 #: Where a group may be among the nested ones; what its depth costs (demand.price).
 _DEPTHS = tuple((number / 4, (number + 1) / 4) for number in range(4))
 _TILTS = (0.0, 0.5, 1.0)
 #: The bound is found to this part; what the linear program's rounding may take away.
-_PRECISION, _ROUNDING = 1e-3, 1e-6
+_PRECISION, _ROUNDING = 3e-4, 1e-6
 #: Micro-batches of a replica, the fewest and the most groups of it, and whether all-to-alls travel in halves
 #: (`None`: whatever is better): how a group is used.
 _Way = tuple[int, Span, bool | None]
