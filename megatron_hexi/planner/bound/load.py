@@ -140,12 +140,16 @@ class Load:
         # once.
         keys = others / 2 if self._causal else others
         far = rectangle_times(self._best, job, group, np.maximum(keys, 1e-9))
-        # A step merges all of an inner group's queries, half of an outer one's; there is one step if any
-        # other.
-        steps = np.where(others > 0, max(groups - 1, 1), 0)
-        merges = merge_times(speeds, job, group * steps * (0.5 if self._causal else 1.0))
+        merges = self.merges(group, groups)
         gradients = keys_merge_times(speeds, job, keys) / self.ratio
         return own, Times(far.forward + merges.forward, far.backward + merges.backward + gradients)
+
+    def merges(self, group: Floats, groups: int) -> Times:
+        """What merging takes in all steps, of one head."""
+        # A step merges all of an inner group's queries, half of an outer one's; there is one step if there is
+        # another group.
+        steps = np.where(self._job.seq_length > group, max(groups - 1, 1), 0)
+        return merge_times(self._speeds, self._job, group * steps * self.shown)
 
     def _all_to_all(self) -> tuple[Floats, Floats]:
         """Seconds a token and latency of what is not hidden, all passes.

@@ -17,8 +17,8 @@ from megatron_hexi.planner.room import Room
 #: Numbers of tokens for which the work is looked up. Between two of them nothing is assumed but that more
 #: tokens take longer.
 _SIZES = 12_000
+#: More steps of the exchange hide all but nothing.
 _FEW_STEPS = 12
-
 
 #: Where the middle of a group is among the nested ones, from 0, outermost, to 1: at least and at most.
 Depth = tuple[float, float]
@@ -63,12 +63,13 @@ def used(shapes: Sequence[Shape], classes: int) -> Floats:
 def in_steps(wire: Floats, compute: Floats, steps: int) -> Floats:
     """The least time in which keys travel and are computed with, however they are split into so many steps.
 
-    With parts q of the keys in each step, no step is computed before its keys are there, and the later ones
+    With parts q of them in each step, no step is computed before its keys are there, and the later ones
     follow it: for all steps j at least
 
         wire (q_1 + ... + q_j) + compute (q_j + ... + q_k)
 
-    which is least where all are alike: q grow by r = compute / wire from step to step.
+    which is least where all are alike: q grow by r = compute / wire from step to step. Where gradients of a
+    step go home after it, an empty last step is best: that is one step fewer.
     """
     ratio = compute / np.maximum(wire, 1e-300)
     with np.errstate(over="ignore"):
@@ -221,12 +222,20 @@ class SiteTimes:
                 forward, backward = np.maximum(forward, wire), np.maximum(backward, 2 * wire)
                 steps = self._most_steps
                 if steps <= _FEW_STEPS and not load.links.shared:
-                    # On average of the site's units, each with links of its own.
-                    mean = abroad / np.maximum(seen, 1e-300) * heads / units / busiest
-                    thin = load.wire_seconds(units, abroad, abroad)
-                    forward = np.maximum(forward, in_steps(thin, mean * far[0], steps))
+                    # On average of the site's units, each with links of its own. Work goes with tokens of
+                    # other groups, of half of which at least the keys are seen.
+                    away = np.maximum(0.0, part * (self._length - high) - beside)
+                    mean = away / (part * np.maximum(self._length - low, 1.0)) * heads / units / busiest
+                    thin = load.wire_seconds(units, load.shown * away, load.shown * away)
+                    merges = [
+                        busiest * np.tile(one, len(depths)) for one in load.merges(tokens[1], self._groups)
+                    ]
+                    work = [
+                        mean * np.maximum(0.0, one - other) for one, other in zip(far, merges, strict=True)
+                    ]
+                    forward = np.maximum(forward, in_steps(thin, work[0], steps))
                     backward = np.maximum(
-                        backward, in_steps(thin, mean * far[1], max(steps - 1, 1)) + (steps == 1) * thin
+                        backward, in_steps(thin, work[1], max(steps - 1, 1)) + (steps == 1) * thin
                     )
                 if units == self._site.size and load.ratio == 1 and not load.links.shared:
                     # Each other group gets half of the keys, and one outside it all of them; a step takes as
