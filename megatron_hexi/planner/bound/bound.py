@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_hexi.cost import Job
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner.bound.demand import Box, Demand, Site
@@ -127,7 +128,7 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
         if packable(classes):
             packing = Packing(job, classes, demand.turns, demand.several, ring, found_s)
             choices = _choices(fleet, classes, data_parallel) if demand.several else ()
-            if 0 < len(choices) <= _MOST_REPLICAS:
+            if demand.several and len(choices) <= _MOST_REPLICAS:
                 least_s = _replicas(fleet, classes, choices, demand, found_s).least_s(least_s, found_s)
             else:
                 least_s = packing.least_s(least_s, found_s)
@@ -141,7 +142,22 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
 def _choices(fleet: Fleet, classes: Sequence[SiteClass], data_parallel: int | None) -> Sequence[Shape]:
     """Units that a replica may have; of a given number of replicas, all are equal in size."""
     most = len(fleet.units) // (data_parallel or 1)
-    return [shape for shape in shapes_of(classes) if sum(units for _, units in shape) <= most]
+    return [
+        shape
+        for shape in shapes_of(classes)
+        if sum(units for _, units in shape) <= most and _has_room(fleet.job, classes, shape)
+    ]
+
+
+def _has_room(job: Job, classes: Sequence[SiteClass], shape: Shape) -> bool:
+    """Whether a sequence may fit into a replica's memory, however it is cut."""
+    for stage in range(job.pipeline_parallel):
+        rooms = [(units, classes[place].rooms[0][stage]) for place, units in shape]
+        # A token takes the same everywhere.
+        each = rooms[0][1].each_held + min(rooms[0][1].each_attended(groups) for groups in (1, 2))
+        if sum(units * room.left for units, room in rooms) < job.seq_length * each:
+            return False
+    return True
 
 
 def _replicas(

@@ -95,14 +95,7 @@ class Packing:
         #: all-to-alls travel in halves.
         self._boxes = [(span, groups, half) for half in self._halves for span, groups in boxes]
         self._longest = {count: self._layer_s(longest_s, count) for count in turns}
-        self._times = {
-            (count, groups, half): GroupTimes(
-                job, classes, self._shapes, count, groups, self._longest[count], half
-            )
-            for half in self._halves
-            for groups in self._spans
-            for count in (turns if job.pipeline_parallel > 1 else turns[:1])
-        }
+        self._times: dict[_Way, GroupTimes] = {}
         #: Of shapes that are worked out: bounds of tokens, [I + 1], and least seconds by depth, [D, I].
         self._found: dict[tuple[int, _Way], tuple[Floats, Floats]] = {}
 
@@ -195,7 +188,14 @@ class Packing:
 
     def _group_times(self, way: _Way) -> GroupTimes:
         count, groups, half = way
-        return self._times[count if self._job.pipeline_parallel > 1 else self._turns[0], groups, half]
+        # Without a pipeline, micro-batches are alike.
+        key = (count if self._job.pipeline_parallel > 1 else self._turns[0], groups, half)
+        if key not in self._times:
+            longest_s = self._longest[key[0]]
+            self._times[key] = GroupTimes(
+                self._job, self._classes, self._shapes, key[0], groups, longest_s, half
+            )
+        return self._times[key]
 
     def _work_out(self, shape: int, way: _Way) -> tuple[Floats, Floats]:
         """Bounds of tokens, and the least time between each two by depth."""
