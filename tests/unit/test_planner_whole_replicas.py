@@ -12,6 +12,7 @@ from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.replicas import Replicas
+from megatron_hexi.planner.bound.site_times import SiteClass
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster
 
@@ -109,3 +110,18 @@ def test_as_many_replicas_as_are_best_are_no_slower_than_one():
     known = cluster(nodes, bandwidth=25)
     one, free = (find_plan(job, known, data_parallel=count).cost.iteration_s for count in (1, None))
     assert free <= one * (1 + 1e-9)
+
+
+def test_units_without_room_for_a_sequence_are_no_replica():
+    job = Job(presets()["gpt-3b"], 2**17, recompute="full", global_batch_size=4)
+    fleet = find_units(job, cluster([("a", "H100-SXM-80GB", 2), ("b", "L40S-48GB", 2)], bandwidth=25))
+    sites = bounds._sites(fleet, True, bounds.Prices((1.0,), {}, {}))
+    classes = [SiteClass(site.sites, site.pieces.loads, site.pieces.rooms) for site in sites]
+    choices = bounds._choices(fleet, classes, None)
+    assert ((0, 2), (1, 2)) in choices
+    assert ((1, 1),) not in choices
+    # What has room stays so with more units.
+    sizes = [dict(shape) for shape in choices]
+    for shape in every_shape((2, 2)):
+        part_fits = any(all(dict(shape).get(place, 0) >= n for place, n in size.items()) for size in sizes)
+        assert (shape in choices) == part_fits
