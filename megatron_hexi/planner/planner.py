@@ -13,11 +13,13 @@ from megatron_hexi.cost import CostModel, Job
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Estimate, Provenance
 from megatron_hexi.planner.advice import nothing_fits
+from megatron_hexi.planner.balance import first_layout
 from megatron_hexi.planner.baselines import Baseline, find_baselines
 from megatron_hexi.planner.bound import Bound, lower_bound
 from megatron_hexi.planner.choose import fleets
 from megatron_hexi.planner.groupings import EXHAUSTIVE
 from megatron_hexi.planner.layout import Grouping
+from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.replicas import ReplicaSearch, equal_deals, free_deals
 from megatron_hexi.planner.result import Planned, Progress
 from megatron_hexi.planner.search import DomainSearch, grouping_of
@@ -59,6 +61,7 @@ def find_plan(
     fleet = find_units(replace(job, data_parallel=data_parallel or 1), cluster)
     _check_replicas(fleet, data_parallel)
     judge = Judge(fleet)
+    _check_room(judge, fleet)
     best = _search(judge, fleet, data_parallel, tell)
     tell("baselines", 0, 1)
     limit = float("inf") if with_baselines or not best.fits else best.iteration_s
@@ -97,6 +100,16 @@ def _check_replicas(fleet: Fleet, count: int | None) -> None:
             f"data_parallel = {count} does not divide the {together} micro-batches of an iteration (global "
             f"batch {job.global_batch_size} / micro-batch {job.micro_batch_size}); give a divisor, or auto"
         )
+
+
+def _check_room(judge: Judge, fleet: Fleet) -> None:
+    """Say at once that nothing fits: no unit has room for a token, though all share the optimizer's state."""
+    rates = Rates(fleet)
+    if not rates.free.any():
+        everything = (tuple(range(len(fleet.units))),)
+        together = fleet.job.global_batch_size // fleet.job.micro_batch_size
+        layout = first_layout(fleet, rates, everything, together)
+        raise nothing_fits(fleet, judge.try_out(fleet, [layout], 1))
 
 
 def _search(judge: Judge, fleet: Fleet, data_parallel: int | None, tell: Progress) -> Trial:

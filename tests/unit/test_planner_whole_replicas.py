@@ -11,6 +11,7 @@ from megatron_hexi.cost import Job, presets
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.gradients import Ring
+from megatron_hexi.planner.bound.prices import Prices
 from megatron_hexi.planner.bound.replicas import Replicas
 from megatron_hexi.planner.bound.site_times import SiteClass
 from megatron_hexi.planner.units import find_units
@@ -115,7 +116,7 @@ def test_as_many_replicas_as_are_best_are_no_slower_than_one():
 def test_units_without_room_for_a_sequence_are_no_replica():
     job = Job(presets()["gpt-3b"], 2**17, recompute="full", global_batch_size=4)
     fleet = find_units(job, cluster([("a", "H100-SXM-80GB", 2), ("b", "L40S-48GB", 2)], bandwidth=25))
-    sites = bounds._sites(fleet, True, bounds.Prices((1.0,), {}, {}))
+    sites = bounds._sites(fleet, True, Prices((1.0,), {}, {}))
     classes = [SiteClass(site.sites, site.pieces.loads, site.pieces.rooms) for site in sites]
     choices = bounds._choices(fleet, classes, None)
     assert ((0, 2), (1, 2)) in choices
