@@ -13,7 +13,6 @@ from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.prices import Prices
 from megatron_hexi.planner.bound.replicas import Replicas
-from megatron_hexi.planner.bound.site_times import SiteClass
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster
 
@@ -116,8 +115,7 @@ def test_as_many_replicas_as_are_best_are_no_slower_than_one():
 def test_units_without_room_for_a_sequence_are_no_replica():
     job = Job(presets()["gpt-3b"], 2**17, recompute="full", global_batch_size=4)
     fleet = find_units(job, cluster([("a", "H100-SXM-80GB", 2), ("b", "L40S-48GB", 2)], bandwidth=25))
-    sites = bounds._sites(fleet, True, Prices((1.0,), {}, {}))
-    classes = [SiteClass(site.sites, site.pieces.loads, site.pieces.rooms) for site in sites]
+    classes = bounds._classes(bounds._sites(fleet, True, Prices((1.0,), {}, {})))
     choices = bounds._choices(fleet, classes, None)
     assert ((0, 2), (1, 2)) in choices
     assert ((1, 1),) not in choices

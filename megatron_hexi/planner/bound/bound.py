@@ -33,7 +33,7 @@ replicas, where these can have few shapes, each by itself (replicas.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -124,7 +124,7 @@ def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool
     least_s = demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
     groupings: tuple[Grouping, ...] = ()
     if least_s < found_s * (1 - _CLOSE) and not demand.more_turns:
-        classes = [SiteClass(site.sites, site.pieces.loads, site.pieces.rooms) for site in demand.sites]
+        classes = _classes(demand.sites)
         if packable(classes):
             packing = Packing(job, classes, demand.turns, demand.several, ring, found_s)
             choices = _choices(fleet, classes, data_parallel) if demand.several else ()
@@ -193,11 +193,12 @@ def _alone(fleet: Fleet, micro_batches: int, shards: int, longest_s: float) -> P
     """A replica on all of a fleet's units, beside others."""
     job = replace(fleet.job, data_parallel=1, global_batch_size=micro_batches * fleet.job.micro_batch_size)
     alone, crosses = replace(fleet, job=job), len(fleet.sites) > 1
-    classes = [
-        SiteClass(site.sites, site.pieces.loads, site.pieces.rooms)
-        for site in _sites(alone, crosses, Prices((1.0,), {}, {}), shards)
-    ]
+    classes = _classes(_sites(alone, crosses, Prices((1.0,), {}, {}), shards))
     return Packing(job, classes, [micro_batches], False, Ring(), longest_s)
+
+
+def _classes(sites: Iterable[Site]) -> list[SiteClass]:
+    return [SiteClass(site.sites, site.pieces.loads, site.pieces.rooms) for site in sites]
 
 
 def _sites(fleet: Fleet, crosses: bool, prices: Prices, shards: int | None = None) -> Iterator[Site]:

@@ -121,12 +121,13 @@ class SiteTimes:
         self.token_rate, self.head_rate = (
             float((sizes[1:] / np.maximum(seconds[:-1], 1e-300)).max()) for seconds in (token, head)
         )
-        #: Tokens that a unit has keys of at most: what it attends to, with all heads of their KV heads.
+        # What a unit attends to takes it attention, all heads together;
         a_token = self._heads / self.head_rate
         if site.loads[0].crosses:
-            # It holds the tokens, too, or takes them in.
+            # and some unit of the site holds the tokens, or takes them in.
             a_token += min(1 / self.token_rate, self.moving(1, outside=True)[0])
         attended = times[-2] / a_token * site.loads[0].ratio
+        #: Tokens that a unit has keys of at most: of what it attends to, with all heads of their KV heads.
         self._attended = min(attended, self._length)
 
     def busy(self, units: int, low: Floats, high: Floats, depths: Sequence[Depth]) -> Floats:
@@ -241,7 +242,7 @@ class SiteTimes:
                     # Each other group gets half of the keys, and one outside it all of them; a step takes as
                     # long as what the unit sends, too.
                     outer = shallowest * self._length > high / 2
-                    sent = part * low * load.shown * (self._groups - 1 + outer)
+                    sent = part * low * (load.shown * (self._groups - 1) + (1 - load.shown) * outer)
                     sending = load.wire_seconds(units, sent, sent)
                     forward, backward = np.maximum(forward, sending), np.maximum(backward, 2 * sending)
                     wire = np.maximum(wire, sending)
