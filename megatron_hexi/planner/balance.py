@@ -16,11 +16,11 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.planner.deal import deal_heads, deal_tokens
-from megatron_hexi.planner.layout import Grouping, Layout, Part
+from megatron_hexi.planner.guess import group_cap
+from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.measured import Measured
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.trial import Judge, Trial
-from megatron_hexi.planner.units import Fleet
 
 
 def balance(judge: Judge, rates: Rates, trial: Trial, rounds: int) -> Trial:
@@ -45,25 +45,6 @@ def balance(judge: Judge, rates: Rates, trial: Trial, rounds: int) -> Trial:
     return best
 
 
-def first_layout(fleet: Fleet, rates: Rates, grouping: Grouping, micro_batches: int) -> Layout:
-    """Every group and member by its best rates and what its memory has room for, whatever links say."""
-    heads, speeds, caps = [], [], []
-    for units in grouping:
-        seconds = 1 / rates.attention[list(units)]
-        heads.append(deal_heads(rates.local_heads, list(seconds)))
-        present = np.array(heads[-1], dtype=float)
-        speeds.append(1 / (1 / rates.token[list(units)].sum() + float((present * seconds).max())))
-        # Of a group of one token.
-        caps.append(_group_cap(1, rates.head_bytes * present, rates.free[list(units)], rates.token_bytes))
-    groups = deal_tokens(fleet.job.seq_length, np.array(speeds), np.array(caps))
-    parts = []
-    for units, tokens, dealt in zip(grouping, groups, heads, strict=True):
-        inside = rates.head_bytes * np.array(dealt, dtype=float) * tokens
-        room = np.maximum(0.0, rates.free[list(units)] - inside) / rates.token_bytes
-        parts.append(Part(units, deal_tokens(tokens, rates.token[list(units)], room), dealt))
-    return Layout(tuple(parts), micro_batches)
-
-
 def rebalanced(rates: Rates, trial: Trial) -> Layout:
     """The layout that would be balanced if times were proportional to what was timed."""
     layout = trial.layouts[0]
@@ -82,7 +63,7 @@ def rebalanced(rates: Rates, trial: Trial) -> Layout:
         heads.append(deal_heads(rates.local_heads, list(seconds), head_caps))
         token_caps = np.maximum(0.0, free - measured.inside[units]) / measured.token_bytes
         splits.append((split, token_caps))
-        caps.append(_group_cap(part.total, measured.inside[units], free, measured.token_bytes))
+        caps.append(group_cap(part.total, measured.inside[units], free, measured.token_bytes))
         busy = float(measured.group[units[0]])
         first = part.total or 1
         weights.append(first / busy if busy > 0 else 1.0)
@@ -118,15 +99,3 @@ def _head_caps(dealt: Floats, inside: Floats, free: Floats) -> list[int]:
     per_head = np.where(dealt > 0, inside / np.maximum(dealt, 1), 0.0)
     per_head = np.where(per_head > 0, per_head, max(1.0, float(per_head.max())))
     return [int(count) for count in np.maximum(free, 0.0) // per_head]
-
-
-def _group_cap(total: int, inside: Floats, free: Floats, token_bytes: float) -> float:
-    """The most tokens of a group: what is inside attention grows with them, the rest is for tokens.
-
-    x times as many tokens leave a member room for (free - x inside) / bytes a token, and all x total.
-    """
-    room, taken = np.maximum(free, 0.0).sum() / token_bytes, inside.sum() / token_bytes
-    most = total * room / (total + taken) if total else float("inf")
-    # No member's attention alone may pass its memory.
-    tight = inside > 0
-    return float(min(most, (total * np.maximum(free, 0.0)[tight] / inside[tight]).min(initial=np.inf)))

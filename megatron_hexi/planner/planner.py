@@ -13,11 +13,11 @@ from megatron_hexi.cost import CostModel, Job
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Estimate, Provenance
 from megatron_hexi.planner.advice import nothing_fits
-from megatron_hexi.planner.balance import first_layout
 from megatron_hexi.planner.baselines import Baseline, find_baselines
 from megatron_hexi.planner.bound import Bound, lower_bound
 from megatron_hexi.planner.choose import fleets
 from megatron_hexi.planner.groupings import EXHAUSTIVE
+from megatron_hexi.planner.guess import FirstGuess
 from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.replicas import ReplicaSearch, equal_deals, free_deals
@@ -108,7 +108,7 @@ def _check_room(judge: Judge, fleet: Fleet) -> None:
     if not rates.free.any():
         everything = (tuple(range(len(fleet.units))),)
         together = fleet.job.global_batch_size // fleet.job.micro_batch_size
-        layout = first_layout(fleet, rates, everything, together)
+        layout = FirstGuess(fleet, rates).layout(everything, together)
         raise nothing_fits(fleet, judge.try_out(fleet, [layout], 1))
 
 

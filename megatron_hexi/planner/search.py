@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from random import Random
 
-from megatron_hexi.planner.balance import balance, first_layout, rebalanced
+from megatron_hexi.planner.balance import balance, rebalanced
 from megatron_hexi.planner.groupings import (
     EXHAUSTIVE,
     Choice,
@@ -21,6 +21,7 @@ from megatron_hexi.planner.groupings import (
     site_classes,
     unequal_choices,
 )
+from megatron_hexi.planner.guess import FirstGuess
 from megatron_hexi.planner.layout import Grouping, Layout, Part
 from megatron_hexi.planner.polish import polish
 from megatron_hexi.planner.rates import Rates
@@ -71,6 +72,7 @@ class DomainSearch:
         self._fleet = fleet
         self._micro_batches = micro_batches
         self._rates = Rates(fleet, _WINDOW)
+        self._guess = FirstGuess(fleet, self._rates)
         self._tried: dict[Grouping, Trial] = {}
         self._best: Trial | None = None
 
@@ -208,7 +210,7 @@ class DomainSearch:
         A step of the exchange takes as long as the partner is large. Where large partners follow each other,
         groups fall out of step and wait for each other's keys; where sizes alternate, all keep pace.
         """
-        layout = first_layout(self._fleet, self._rates, grouping, self._micro_batches)
+        layout = self._guess.layout(grouping, self._micro_batches)
         return Layout(_alternating(self._fleet, layout.parts), layout.micro_batches)
 
 

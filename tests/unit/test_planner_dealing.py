@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.planner.balance import balance, first_layout, rebalanced
+from megatron_hexi.planner.balance import balance, rebalanced
 from megatron_hexi.planner.deal import deal_heads, deal_tokens
+from megatron_hexi.planner.guess import FirstGuess
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.trial import Judge
@@ -116,10 +117,10 @@ def test_first_layout_by_hand():
     assert [kind.name for kind in fleet.kinds] == ["DOUBLE", "PLAIN"]
     assert rates.attention[0] == pytest.approx(2 * rates.attention[1])
     assert 1.5 < rates.token[0] / rates.token[1] < 2
-    (part,) = first_layout(fleet, rates, ((0, 1),), 1).parts
+    (part,) = FirstGuess(fleet, rates).layout(((0, 1),), 1).parts
     assert part.heads == (3, 1)
     assert part.tokens[0] == pytest.approx(4096 * rates.token[0] / rates.token.sum(), abs=1)
-    one, other = first_layout(fleet, rates, ((0,), (1,)), 3).parts
+    one, other = FirstGuess(fleet, rates).layout(((0,), (1,)), 3).parts
     assert (one.heads, other.heads) == ((4,), (4,))
     speeds = [1 / (1 / rates.token[unit] + 4 / rates.attention[unit]) for unit in range(2)]
     assert one.total == pytest.approx(4096 * speeds[0] / sum(speeds), abs=1)
@@ -133,7 +134,7 @@ def test_where_nothing_travels_all_groups_end_at_once(grouping):
     job = tiny_job(seq_length=2**16)
     fleet = fleet_of([("a", "DOUBLE", 2), ("b", "PLAIN", 2)], job, bandwidth=FAST)
     judge, rates = Judge(fleet), Rates(fleet)
-    first = judge.try_out(fleet, [first_layout(fleet, rates, grouping, 1)], 2)
+    first = judge.try_out(fleet, [FirstGuess(fleet, rates).layout(grouping, 1)], 2)
     trial = balance(judge, rates, first, 5)
     assert trial.order <= first.order
     if grouping == ((0, 1), (2, 3)):
@@ -148,7 +149,7 @@ def test_where_nothing_travels_all_groups_end_at_once(grouping):
 def test_members_of_a_group_end_their_tokens_at_once():
     fleet = fleet_of([("a", "DOUBLE", 1), ("b", "PLAIN", 1)], tiny_job(seq_length=2**16), bandwidth=FAST)
     judge, rates = Judge(fleet), Rates(fleet)
-    trial = balance(judge, rates, judge.try_out(fleet, [first_layout(fleet, rates, ((0, 1),), 1)], 2), 5)
+    trial = balance(judge, rates, judge.try_out(fleet, [FirstGuess(fleet, rates).layout(((0, 1),), 1)], 2), 5)
     (stage,) = trial.timing.stages
     token = sum(one.token for one in stage.passes) + stage.logits / stage.layers
     assert token[0] == pytest.approx(token[1], rel=1e-3)
@@ -158,7 +159,7 @@ def test_members_of_a_group_end_their_tokens_at_once():
 def test_balancing_a_balanced_layout_leaves_it():
     fleet = fleet_of([("a", "PLAIN", 4)], bandwidth=FAST)
     judge, rates = Judge(fleet), Rates(fleet)
-    trial = judge.try_out(fleet, [first_layout(fleet, rates, ((0, 1, 2, 3),), 1)], 2)
+    trial = judge.try_out(fleet, [FirstGuess(fleet, rates).layout(((0, 1, 2, 3),), 1)], 2)
     assert trial.layouts[0].parts[0].tokens == (1024,) * 4
     assert rebalanced(rates, trial) == trial.layouts[0]
     assert balance(judge, rates, trial, 5) is trial
@@ -171,7 +172,7 @@ def test_a_slow_way_to_the_network_shifts_work_away():
     fleet = fleet_of([("a", "PLAIN", 2), ("b", "PLAIN", 1), ("c", "PLAIN", 1)], job, bandwidth=2)
     assert fleet.sites == ((0, 1), (2,), (3,))
     judge, rates = Judge(fleet), Rates(fleet)
-    trial = judge.try_out(fleet, [first_layout(fleet, rates, ((0, 1), (2, 3)), 1)], 2)
+    trial = judge.try_out(fleet, [FirstGuess(fleet, rates).layout(((0, 1), (2, 3)), 1)], 2)
     near, far = trial.layouts[0].parts
     assert near.total == far.total
     balanced = balance(judge, rates, trial, 5)
@@ -198,6 +199,6 @@ def test_memory_caps_tokens():
     assert balanced.timing.needed[0][small] > 0.95 * 4 * 2**30
     assert balanced.timing.arrays.tokens[small] < 2**16
     # The first guess knows of memory too, if roughly.
-    guess = judge.try_out(fleet, [first_layout(fleet, rates, ((0,), (1,)), 1)], 1)
+    guess = judge.try_out(fleet, [FirstGuess(fleet, rates).layout(((0,), (1,)), 1)], 1)
     assert guess.excess < 0.1
     assert guess.timing.arrays.tokens[small] > 0.9 * balanced.timing.arrays.tokens[small]

@@ -8,8 +8,9 @@ import pytest
 from ortools.sat.python import cp_model
 
 from megatron_hexi.errors import ClusterError
-from megatron_hexi.planner.balance import balance, first_layout
+from megatron_hexi.planner.balance import balance
 from megatron_hexi.planner.groupings import all_partitions, site_classes
+from megatron_hexi.planner.guess import FirstGuess
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.polish import polish
 from megatron_hexi.planner.rates import Rates
@@ -37,7 +38,7 @@ def balanced(random, fleet, judge):
     else:
         grouping = tuple(site for sites in site_classes(fleet).values() for site in sites)
     together = fleet.job.global_batch_size // fleet.job.micro_batch_size
-    first = judge.try_out(fleet, [first_layout(fleet, rates, grouping, together)], 2)
+    first = judge.try_out(fleet, [FirstGuess(fleet, rates).layout(grouping, together)], 2)
     return balance(judge, rates, first, 4)
 
 
@@ -105,7 +106,7 @@ def test_the_layout_given_is_a_complete_hint_that_keeps_every_rule():
 def test_small_cases_are_proven(nodes, grouping):
     fleet = find_units(tiny_job(seq_length=2**14), cluster(nodes))
     judge, rates = Judge(fleet), Rates(fleet)
-    trial = balance(judge, rates, judge.try_out(fleet, [first_layout(fleet, rates, grouping, 1)], 2), 4)
+    trial = balance(judge, rates, judge.try_out(fleet, [FirstGuess(fleet, rates).layout(grouping, 1)], 2), 4)
     refined = refine(judge, trial)
     assert refined.proven
     # Scaling found it already.
@@ -127,7 +128,7 @@ def test_tokens_and_heads_under_memory_are_found_together(memory, heads, kv_head
     fleet = find_units(tiny_job(seq_length=2**17, model=model, recompute="full"), read_text(text))
     judge, rates = Judge(fleet), Rates(fleet)
     rates.free = np.full(2, np.inf)  # begin with shares by speed alone
-    first = judge.try_out(fleet, [first_layout(fleet, rates, ((0, 1),), 1)], 1)
+    first = judge.try_out(fleet, [FirstGuess(fleet, rates).layout(((0, 1),), 1)], 1)
     scaled = balance(judge, rates, first, 6)
     refined = refine(judge, scaled)
     assert scaled.fits
