@@ -9,6 +9,7 @@ from dataclasses import replace
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job, find_shortage
 from megatron_hexi.errors import HexiError, NothingFitsError
 from megatron_hexi.planner.measured import Measured
+from megatron_hexi.planner.room import fleet_has_room
 from megatron_hexi.planner.search import DomainSearch
 from megatron_hexi.planner.trial import Judge, Trial
 from megatron_hexi.planner.units import Fleet, find_units
@@ -77,5 +78,7 @@ def _fits(fleet: Fleet, job: Job) -> bool:
     """Whether a quick search finds a plan for one replica."""
     job = replace(job, data_parallel=1)
     changed = find_units(job, fleet.cluster)
+    if not fleet_has_room(changed):
+        return False
     search = DomainSearch(Judge(changed), changed, job.global_batch_size // job.micro_batch_size)
     return search.run(polished=False).fits

@@ -22,6 +22,7 @@ from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.replicas import ReplicaSearch, equal_deals, free_deals
 from megatron_hexi.planner.result import Planned, Progress
+from megatron_hexi.planner.room import fleet_has_room
 from megatron_hexi.planner.search import DomainSearch, grouping_of
 from megatron_hexi.planner.solver import SEED, refine
 from megatron_hexi.planner.trial import Judge, Trial
@@ -61,7 +62,7 @@ def find_plan(
     fleet = find_units(replace(job, data_parallel=data_parallel or 1), cluster)
     _check_replicas(fleet, data_parallel)
     judge = Judge(fleet)
-    _check_room(judge, fleet)
+    _check_room(judge, fleet, data_parallel or 1)
     best = _search(judge, fleet, data_parallel, tell)
     tell("baselines", 0, 1)
     limit = float("inf") if with_baselines or not best.fits else best.iteration_s
@@ -102,13 +103,12 @@ def _check_replicas(fleet: Fleet, count: int | None) -> None:
         )
 
 
-def _check_room(judge: Judge, fleet: Fleet) -> None:
-    """Say at once that nothing fits: no unit has room for a token, though all share the optimizer's state."""
-    rates = Rates(fleet)
-    if not rates.free.any():
+def _check_room(judge: Judge, fleet: Fleet, replicas: int) -> None:
+    """Say at once that nothing fits: all memory together is too small for a sequence of each replica."""
+    if not fleet_has_room(fleet, replicas):
         everything = (tuple(range(len(fleet.units))),)
         together = fleet.job.global_batch_size // fleet.job.micro_batch_size
-        layout = FirstGuess(fleet, rates).layout(everything, together)
+        layout = FirstGuess(fleet, Rates(fleet)).layout(everything, together)
         raise nothing_fits(fleet, judge.try_out(fleet, [layout], 1))
 
 

@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.memory import Flights, Holdings, stage_memory
+from megatron_hexi.cost.memory import GIB, Flights, Holdings, stage_memory
+from megatron_hexi.planner.units import Fleet
 
 _MANY = 1e6
+
+
+def has_room(job: Job, stages: Iterable[Sequence[tuple[int, Room]]], sequences: int = 1) -> bool:
+    """Whether sequences may fit into memory, however they are cut: necessary, not sufficient.
+
+    Args:
+        job: the job.
+        stages: of each pipeline stage, how many units there are and the room of each.
+        sequences: how many are under way at a time.
+    """
+    for rooms in stages:
+        # A token takes the same everywhere, and is held by one and attended to by one.
+        one = rooms[0][1]
+        each = one.each_held + min(one.each_attended(groups) for groups in (1, 2))
+        if sum(units * room.left for units, room in rooms) < sequences * job.seq_length * each:
+            return False
+    return True
+
+
+def fleet_has_room(fleet: Fleet, sequences: int = 1) -> bool:
+    """The same for all of a fleet's units."""
+    job, counts = fleet.job, Counter(unit.kind for unit in fleet.units)
+    return has_room(
+        job,
+        (
+            [
+                (count, Room(job, stage, fleet.kinds[kind].devices[stage].usable_gib * GIB, len(fleet.units)))
+                for kind, count in counts.items()
+            ]
+            for stage in range(job.pipeline_parallel)
+        ),
+        sequences,
+    )
 
 
 class Room:

@@ -1,22 +1,20 @@
 """Broken and impossible inputs: each refused at once, in one line that names it and says what to do instead.
 
-Nothing is written, nothing is printed but that line, and no case takes more than two seconds.
+Nothing is written, and nothing is printed but that line. How long it takes, `benchmarks.answers` measures.
 """
 
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-import megatron_hexi.planner  # noqa: F401  its import shall not count as time of the first case
 from megatron_hexi.plan import Workload, proportional_plan, write_plan
 from tests.support.shell import call_hexi, is_one_error_line
 
-#: Of this process: others that run besides do not count.
-MOST_S = 2.0
+#: A refusal that takes so long has read what it should have refused.
+pytestmark = pytest.mark.timeout(60)
 
 NODES = "- {name: h100, gpu: H100-SXM-80GB, gpus: 4}\n- {name: a100, gpu: A100-SXM-80GB, gpus: 4}\n"
 NETWORK = "network: {bandwidth_gb_s: 25}\n"
@@ -210,9 +208,7 @@ def refused(folder, monkeypatch, capsys):
 
     def call(words, said, code=2, printed=""):
         before = snapshot(folder)
-        begun = time.process_time()
         result = call_hexi(monkeypatch, capsys, words)
-        assert time.process_time() - begun < MOST_S
         assert result.code == code, result.err
         assert result.out in ("", printed)
         assert is_one_error_line(result.err)

@@ -1,7 +1,6 @@
 """Cluster files: the good ones read as they stand, each broken one is refused in one line."""
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -317,7 +316,6 @@ BROKEN = {
 def test_a_broken_file_is_one_clear_line(write, what):
     text, wanted = BROKEN[what]
     path = write(text)
-    start = time.monotonic()
     with pytest.raises(HexiError) as caught:
         read_cluster(path)
     message = str(caught.value)
@@ -325,7 +323,6 @@ def test_a_broken_file_is_one_clear_line(write, what):
     assert message.startswith(f"{path}:")
     assert "\n" not in message
     assert len(message) < 400 + len(str(path))
-    assert time.monotonic() - start < 2
 
 
 def test_rules_of_clusters_are_cluster_errors(write):

@@ -1,7 +1,6 @@
 """Baselines: what their rules allow, by hand; and that the best of it is found without timing all of it."""
 
 import itertools
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -387,22 +386,18 @@ def test_the_order_of_a_file_s_entries_does_not_matter(last, bandwidth):
 
 
 @pytest.mark.parametrize("context", [32768, 131072])
-def test_sixteen_gpus_take_no_time(context):
+def test_all_of_them_can_be_laid_out_on_sixteen_gpus(context):
     job = Job(presets()["gpt-7b"], context, recompute="full")
     fleet = find_units(job, read_cluster(EXAMPLES / "mixed-16.yaml"))
-    begin = time.process_time()
     known = found(fleet, None)
-    assert time.process_time() - begin < 1  # 0.2 s
     assert all(one.trial is not None for one in known.values())
     assert known["usp"].trial.tokens_per_s < known["proportion"].trial.tokens_per_s
     ends = max(known[name].trial.tokens_per_s for name in ("ring", "ulysses", "te-a2a+p2p"))
     assert ends <= known["usp"].trial.tokens_per_s
 
 
-def test_a_hundred_and_twenty_eight_take_little():
+def test_a_hundred_and_twenty_eight():
     job = Job(presets()["gpt-7b"], 2**17, recompute="full")
     nodes = [(f"n{number}", "DOUBLE" if number < 8 else "PLAIN", 8) for number in range(16)]
     fleet = fleet_of(nodes, job, bandwidth=25)
-    begin = time.process_time()
     assert found(fleet, None)["usp"].trial is not None
-    assert time.process_time() - begin < 5  # 1 s

@@ -11,7 +11,7 @@ from megatron_hexi.cluster import cluster_digest
 from megatron_hexi.cost import estimate
 from megatron_hexi.errors import ClusterError, NothingFitsError
 from megatron_hexi.plan import read_plan, validate_plan, write_plan
-from megatron_hexi.planner import find_plan
+from megatron_hexi.planner import find_plan, planner
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import random_case, random_parallel_case, reproduce
 
@@ -192,3 +192,11 @@ def test_what_would_fit_does_fit():
                 assert find_plan(replace(job, **changes), known).cost.fits
                 proposed += 1
     assert proposed > 5
+
+
+@pytest.mark.parametrize("replicas", [1, 2, None])
+def test_a_sequence_that_all_memory_is_too_small_for_is_refused_without_a_search(monkeypatch, replicas):
+    known = cluster([("a", "PLAIN", 2), ("b", "DOUBLE", 2)])
+    monkeypatch.setattr(planner, "_search", lambda *_: pytest.fail("searched"))
+    with pytest.raises(NothingFitsError, match=r"what would fit: .*a context of"):
+        find_plan(tiny_job(seq_length=2**28, global_batch_size=4), known, data_parallel=replicas)

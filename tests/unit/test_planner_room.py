@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost.memory import FRAGMENTATION, Flights, Holdings, stage_memory
 from megatron_hexi.planner.bound.piece import hold_more
-from megatron_hexi.planner.room import Room
-from tests.support.costs import TINY, tiny_job
+from megatron_hexi.planner.room import Room, fleet_has_room, has_room
+from megatron_hexi.planner.units import find_units
+from tests.support.costs import TINY, cluster, tiny_job
 
 GIB = 2.0**30
 
@@ -98,3 +99,26 @@ def test_more_is_held_at_the_rate_at_which_prices_make_up_for_it():
     more, fewer = hold_more(held, attended, 0.8, np.inf)
     assert more == pytest.approx([125])
     assert fewer == pytest.approx([0])
+
+
+def test_a_sequence_has_room_up_to_what_all_units_hold_and_attend_to():
+    room, small = Room(tiny_job(), 0, 64 * GIB, 8), Room(tiny_job(), 0, 8 * GIB, 8)
+    length = int(room.together(1) + 2 * small.together(1))
+
+    def fits(stages, length, sequences=1):
+        return has_room(replace(tiny_job(), seq_length=length // 2 * 2), stages, sequences)
+
+    stage = [(1, room), (2, small)]
+    assert fits([stage], length)
+    assert not fits([stage], length + 4)
+    assert fits([stage], length // 2, sequences=2)
+    assert not fits([stage], length // 2 + 4, sequences=2)
+    # Every stage has its part of each token.
+    assert not fits([stage, [(3, small)]], length)
+    assert fits([stage, [(3, room)]], length)
+
+
+def test_a_fleet_has_room_for_what_was_planned_on_it_and_not_for_any_length():
+    known = cluster([("a", "PLAIN", 2), ("b", "DOUBLE", 1)])
+    assert fleet_has_room(find_units(tiny_job(), known))
+    assert not fleet_has_room(find_units(tiny_job(seq_length=2**34), known))

@@ -1,7 +1,6 @@
 """Where the simulator and the cost model must differ, and why; all kinds of plans, clusters and jobs."""
 
 import dataclasses
-import time
 from random import Random
 
 import pytest
@@ -214,13 +213,10 @@ def test_progress_is_told():
     assert told[-1][0] == told[-1][1]
 
 
-@pytest.mark.parametrize(("groups", "limit"), [(2, 1), (16, 10)])
-def test_it_is_fast(groups, limit):
-    # Groups that are all cut differently are the harder case.
+def test_128_ranks_that_are_all_cut_differently():
+    groups = 16
     job = Job(presets()["gpt-13b"], 2**18)
     known = cluster([(f"n{number}", "PLAIN", 8) for number in range(groups)], latency=10)
     plan = proportional_plan(job.workload(), [uneven(groups, 8)])
-    begin = time.process_time()
     found = simulate(plan, job, known)
-    assert time.process_time() - begin < limit
     assert len(found.ranks) == 8 * groups

@@ -52,7 +52,7 @@ from megatron_hexi.planner.bound.site_times import Shape, SiteClass
 from megatron_hexi.planner.choose import single_sites
 from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.links import Links, best_links
-from megatron_hexi.planner.room import Room
+from megatron_hexi.planner.room import Room, has_room
 from megatron_hexi.planner.units import Fleet
 
 #: A bound that is so close to what was found is not looked at again.
@@ -150,14 +150,14 @@ def _choices(fleet: Fleet, classes: Sequence[SiteClass], data_parallel: int | No
 
 
 def _has_room(job: Job, classes: Sequence[SiteClass], shape: Shape) -> bool:
-    """Whether a sequence may fit into a replica's memory, however it is cut."""
-    for stage in range(job.pipeline_parallel):
-        rooms = [(units, classes[place].rooms[0][stage]) for place, units in shape]
-        # A token takes the same everywhere.
-        each = rooms[0][1].each_held + min(rooms[0][1].each_attended(groups) for groups in (1, 2))
-        if sum(units * room.left for units, room in rooms) < job.seq_length * each:
-            return False
-    return True
+    """Whether a sequence may fit into a replica's memory."""
+    return has_room(
+        job,
+        (
+            [(units, classes[place].rooms[0][stage]) for place, units in shape]
+            for stage in range(job.pipeline_parallel)
+        ),
+    )
 
 
 def _replicas(
