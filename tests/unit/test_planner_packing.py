@@ -12,8 +12,9 @@ from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.load import Load
-from megatron_hexi.planner.bound.packing import Packing, _Program, packable, shapes_of
+from megatron_hexi.planner.bound.packing import Packing, packable, shapes_of
 from megatron_hexi.planner.bound.placing import placed
+from megatron_hexi.planner.bound.program import Program
 from megatron_hexi.planner.bound.site_times import SiteClass, in_steps
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.links import best_links
@@ -173,16 +174,16 @@ def test_every_choice_of_units_is_a_shape_once():
 def test_the_program_packs_by_hand():
     # Three units of one class, two of another; shapes of 2 + 0, 1 + 1 and 0 + 2.
     used = np.array([[2.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
-    total, shapes = _Program(used, [3, 2], (1, 5)).solve(np.array([5.0, 4.0, 1.0]))
+    total, shapes = Program(used, [3, 2], (1, 5)).solve(np.array([5.0, 4.0, 1.0]))
     assert total == pytest.approx(5 / 2 + 4 * 2)  # half of the first, two of the second
     assert shapes == pytest.approx({0: 0.5, 1: 2})
-    total, shapes = _Program(used, [3, 2], (1, 1)).solve(np.array([5.0, 4.0, 1.0]))
+    total, shapes = Program(used, [3, 2], (1, 1)).solve(np.array([5.0, 4.0, 1.0]))
     assert total == pytest.approx(5)
     assert shapes == pytest.approx({0: 1})
     # Whole groups: the second twice, as that is packed most; one unit of the first class is left.
-    assert _Program(used, [3, 2], (1, 5)).whole(np.array([5.0, 4.0, 1.0])) == [1, 1]
-    assert _Program(used, [5, 2], (1, 5)).whole(np.array([5.0, 4.0, 1.0])) == [1, 1, 0]
-    assert _Program(used, [5, 2], (1, 1)).whole(np.array([5.0, 4.0, 1.0])) == [0]
+    assert Program(used, [3, 2], (1, 5)).whole(np.array([5.0, 4.0, 1.0])) == [1, 1]
+    assert Program(used, [5, 2], (1, 5)).whole(np.array([5.0, 4.0, 1.0])) == [1, 1, 0]
+    assert Program(used, [5, 2], (1, 1)).whole(np.array([5.0, 4.0, 1.0])) == [0]
 
 
 def test_units_without_memory_for_tokens_are_packed_for_nothing():

@@ -108,6 +108,14 @@ class GroupTimes:
         self._a_token = seconds_a_token(shapes, self._sites, self._heads)
         self._used = used(shapes, len(classes))
 
+    def moving(self, place: int, units: int, outside: bool) -> tuple[float, float]:
+        """As of a class's `SiteTimes`."""
+        return self._sites[place].moving(units, outside)
+
+    def held(self, place: int) -> float:
+        """Tokens that a unit of a class holds at most in the longest time of interest."""
+        return float(self._sites[place].held[-2])
+
     def least(self, shape: Shape, tokens: Floats, depths: Sequence[Depth]) -> Floats:
         """Seconds that groups with tokens[j] to tokens[j + 1] tokens need at least, [depths, J = tokens - 1].
 

@@ -64,6 +64,8 @@ class Load:
         self.token_bytes = (self.again + 1) * columns * self._element
         #: What a pass moves of them, shown or hidden, as a part of that.
         self._of_a_pass = (1 + self._all_heads / columns) / (self.again + 1)
+        #: Of a token's keys and values of all heads.
+        self.key_bytes = 2 * self._all_kv * self._element
         #: The same as `token_bytes` where nothing travels in halves.
         self.whole_token_bytes = self.token_bytes * (1 + self._all_heads / columns)
         self._move_each, self._move_latency = self._all_to_all()
@@ -75,7 +77,7 @@ class Load:
         """The part of the limits that a layer takes; grows with the tokens and with what is attended."""
         attention = self.attention(attended / self.share, groups)
         forward, backward = np.maximum(attention[0], wire), np.maximum(attention[1], 2 * wire)
-        token = self._token_times(tokens)
+        token = self.pass_seconds(tokens)
         moved = self._move_each * tokens + self._move_latency
         beyond = np.maximum(attended - tokens, 0.0) * self._move_seconds
         whole = self._passes(token, tokens) + moved + beyond + self.again * forward + backward
@@ -100,15 +102,15 @@ class Load:
 
     def token_seconds(self, tokens: Floats) -> Floats:
         """Token work of all passes of a layer, with its part of the vocabulary."""
-        return self._passes(self._token_times(tokens), tokens)
+        return self._passes(self.pass_seconds(tokens), tokens)
 
     def _passes(self, token: Times, tokens: Floats) -> Floats:
         again = 2 if self._job.recompute == "full" else 1
-        whole: Floats = again * token.forward + token.backward + self._logits_seconds(tokens)
+        whole: Floats = again * token.forward + token.backward + self.logits_seconds(tokens)
         return whole
 
-    def _token_times(self, tokens: Floats) -> Times:
-        """Both directions, with the sums inside a unit."""
+    def pass_seconds(self, tokens: Floats) -> Times:
+        """Token work of a forward and of a backward pass, with the sums inside a unit."""
         job, rows = self._job, self._job.micro_batch_size * tokens
         times = token_times(self._speeds, job, rows)
         if job.tensor_parallel == 1:
@@ -117,7 +119,7 @@ class Load:
         sums = 2 * tensor_parallel_seconds(job, rows, bandwidth, latency)
         return Times(times.forward + sums, times.backward + sums)
 
-    def _logits_seconds(self, tokens: Floats) -> Floats | float:
+    def logits_seconds(self, tokens: Floats) -> Floats | float:
         """The layer's part of the vocabulary, on the last stage."""
         job = self._job
         if self._stage < job.pipeline_parallel - 1:
@@ -190,7 +192,7 @@ class Load:
             seen: tokens whose keys they need.
             abroad: those of them that come from other sites.
         """
-        links, size = self.links, 2 * self._all_kv * self._element
+        links, size = self.links, self.key_bytes
         time: Floats = seen * size / units / (links.inside + links.outside)
         if links.outside:
             lanes = 1 / self._job.tensor_parallel if links.shared else units

@@ -6,7 +6,8 @@ for each other. Here whole groups are looked at: of each shape (so many units on
 least time (columns.py), so the most tokens in a given time; a linear program packs shapes into the units.
 
 There are many shapes and few in the optimum: a shape's tokens are bounded by its best rates until the program
-uses it. Any stage of that is a bound; so many shapes are worked out at most.
+uses it. Any stage of that is a bound; so many shapes are worked out at most. Where few ways to pack whole
+groups are left, each is looked at by itself (whole.py, together.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from math import comb, inf, prod
 
 import numpy as np
-from ortools.linear_solver import pywraplp
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Bools, Floats
@@ -25,7 +25,11 @@ from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.demand import Span
 from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.placing import placed
+from megatron_hexi.planner.bound.program import Program
+from megatron_hexi.planner.bound.setting import Setting
 from megatron_hexi.planner.bound.site_times import Shape, SiteClass, used
+from megatron_hexi.planner.bound.together import Tries, suffices
+from megatron_hexi.planner.bound.whole import packings
 from megatron_hexi.planner.layout import Grouping
 
 #: Up to so many shapes are packed, and so many of them worked out.
@@ -47,6 +51,12 @@ _FEW_SHAPES = 60
 #: Where a group may be among the nested ones; what its depth costs (demand.price).
 _DEPTHS = tuple((number / 4, (number + 1) / 4) for number in range(4))
 _TILTS = (0.0, 0.5, 1.0)
+#: Ways to pack whole groups that are looked at at most; the bound is found to this part by them.
+_MOST_PACKINGS, _CLOSE = 200, 2e-3
+#: Shapes that are worked out at once where there are more.
+_AT_ONCE = 8
+#: That is worth while where so much is left; so many programs of groups together are solved for a time.
+_WORTH, _TRIES = 0.02, 400
 #: The bound is found to this part; what the linear program's rounding may take away.
 _PRECISION, _ROUNDING = 3e-4, 1e-6
 #: Micro-batches of a replica, the fewest and the most groups of it, and whether all-to-alls travel in halves
@@ -94,6 +104,8 @@ class Packing:
         #: Plans that are looked at together: how many groups they have in all, and each replica; and whether
         #: all-to-alls travel in halves.
         self._boxes = [(span, groups, half) for half in self._halves for span, groups in boxes]
+        self._wholly = not several and job.pipeline_parallel == 1
+        self._longest_s = longest_s
         self._longest = {count: self._layer_s(longest_s, count) for count in turns}
         self._times: dict[_Way, GroupTimes] = {}
         #: Of shapes that are worked out: bounds of tokens, [I + 1], and least seconds by depth, [D, I].
@@ -111,8 +123,51 @@ class Packing:
             while above - below > _PRECISION * above:
                 middle = (below + above) / 2
                 below, above = (below, middle) if self._suffices(middle, span, ways) else (middle, above)
-            least = below
+            least = self._wholly_least(span, ways[0], below, least) if self._wholly else below
         return least
+
+    def _wholly_least(self, span: Span, way: _Way, low: float, high: float) -> float:
+        """Seconds, between two, that no plan of whole groups stays below."""
+        if span == _ONE or self._longest_s <= (1 + _WORTH) * low:
+            return low
+        if not self._wholly_suffices(high, span, way):
+            return high
+        while high - low > _CLOSE * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._wholly_suffices(middle, span, way) else (middle, high)
+        return low
+
+    def _wholly_suffices(self, iteration_s: float, span: Span, way: _Way) -> bool:
+        """Whether whole groups may hold all tokens in the time, as far as these are looked at."""
+        packed = self._packings(iteration_s, span, way)
+        if packed is None:
+            return True
+        layer_s, (worth, _) = self._layer_s(iteration_s, way[0]), self._worths(iteration_s, span, [way], 0.0)
+        setting = Setting(self._job, self._classes, way[2], self._group_times(way), layer_s)
+        tries = Tries(_TRIES)
+        return any(
+            suffices(setting, [self._shapes[shape] for shape in one], worth[0, list(one)] / way[0], tries)
+            for one in packed
+        )
+
+    def _packings(self, iteration_s: float, span: Span, way: _Way) -> list[tuple[int, ...]] | None:
+        """Every way to pack whole groups that may hold all tokens; ``None``: there are too many."""
+        while True:
+            worth, worked = (of_way[0] for of_way in self._worths(iteration_s, span, [way], 0.0))
+            program = Program(self._used, self._units, span)
+            if program.solve(worth)[0] < self._tokens * (1 - _ROUNDING):
+                return []
+            prices = program.prices()
+            packed = packings(self._used, self._units, span, worth, self._tokens, prices, _MOST_PACKINGS)
+            open_ = sorted({shape for one in packed.found for shape in one if not worked[shape]})
+            if not open_ and not packed.complete:
+                # What is packed most, if its best rates were all.
+                loses = np.where(worked | (worth <= 0), inf, self._used @ prices[0] + prices[1] - worth)
+                open_ = [shape for shape in np.argsort(loses)[:_AT_ONCE].tolist() if loses[shape] < inf]
+            if not open_ or len(open_) > self._left:
+                return packed.found if packed.complete else None
+            for shape in open_:
+                self._found[shape, way] = self._work_out(shape, way)
 
     def suffices(self, iteration_s: float) -> bool:
         """Whether groups may hold all tokens in the time, which is not longer than the longest."""
@@ -129,7 +184,7 @@ class Packing:
         for span in self._spans[1:]:
             ways = [(max(self._turns), span, half) for half in self._halves]
             worth, _ = self._worths(iteration_s, span, ways, 0.0)
-            packed = _Program(self._used, self._units, span).whole(worth.max(axis=0))
+            packed = Program(self._used, self._units, span).whole(worth.max(axis=0))
             if packed:
                 yield placed(self._classes, [self._shapes[number] for number in packed])
 
@@ -145,7 +200,7 @@ class Packing:
         """The same for one price of a group's depth."""
         worth, worked = self._worths(iteration_s, span, ways, tilt)
         budgets = self._budgets(iteration_s)
-        program = _Program(self._used, self._units, span)
+        program = Program(self._used, self._units, span)
         while True:
             total, packed = program.solve(worth.max(axis=0))
             if total < self._tokens * (1 - _ROUNDING):
@@ -221,62 +276,6 @@ class Packing:
             float(one) * (1 - tilt * (shallowest - 0.5))
             for one, (shallowest, _) in zip(most, _DEPTHS, strict=True)
         )
-
-
-class _Program:
-    """The linear program: as many groups of each shape as units allow, a number of them within a span.
-
-    Args:
-        used: units of each class, [shapes, classes].
-        units: that there are.
-        span: the fewest and the most groups.
-    """
-
-    def __init__(self, used: Floats, units: Sequence[int], span: Span) -> None:
-        self._used, self._left, self._span = used, np.array(units, dtype=float), span
-        self._solver = pywraplp.Solver.CreateSolver("GLOP")
-        self._rows = [self._solver.Constraint(0, float(most)) for most in units]
-        self._groups = self._solver.Constraint(*map(float, span))
-        self._goal = self._solver.Objective()
-        self._goal.SetMaximization()
-        self._shapes = [self._solver.NumVar(0, inf, "") for _ in used]
-        for shape, counts in zip(self._shapes, used.tolist(), strict=True):
-            self._groups.SetCoefficient(shape, 1)
-            for row, count in zip(self._rows, counts, strict=True):
-                if count:
-                    row.SetCoefficient(shape, count)
-
-    def solve(self, worth: Floats) -> tuple[float, dict[int, float]]:
-        """The most that is packed, and how many of the shapes in use; infinite if there is no answer.
-
-        What holds nothing is no group.
-        """
-        fits = (worth > 0) & (self._used <= self._left).all(axis=1)
-        for shape, value, may in zip(self._shapes, worth.tolist(), fits.tolist(), strict=True):
-            self._goal.SetCoefficient(shape, value)
-            shape.SetUb(inf if may else 0.0)
-        status = self._solver.Solve()
-        if status == pywraplp.Solver.INFEASIBLE:
-            return 0.0, {}
-        if status != pywraplp.Solver.OPTIMAL:
-            return inf, {}
-        amounts = [shape.solution_value() for shape in self._shapes]
-        return self._goal.Value(), {number: amount for number, amount in enumerate(amounts) if amount > 0}
-
-    def whole(self, worth: Floats) -> list[int]:
-        """Shapes of whole groups: what is packed most is taken, and the rest packed again (diving)."""
-        taken = list[int]()
-        while True:
-            for row, most in zip(self._rows, self._left.tolist(), strict=True):
-                row.SetUb(most)
-            self._groups.SetBounds(*(max(0.0, float(end - len(taken))) for end in self._span))
-            _, packed = self.solve(worth)
-            if not packed:
-                return taken
-            most = max(packed, key=lambda shape: (packed[shape], -shape))
-            groups = max(1, int(packed[most] + _ROUNDING))
-            self._left = self._left - groups * self._used[most]
-            taken += [most] * groups
 
 
 def packable(classes: Sequence[SiteClass]) -> bool:

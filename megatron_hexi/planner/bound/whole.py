@@ -1,0 +1,90 @@
+"""Every way to pack whole groups that may hold the sequence: part of the lower bound (packing.py).
+
+The linear program packs fractions of groups. Its prices say what a shape loses against the best there is:
+whole groups that hold the sequence lose no more together than the program has to spare. These are few of all
+there are, and are looked at one by one, their groups together (together.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats
+
+#: What rounding may take away.
+_ROUNDING = 1e-6
+
+
+#: Steps in which packings are looked for, as a multiple of how many there may be.
+_STEPS = 100
+
+
+@dataclass(frozen=True)
+class Packings:
+    """Ways to pack shapes.
+
+    Args:
+        found: multisets of shapes, each ascending in what the shapes lose.
+        complete: whether these are all.
+    """
+
+    found: list[tuple[int, ...]]
+    complete: bool
+
+
+def packings(
+    used: Floats,
+    units: Sequence[int],
+    span: tuple[int, int],
+    worth: Floats,
+    needed: float,
+    prices: tuple[Floats, float],
+    most: int,
+) -> Packings:
+    """Multisets of shapes that use no more units than there are and are worth what is needed.
+
+    Args:
+        used: units of each class, [shapes, classes].
+        units: that there are.
+        span: the fewest and the most groups.
+        worth: of each shape, [shapes].
+        needed: what all are worth at least.
+        prices: of units, [classes], none below 0, and of a group: no shape is worth more than its price, and
+            all units and `span` groups cost what the linear program packs at most.
+        most: how many are looked for.
+    """
+    of_unit, of_group = prices
+    few, many = span
+    needed *= 1 - _ROUNDING
+    # What loses least comes first: it is in most packings.
+    loses = used @ of_unit + of_group - worth
+    order = [number for number in np.argsort(loses, kind="stable").tolist() if worth[number] > 0]
+    found: list[tuple[int, ...]] = []
+    steps = 0
+
+    def price_of(left: Floats, groups: int) -> float:
+        """At most what groups of the units that are left are worth."""
+        rest = many - groups if of_group > 0 else max(0, few - groups)
+        return float(left @ of_unit) + of_group * rest
+
+    def pack(first: int, left: Floats, taken: tuple[int, ...], so_far: float) -> bool:
+        """Whether all packings that begin so are found."""
+        nonlocal steps
+        if few <= len(taken) and so_far >= needed:
+            found.append(taken)
+        for place in range(first, len(order) if len(taken) < many else 0):
+            steps += 1
+            if len(found) > most or steps > _STEPS * most:
+                return False
+            after, worth_now = left - used[order[place]], so_far + float(worth[order[place]])
+            if worth_now + price_of(after, len(taken) + 1) < needed:
+                break  # what follows loses more
+            if (after >= 0).all() and not pack(place, after, (*taken, order[place]), worth_now):
+                return False
+        return True
+
+    complete = pack(0, np.array(units, dtype=float), (), 0.0)
+    return Packings(found, complete)

@@ -1,0 +1,87 @@
+"""Whole groups that wait for each other: no layout whatever is faster than what is said of its groups."""
+
+from random import Random
+
+import numpy as np
+
+from megatron_hexi.errors import ClusterError
+from megatron_hexi.planner.bound import bound as bounds
+from megatron_hexi.planner.bound.columns import GroupTimes
+from megatron_hexi.planner.bound.prices import token_prices
+from megatron_hexi.planner.bound.setting import Setting
+from megatron_hexi.planner.bound.together import Tries, suffices
+from megatron_hexi.planner.trial import Judge
+from megatron_hexi.planner.units import find_units
+from tests.support.fleets import random_case, random_change, random_layouts, random_parallel_case, reproduce
+
+MANY = 10_000
+
+
+def layer_s(trial):
+    """Seconds of a layer of a trial of one replica: its passes, and a layer's part of the vocabulary."""
+    [stage] = trial.timing.stages
+    passes = sum(one.finish.max() for one in stage.passes)
+    return float(passes + (stage.logits + stage.logits_sum).max() / stage.layers)
+
+
+def setting_of(fleet, trial, longest_s):
+    """What the groups of a trial have in common, and the shape and the tokens of each."""
+    classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
+    place = {unit: number for number, one in enumerate(classes) for site in one.sites for unit in site}
+    parts, shapes = [part for part in trial.layouts[0].parts if part.total], []
+    for part in parts:
+        sites: dict[tuple[int, int], list[int]] = {}
+        for unit in part.units:
+            sites.setdefault((place[unit], fleet.units[unit].site), []).append(unit)
+        shapes.append(tuple((number, len(units)) for (number, _), units in sorted(sites.items())))
+    halves = trial.plan.exchange.parts > 1
+    span = (len(parts), len(parts))
+    alone = GroupTimes(fleet.job, classes, shapes, 1, span, longest_s, halves)
+    return (
+        Setting(fleet.job, classes, halves, alone, longest_s),
+        shapes,
+        np.array([one.total for one in parts]),
+    )
+
+
+def is_possible(fleet, trial, part=1.0, room=1.0):
+    """Whether a trial's groups may do what they do in a part of its time, with some more tokens each."""
+    longest_s = part * layer_s(trial)
+    setting, shapes, tokens = setting_of(fleet, trial, longest_s)
+    return suffices(setting, shapes, np.minimum(room * tokens, fleet.job.seq_length), Tries(MANY))
+
+
+def trials_of(seed, steps, **changes):
+    """Layouts of one cluster, of several groups on several sites: random ones, and changes of the best."""
+    text, known, job = random_parallel_case(seed, **changes)
+    if job.pipeline_parallel > 1:
+        text, known, job = random_case(seed, gpus=(3, 4, 5, 6))
+    random = Random(seed)
+    try:
+        fleet = find_units(job, known)
+    except ClusterError:  # too few GPUs for a unit
+        return
+    judge = Judge(fleet)
+    best = judge.try_out(fleet, random_layouts(random, fleet, 1), 2)
+    for step in range(steps):
+        layouts = random_layouts(random, fleet, 1) if step < 3 else random_change(random, best.layouts)
+        trial = judge.try_out(fleet, layouts, random.randint(1, 3))
+        best = min(best, trial, key=lambda trial: trial.order)
+        if len(fleet.sites) > 1 and sum(part.total > 0 for part in trial.layouts[0].parts) > 1:
+            yield fleet, trial, reproduce(text, job)
+
+
+def check(seeds, steps):
+    """How many layouts were held against what is said of their groups."""
+    count = 0
+    for seed in seeds:
+        for fleet, trial, how in trials_of(seed, steps):
+            detail = [(part.units, part.tokens, part.heads) for part in trial.layouts[0].parts]
+            for room in (1.0, 1.1):
+                assert is_possible(fleet, trial, 1 + 1e-6, room), f"{seed}: {room} {detail} {how}"
+            count += 1
+    return count
+
+
+def test_no_layout_whatever_is_faster():
+    assert check(range(60), 12) > 150
