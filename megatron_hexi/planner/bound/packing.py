@@ -51,7 +51,9 @@ _FEW_SHAPES = 60
 #: Where a group may be among the nested ones; what its depth costs (demand.price).
 _DEPTHS = tuple((number / 4, (number + 1) / 4) for number in range(4))
 _TILTS = (0.0, 0.5, 1.0)
-#: Ways to pack whole groups that are looked at at most; the bound is found to this part by them.
+#: Of up to so many shapes, whole groups are packed; so many ways to do it are looked at at most; the bound is
+#: found to this part by them.
+_FEW_TO_PACK = 100
 _MOST_PACKINGS, _CLOSE = 200, 2e-3
 #: Shapes that are worked out at once where there are more.
 _AT_ONCE = 8
@@ -104,7 +106,8 @@ class Packing:
         #: Plans that are looked at together: how many groups they have in all, and each replica; and whether
         #: all-to-alls travel in halves.
         self._boxes = [(span, groups, half) for half in self._halves for span, groups in boxes]
-        self._wholly = not several and job.pipeline_parallel == 1
+        few = len(self._shapes) <= _FEW_TO_PACK
+        self._wholly = few and not several and job.pipeline_parallel == 1
         self._longest_s = longest_s
         self._longest = {count: self._layer_s(longest_s, count) for count in turns}
         self._times: dict[_Way, GroupTimes] = {}

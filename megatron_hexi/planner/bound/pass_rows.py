@@ -310,9 +310,13 @@ class PassRows:
         group, other = self._groups[by], self._groups[of]
         if not other.on_one_site:
             return 0.0
-        here, there = group.shape[place][0], other.shape[0][0]
-        users = group.members if group.on_one_site else group.shape[place][1]
-        bandwidth = self._all.bandwidth(here, users, there, other.members)
+        (here, units), [(there, owners)] = group.shape[place], other.shape
+        if group.on_one_site:
+            # Of a KV head that several members share, it is not known who sends it.
+            users, senders = group.members, other.members if self._all.ratio == 1 else float(owners)
+        else:
+            users, senders = float(units), float(owners)
+        bandwidth = self._all.bandwidth(here, users, there, senders)
         return self._seen(by, of) * self._all.key_bytes / bandwidth
 
     def _each_s(self, here: int, units: int) -> float:
