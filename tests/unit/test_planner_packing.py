@@ -187,8 +187,8 @@ def test_the_program_packs_by_hand():
 
 
 def test_units_without_memory_for_tokens_are_packed_for_nothing(monkeypatch):
-    # Three groups are asked for, and only two units have room for anything. By the linear program alone: where
-    # groups are looked at together, it is not counted that a site has no room.
+    # Three groups are asked for, and only two units have room for anything. By the linear program alone:
+    # where groups are looked at together, it is not counted that a site has no room.
     monkeypatch.setattr(Packing, "_wholly_least", lambda _self, _span, _way, low, _high: low)
     fleet = find_units(tiny_job(seq_length=2**14), cluster([(name, "PLAIN", 1) for name in "abc"]))
     classes = site_classes(fleet)
