@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.answers import BOMB
 from megatron_hexi.plan import Workload, proportional_plan, write_plan
 from tests.support.shell import call_hexi, is_one_error_line
 
@@ -34,12 +35,6 @@ def matrix(bandwidth):
         f"  bandwidth_gb_s: {bandwidth}\n  latency_us: [[0, 5], [5, 0]]\n"
     )
 
-
-#: An alias a level: written out, these would be 9^9 values.
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
-    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
 
 #: Cluster files, and a part of what is said of each.
 CLUSTERS = {

@@ -195,7 +195,11 @@ def test_units_without_memory_for_tokens_are_packed_for_nothing(monkeypatch):
     full = SiteClass([[2]], classes[2].loads, [[Room(fleet.job, 0, 0.0, 3)]])
     packing = Packing(fleet.job, [*classes[:2], full], [1], False, Ring(), 1.0)
     both = Packing(fleet.job, classes[:2], [1], False, Ring(), 1.0)
-    assert packing.least_s(1e-3, 1.0) == pytest.approx(both.least_s(1e-3, 1.0), rel=0.01)
+    loose = [packed.least_s(1e-3, 1.0) for packed in (packing, both)]
+    assert loose[0] == pytest.approx(loose[1], rel=0.01)
+    monkeypatch.undo()
+    close = [packed.least_s(1e-3, 1.0) for packed in (packing, both)]
+    assert loose[0] <= close[0] <= close[1] * 1.01
 
 
 def test_groups_that_hold_most_become_groupings_of_all_units():

@@ -12,7 +12,7 @@ from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.packing import Packing
 from megatron_hexi.planner.bound.pass_rows import _slopes
 from megatron_hexi.planner.bound.program import Program
-from megatron_hexi.planner.bound.setting import below
+from megatron_hexi.planner.bound.setting import Line, below
 from megatron_hexi.planner.bound.site_times import in_steps
 from megatron_hexi.planner.bound.whole import packings
 from megatron_hexi.planner.units import find_units
@@ -78,6 +78,12 @@ def test_lines_are_below_all_points_and_meet_the_outer_ones(points):
     hull = np.array([[line.slope * x + line.at_zero for x in places] for line in lines]).max(axis=0)
     assert (hull <= values + 1e-6).all()
     assert hull[[0, -1]] == pytest.approx(values[[0, -1]], abs=1e-6)
+
+
+def test_of_points_at_one_place_the_lowest_counts():
+    assert below(np.array([2.0, 2.0, 2.0]), np.array([5.0, 3.0, 4.0])) == [Line(0.0, 3.0)]
+    lines = below(np.array([0.0, 1.0, 1.0]), np.array([0.0, 2.0, 1.0]))
+    assert lines == [Line(1.0, 0.0)]
 
 
 @given(st.floats(0, 20), st.integers(1, 7), st.floats(0, 1), st.floats(0, 1))

@@ -24,7 +24,7 @@ _RATIOS, _STEP = (0.6, 1.0, 1.6), 1e-4
 Term = tuple[int, float]
 
 
-class Program(Protocol):
+class Rows(Protocol):
     """The linear program, as far as rows need it.
 
     Args:
@@ -57,7 +57,7 @@ class PassRows:
 
     def __init__(
         self,
-        program: Program,
+        program: Rows,
         setting: Setting,
         groups: Sequence[GroupLines],
         order: Sequence[int] | None,

@@ -14,7 +14,7 @@ from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.plan.parts import BUSY_ROWS, MOST_PARTS
 from megatron_hexi.planner.bound.columns import GroupTimes
-from megatron_hexi.planner.bound.site_times import SiteClass
+from megatron_hexi.planner.bound.site_times import SiteClass, held_in
 
 #: Times and numbers of tokens in which tokens are looked up, and the shortest time as a part of the longest.
 _TIMES, _SIZES, _SHORTEST = 6_000, 12_000, 1e-4
@@ -95,8 +95,7 @@ class Setting:
         load, found = self.loads[place], []
         forward, backward = load.pass_seconds(sizes)
         for seconds in (forward, backward, load.logits_seconds(sizes) + np.zeros(_SIZES)):
-            rising = np.minimum.accumulate(seconds[::-1])[::-1]
-            found.append(np.append(sizes, sizes[-1])[np.searchsorted(rising, self.times, side="right")])
+            found.append(held_in(self.times, sizes, seconds))
         return found
 
     def lanes(self, place: int, units: float) -> float:
@@ -108,9 +107,14 @@ class Setting:
 
 
 def below(places: Floats, values: Floats) -> list[Line]:
-    """The lower convex hull of points from left to right, as lines (Andrew's monotone chain)."""
+    """The lower convex hull of points from left to right, as lines (Andrew's monotone chain).
+
+    Of points at one place the lowest counts.
+    """
     corners: list[tuple[float, float]] = []
     for x, y in zip(places.tolist(), values.tolist(), strict=True):
+        if corners and x <= corners[-1][0]:
+            y = min(y, corners.pop()[1])
         while len(corners) > 1:
             (x0, y0), (x1, y1) = corners[-2:]
             if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):

@@ -60,6 +60,18 @@ def used(shapes: Sequence[Shape], classes: int) -> Floats:
     return units
 
 
+def rising(seconds: Floats) -> Floats:
+    """What so many tokens or more take at least, from what ascending numbers of them take."""
+    least: Floats = np.minimum.accumulate(seconds[::-1])[::-1]
+    return least
+
+
+def held_in(times: Floats, sizes: Floats, seconds: Floats) -> Floats:
+    """Tokens at most in each of some times, from the seconds that ascending numbers of them take."""
+    held: Floats = np.append(sizes, sizes[-1])[np.searchsorted(rising(seconds), times, side="right")]
+    return held
+
+
 def in_steps(wire: Floats, compute: Floats, steps: int) -> Floats:
     """The least time in which keys travel and are computed with, however they are split into so many steps.
 
@@ -114,9 +126,9 @@ class SiteTimes:
             token += weight * load.token_seconds(sizes)
             for part in load.head_times(sizes, self._groups):
                 head += weight * (load.again * part.forward + part.backward)
-        token = np.minimum.accumulate(token[::-1])[::-1]
+        token = rising(token)
         #: Tokens that a unit holds at most in each of `times`.
-        self.held = np.append(sizes, sizes[-1])[np.searchsorted(token, times, side="right")]
+        self.held = held_in(times, sizes, token)
         #: Tokens a second, and tokens x heads, at the best size: more than one size takes as long as that.
         self.token_rate, self.head_rate = (
             float((sizes[1:] / np.maximum(seconds[:-1], 1e-300)).max()) for seconds in (token, head)
