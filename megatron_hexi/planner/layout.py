@@ -5,7 +5,7 @@ A layout says nothing of positions and ranks; `build_plan` derives them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload
@@ -22,7 +22,7 @@ class Part:
     """One A2A group.
 
     Args:
-        units: its members, as numbers in the fleet, ascending.
+        units: its members, as numbers in the fleet, in the order of their heads.
         tokens: of each.
         heads: query heads (of one tensor-parallel rank) of each.
     """
@@ -35,6 +35,12 @@ class Part:
     def total(self) -> int:
         """Tokens of the group."""
         return sum(self.tokens)
+
+    def reordered(self, places: Iterable[int]) -> Part:
+        """The same members, those at some places one after the other; each keeps what it takes."""
+        order = list(places)
+        fields = (self.units, self.tokens, self.heads)
+        return Part(*(tuple(field[place] for place in order) for field in fields))
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,8 @@ def _domain(fleet: Fleet, workload: Workload, layout: Layout, rank: dict[int, in
     segments = (causal_segments if workload.causal else full_segments)([part.total for part in layout.parts])
     groups = []
     for part, held in zip(layout.parts, segments, strict=True):
-        # Heads go by the units' canonical order, whatever their ranks: units at the same place in groups that
-        # are alike have the same heads, so keys and values travel between counterparts.
+        # Heads go by the order of the group's units, whatever their ranks: units at the same place in groups
+        # that are alike have the same heads, so keys and values travel between counterparts.
         given = zip(part.units, part.tokens, consecutive(part.heads), strict=True)
         members = sorted(
             (Member(rank[unit], tokens, heads) for unit, tokens, heads in given),

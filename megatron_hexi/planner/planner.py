@@ -32,8 +32,9 @@ from megatron_hexi.planner.units import Fleet, find_units
 _FEW_UNITS = 8
 #: Groupings of more than a handful of units and up to so many are changed at random, where the bound leaves
 #: more than this part to be found.
-_FEW_ENOUGH = 64
-_LEFT = 0.02
+_FEW_ENOUGH, _LEFT = 64, 0.01
+#: Of so few, some are left out and others come in.
+_FEW_TO_CHOOSE = 40
 
 
 def find_plan(
@@ -145,15 +146,21 @@ def _changed(judge: Judge, fleet: Fleet, best: Trial, groupings: Sequence[Groupi
 
     For few units, since each layout takes its time.
     """
-    starts: list[tuple[Fleet, Sequence[Grouping]]] = []
+    starts: list[tuple[Fleet, Sequence[Grouping], bool]] = []
     if len(best.layouts) == 1:
-        starts.append((best.fleet, [grouping_of(best)]))
+        starts.append((best.fleet, [grouping_of(best)], False))
     if groupings:
-        starts.append((_as_one(fleet), groupings))
+        starts.append((_as_one(fleet), groupings, False))
+    if len(best.layouts) == 1 and len(fleet.units) <= _FEW_TO_CHOOSE:
+        number = {unit.gpus: place for place, unit in enumerate(fleet.units)}
+        units = [number[unit.gpus] for unit in best.fleet.units]
+        here = tuple(tuple(units[unit] for unit in group) for group in grouping_of(best))
+        starts.append((_as_one(fleet), [here], True))
     found, micro_batches = best, fleet.job.global_batch_size // fleet.job.micro_batch_size
-    for part, candidates in starts:
+    for part, candidates, partly in starts:
         if EXHAUSTIVE < len(part.units) <= _FEW_ENOUGH:
-            found = _better(found, DomainSearch(judge, part, micro_batches).wander(candidates))
+            search = DomainSearch(judge, part, micro_batches)
+            found = _better(found, search.wander(candidates, partly))
     return best if found is best else refine(judge, found).trial
 
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_hexi.planner.deal import deal_tokens
-from megatron_hexi.planner.layout import Layout, Part
+from megatron_hexi.planner.layout import Layout
+from megatron_hexi.planner.orders import in_a_row, kinds_of
 from megatron_hexi.planner.trial import Judge, Trial
 from megatron_hexi.planner.units import Fleet
 
@@ -59,6 +60,10 @@ def polish(judge: Judge, trial: Trial, budget: int) -> Trial:
         for parts in orders:
             if parts != layout.parts:
                 keep(replace(layout, parts=tuple(parts)), trial.window)
+        layout = trial.layouts[0]
+        plain = replace(layout, parts=in_a_row(layout.parts))
+        if plain != layout:
+            keep(plain, trial.window)
     for step in _worthwhile_steps(trial):
         for change in _changes(trial.fleet, trial.layouts[0]):
             for factor in (1 + step, 1 / (1 + step)):
@@ -93,7 +98,7 @@ def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
 
     Of a few groups each is a class: what travels to an outer one and to an inner one differs.
     """
-    classes = [_kinds(fleet, part) for part in layout.parts]
+    classes = [kinds_of(fleet, part) for part in layout.parts]
     alone = len(classes) <= _FEW
     names = [(number if alone else 0, kinds) for number, kinds in enumerate(classes)]
     for name in dict.fromkeys(names):
@@ -104,10 +109,6 @@ def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
         if len(set(kinds)) > 1:
             for kind in sorted(set(kinds))[:-1]:
                 yield lambda old, factor, kind=kind: _scale_kind(fleet, old, kind, factor)  # type: ignore[misc]
-
-
-def _kinds(fleet: Fleet, part: Part) -> tuple[int, ...]:
-    return tuple(sorted(fleet.units[unit].kind for unit in part.units))
 
 
 def _scale_groups(layout: Layout, places: Sequence[int], factor: float) -> Layout:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from megatron_hexi.planner.balance import balance, rebalanced
@@ -22,7 +22,8 @@ from megatron_hexi.planner.groupings import (
     unequal_choices,
 )
 from megatron_hexi.planner.guess import FirstGuess
-from megatron_hexi.planner.layout import Grouping, Layout, Part
+from megatron_hexi.planner.layout import Grouping, Layout
+from megatron_hexi.planner.orders import alternating, facing, in_a_row
 from megatron_hexi.planner.polish import polish
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.trial import Judge, Trial
@@ -63,7 +64,7 @@ class DomainSearch:
 
     Args:
         judge: times layouts.
-        fleet: the units, all of which are used.
+        fleet: the units.
         micro_batches: of the domain's replica.
     """
 
@@ -77,7 +78,7 @@ class DomainSearch:
         self._best: Trial | None = None
 
     def run(self, polished: bool = True) -> Trial:
-        """The best found; without the last small changes if not `polished`."""
+        """The best found on all units; without the last small changes if not `polished`."""
         if len(self._fleet.units) <= EXHAUSTIVE:
             for grouping in all_partitions(self._fleet):
                 self._try(grouping)
@@ -85,10 +86,14 @@ class DomainSearch:
             self._descend()
         return self._finish(polished)
 
-    def wander(self, groupings: Sequence[Grouping]) -> Trial:
+    def wander(self, groupings: Sequence[Grouping], partly: bool = False) -> Trial:
         """The best that random changes of groupings come by.
 
         Changes begin at the one that promises most, and at the one that is best in the end.
+
+        Args:
+            groupings: where changes begin, of all units.
+            partly: units may be left out, there and on the way.
         """
         budget = _polish_budget(len(self._fleet.units))
         tried = [self._try(grouping) for grouping in groupings]
@@ -96,16 +101,16 @@ class DomainSearch:
         ended = [polish(self._judge, trial, budget) for trial in balanced]
         starts = grouping_of(min(tried, key=_promise)), grouping_of(min(ended, key=_order))
         for start in dict.fromkeys(starts):
-            self._wander_from(start)
+            self._wander_from(start, partly)
         return min(*ended, self._finish(), key=_order)
 
-    def _wander_from(self, grouping: Grouping) -> None:
+    def _wander_from(self, grouping: Grouping, partly: bool) -> None:
         """Each change is kept if it promises more."""
         here, chance, kept = self._try(grouping), Random(0), 0
         for step in range(_STEPS):
             if step - kept > _PATIENCE:
                 break
-            there = self._try(changed(chance, self._fleet, grouping_of(here)))
+            there = self._try(changed(chance, self._fleet, grouping_of(here), partly))
             if there.promise < here.promise:
                 here, kept = there, step
 
@@ -184,18 +189,25 @@ class DomainSearch:
     def _try(self, grouping: Grouping) -> Trial:
         """The grouping's first layout, scaled again where memory does not suffice."""
         layout = self._nested(grouping)
-        name = tuple(part.units for part in layout.parts)
+        name = tuple(tuple(sorted(part.units)) for part in layout.parts)
         if name not in self._tried:
-            best = trial = self._judge.try_out(self._fleet, [layout], _WINDOW)
-            for window in _MENDS:
-                if trial.excess <= _SLIGHT or self._is_behind(trial):
-                    break
-                trial = self._judge.try_out(self._fleet, [rebalanced(self._rates, trial)], window)
-                best = min(best, trial, key=lambda trial: trial.promise)
+            best = self._mended(layout)
+            plain = replace(layout, parts=in_a_row(layout.parts))
+            if plain != layout and not self._is_behind(best):
+                best = min(best, self._mended(plain), key=_promise)
             self._tried[name] = best
             if self._best is None or best.promise < self._best.promise:
                 self._best = best
         return self._tried[name]
+
+    def _mended(self, layout: Layout) -> Trial:
+        best = trial = self._judge.try_out(self._fleet, [layout], _WINDOW)
+        for window in _MENDS:
+            if trial.excess <= _SLIGHT or self._is_behind(trial):
+                break
+            trial = self._judge.try_out(self._fleet, [rebalanced(self._rates, trial)], window)
+            best = min(best, trial, key=_promise)
+        return best
 
     def _is_behind(self, trial: Trial) -> bool:
         """Whether it cannot be the best by far; of a handful of units, every grouping gets its chance."""
@@ -205,30 +217,15 @@ class DomainSearch:
         return not short and trial.iteration_s > _BEHIND * seconds
 
     def _nested(self, grouping: Grouping) -> Layout:
-        """Groups in an order that mixes sizes evenly.
-
-        A step of the exchange takes as long as the partner is large. Where large partners follow each other,
-        groups fall out of step and wait for each other's keys; where sizes alternate, all keep pace.
-        """
+        """The first guess, groups and members in an order that lets all keep pace."""
         layout = self._guess.layout(grouping, self._micro_batches)
-        return Layout(_alternating(self._fleet, layout.parts), layout.micro_batches)
-
-
-def _alternating(fleet: Fleet, parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Parts that are alike spread evenly over the whole, the largest first."""
-    names = {part: tuple(sorted(fleet.units[unit].kind for unit in part.units)) for part in parts}
-    counts, placed = Counter(names.values()), Counter[tuple[int, ...]]()
-    position = {}
-    for part in sorted(names, key=lambda part: (-part.total, part.units)):
-        name = names[part]
-        position[part] = ((placed[name] + 0.5) / counts[name], -part.total, part.units)
-        placed[name] += 1
-    return tuple(sorted(position, key=lambda part: position[part]))
+        parts = facing(self._fleet, alternating(self._fleet, layout.parts))
+        return Layout(parts, layout.micro_batches)
 
 
 def grouping_of(trial: Trial) -> Grouping:
-    """Units by group, of a trial of one replica."""
-    return tuple(part.units for part in trial.layouts[0].parts)
+    """Units by group, ascending, of a trial of one replica."""
+    return tuple(tuple(sorted(part.units)) for part in trial.layouts[0].parts)
 
 
 def _order(trial: Trial) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import Job, read_model
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.bound import lower_bound
+from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.search import DomainSearch, grouping_of
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
@@ -42,6 +43,36 @@ def test_groups_are_joined_cut_and_mixed():
     assert {(7,), (1, 3, 3), (1, 2, 4), (2, 5), (3, 4)} <= {tuple(sorted(map(len, one))) for one in found}
     # One of each exchanged for one of the other.
     assert any({len({unit < 3 for unit in group}) for group in one} == {2} for one in found)
+
+
+@given(seed=st.integers(0, 10**6))
+def test_units_may_be_left_out_and_come_in(seed):
+    grouping: Grouping = ((0, 1), (3, 4))
+    chance = Random(seed)
+    for _ in range(20):
+        grouping = changed(chance, mixed_fleet(), grouping, partly=True)
+        assert grouping
+        assert all(group == tuple(sorted(group)) and group for group in grouping)
+        units = [unit for group in grouping for unit in group]
+        assert len(units) == len(set(units))
+        assert set(units) <= set(range(7))
+
+
+def test_all_numbers_of_units_are_come_by():
+    chance, before = Random(0), ((0, 1, 2), (3, 4))
+    found = [changed(chance, mixed_fleet(), before, partly=True) for _ in range(300)]
+    assert {sum(map(len, one)) for one in found} == {2, 3, 4, 5, 6, 7}
+    # Exchanged for one that was out; and those that were out, as a group of their own.
+    assert any(len(one) == 2 and {5, 6} & {*one[1]} and len(one[1]) == 2 for one in found)
+    assert ((0, 1, 2), (3, 4), (5, 6)) in {tuple(sorted(one)) for one in found}
+
+
+def test_a_wander_finds_units_that_were_left_out():
+    fleet = mixed_fleet(seq_length=2**15)
+    search = DomainSearch(Judge(fleet), fleet, 1)
+    found = search.wander([((0, 1, 2),)], partly=True)
+    assert set(found.layouts[0].units) == set(range(7))
+    assert found.order <= DomainSearch(Judge(fleet), fleet, 1).run().order
 
 
 def test_a_wander_never_ends_worse_and_ends_alike_twice():

@@ -2,8 +2,10 @@
 
 By pieces: what one group has on one site, each at its best, priced so that they add up (`bound`, `demand`;
 `piece`, `load`, `filling`, `prices`, `gradients`). By whole groups, where units can form few shapes of them
-(`packing`; `group_rates` at first, then `columns`, `site_times`, `group_memory`); these also tell the search
-what it may have missed (`placing`). By whole replicas, where these can have few (`replicas`).
+(`packing`; `group_rates` at first, then `columns`, `site_times`, `group_memory`), and where few packings are
+left, by groups that wait for each other (`whole`, `together`; `setting`, `group_lines`, `rows`,
+`pass_rows`, `key_times`); these also tell the search what it may have missed (`placing`).
+By whole replicas, where these can have few (`replicas`).
 """
 
 from megatron_hexi.planner.bound.bound import Bound, lower_bound

@@ -115,6 +115,30 @@ class GroupLines:
         part = self.heads[number] / self._all.heads
         return below(part, self.moves(number) * part * (1 - part) * self.least)
 
+    def moved_inside(self, number: int) -> Line:
+        """A of one of several sites: a line in its tokens.
+
+        A member with h of the site's n heads, which holds T tokens, sends h T (1 - h / n) of them inside the
+        site, or gets as many, at least. That is concave in h: least where h is as small as the busiest
+        member's may be, or as large.
+        """
+        place, units = self.shape[number]
+        heads = self.heads[number]
+        if units == 1 or not heads[0]:
+            return Line(0.0, 0.0)
+        each, _ = self._moving(place, 1, outside=False)
+        a_head = [float(one.min()) for one in self._a_head[number]]
+        longest = self._all.loads[0].again * a_head[0] + a_head[1]
+        fewest = np.ceil(heads / units)
+        most = np.clip(self._left // longest if longest > 0 else heads, fewest, heads)
+        parts = [busiest * (1 - busiest / heads) for busiest in (fewest, most)]
+        return Line(each * float(np.minimum(*parts).min()) / self._all.heads, 0.0)
+
+    def busiest(self, way: int) -> float:
+        """Y of the member of a group on several sites whose heads are enough to be cut in two, at least."""
+        heads = np.ceil(self._all.rows / self.most) if self.most > 0 else 0.0
+        return float(heads * min(site[way].min() for site in self._a_head))
+
     @cached_property
     def heads(self) -> list[Floats]:
         """Numbers of heads that each of several sites may have in the time that there is; none: no way."""

@@ -32,9 +32,10 @@ from megatron_hexi.planner.bound.together import Tries, suffices
 from megatron_hexi.planner.bound.whole import packings
 from megatron_hexi.planner.layout import Grouping
 
-#: Up to so many shapes are packed, and so many of them worked out.
+#: Up to so many shapes are packed, and so many times one of them is worked out; of few shapes, for plans of
+#: each number of groups, so many.
 _MOST_SHAPES = 1300
-_WORKED_OUT = 400
+_WORKED_OUT, _OF_FEW = 400, 800
 #: Bounds of tokens between which a shape's time is worked out, as parts of the most by its rates: close
 #: together above a half, where shapes of the optimum are.
 _BOUNDS = np.concatenate(
@@ -46,19 +47,17 @@ _BOUNDS = np.concatenate(
 )
 #: Groups whose busiest member has so many times the rows that are worth cutting in two are never too small.
 _LARGE = 4
-#: Of so few shapes, plans of three groups are looked at by themselves.
-_FEW_SHAPES = 60
+#: Of so few shapes, plans of three groups are looked at by themselves, and whole groups are packed.
+_FEW_SHAPES = 100
 #: Where a group may be among the nested ones; what its depth costs (demand.price).
 _DEPTHS = tuple((number / 4, (number + 1) / 4) for number in range(4))
 _TILTS = (0.0, 0.5, 1.0)
-#: Of up to so many shapes, whole groups are packed; so many ways to do it are looked at at most; the bound is
-#: found to this part by them.
-_FEW_TO_PACK = 100
-_MOST_PACKINGS, _CLOSE = 200, 2e-3
+#: So many ways to pack whole groups are looked at at most; the bound is found to this part by them.
+_MOST_PACKINGS, _CLOSE = 400, 2e-3
 #: Shapes that are worked out at once where there are more.
 _AT_ONCE = 8
 #: That is worth while where so much is left; so many programs of groups together are solved for a time.
-_WORTH, _TRIES = 0.02, 400
+_WORTH, _TRIES = 0.02, 800
 #: The bound is found to this part; what the linear program's rounding may take away.
 _PRECISION, _ROUNDING = 3e-4, 1e-6
 #: Micro-batches of a replica, the fewest and the most groups of it, and whether all-to-alls travel in halves
@@ -88,7 +87,7 @@ class Packing:
         ring: Ring,
         longest_s: float,
     ) -> None:
-        self._job, self._ring, self._turns, self._left = job, ring, turns, _WORKED_OUT
+        self._job, self._ring, self._turns = job, ring, turns
         self._classes = classes
         self._length = float(job.seq_length)
         self._tokens = self._length * (job.global_batch_size // job.micro_batch_size)
@@ -97,8 +96,9 @@ class Packing:
         self._used = used(self._shapes, len(classes))
         self._units = [site.size * site.count for site in classes]
         most = sum(self._units)
-        more = [(3, 3), (4, most)] if len(self._shapes) <= _FEW_SHAPES else [(3, most)]
-        self._spans = [(few, many) for few, many in (_ONE, (2, 2), *more) if few <= many <= most]
+        few = len(self._shapes) <= _FEW_SHAPES
+        more = [(3, 3), (4, most)] if few else [(3, most)]
+        self._spans = [(least, many) for least, many in (_ONE, (2, 2), *more) if least <= many <= most]
         boxes = [((1, most), self._spans)] if several else [(span, [span]) for span in self._spans]
         # Rows of a group's busiest member, where tokens and heads are even.
         rows = self._length * job.workload().local_heads / most
@@ -106,7 +106,7 @@ class Packing:
         #: Plans that are looked at together: how many groups they have in all, and each replica; and whether
         #: all-to-alls travel in halves.
         self._boxes = [(span, groups, half) for half in self._halves for span, groups in boxes]
-        few = len(self._shapes) <= _FEW_TO_PACK
+        self._left = _OF_FEW if few else _WORKED_OUT
         self._wholly = few and not several and job.pipeline_parallel == 1
         self._longest_s = longest_s
         self._longest = {count: self._layer_s(longest_s, count) for count in turns}
@@ -131,7 +131,7 @@ class Packing:
 
     def _wholly_least(self, span: Span, way: _Way, low: float, high: float) -> float:
         """Seconds, between two, that no plan of whole groups stays below."""
-        if span == _ONE or self._longest_s <= (1 + _WORTH) * low:
+        if self._longest_s <= (1 + _WORTH) * low or (span == _ONE and len(self._shapes[0]) == 1):
             return low
         if not self._wholly_suffices(high, span, way):
             return high

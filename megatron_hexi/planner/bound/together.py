@@ -3,16 +3,17 @@
 Each pass of a layer ends with its slowest group. For every group g, with a part f of its heads on a site, and
 every other group a, it takes at least
 
-    X_g + all-to-alls + attention of the part        as in columns.py, but pass by pass               (alone)
-    X_g + keys of all other groups, one after another                                              (received)
-    X_g + its keys to all other groups                                                                 (sent)
+    X_g + all-to-alls + attention of the part, or of a member with heads enough for two halves        (alone)
+    X_g + keys of all other groups, one after another, or what of them comes from other sites      (received)
+    X_g + its keys to all other groups, or what of them goes to other sites                            (sent)
     X_a + a's keys, and the attention to them, in so many steps                                        (late)
     X_g (or X_a) + keys received (sent) up to a step, and the attention from there on        (steps, in order)
 
 X: until all members are done with their tokens; nobody sends keys before that. How many of a group's keys
 another one sees follows from which of them is outside of the other. All of that are lines in the groups'
 tokens and in f, or above one between the least and the most tokens that groups may have: the least time is a
-linear program's. Heads are told apart by branch and bound.
+linear program's. Heads are told apart by branch and bound. Most groups are ruled out by the first three
+already: these come first, by themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from ortools.linear_solver import pywraplp
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.planner.bound.group_lines import GroupLines, Limits
-from megatron_hexi.planner.bound.pass_rows import PassRows, Term
+from megatron_hexi.planner.bound.key_times import KeyTimes
+from megatron_hexi.planner.bound.pass_rows import PassRows
+from megatron_hexi.planner.bound.rows import Term
 from megatron_hexi.planner.bound.setting import Setting
 from megatron_hexi.planner.bound.site_times import Shape
 
@@ -63,7 +66,8 @@ def suffices(setting: Setting, shapes: Sequence[Shape], most: Floats, tries: Tri
         most: tokens of each.
         tries: to find out; when there are none left, they may.
     """
-    narrowed = _narrowed(setting, shapes, most, None, tries)
+    rough = _narrowed(setting, shapes, most, None, tries, roughly=True)
+    narrowed = None if rough is None else _narrowed(setting, shapes, rough, None, tries)
     if narrowed is None or not _may(setting, shapes, narrowed, None, tries):
         return False
     if len(shapes) > _ORDERED:
@@ -80,7 +84,12 @@ def suffices(setting: Setting, shapes: Sequence[Shape], most: Floats, tries: Tri
 
 
 def _narrowed(
-    setting: Setting, shapes: Sequence[Shape], most: Floats, order: _Order, tries: Tries
+    setting: Setting,
+    shapes: Sequence[Shape],
+    most: Floats,
+    order: _Order,
+    tries: Tries,
+    roughly: bool = False,
 ) -> Floats | None:
     """What groups hold at most together, which is less than each by itself; ``None``: not the sequence.
 
@@ -94,7 +103,7 @@ def _narrowed(
         if tries.left <= 0:
             break
         tries.left -= 1 + len(groups)
-        program = _Program(setting, groups, order)
+        program = _Program(setting, groups, order, roughly)
         if not program.suffices():
             return None
         before, most = most, program.most()
@@ -162,9 +171,12 @@ class _Program:
         setting: what groups have in common.
         groups: the groups.
         order: their numbers, the outermost first; ``None``: any.
+        roughly: with fewer rows.
     """
 
-    def __init__(self, setting: Setting, groups: Sequence[GroupLines], order: _Order) -> None:
+    def __init__(
+        self, setting: Setting, groups: Sequence[GroupLines], order: _Order, roughly: bool = False
+    ) -> None:
         self._solver = pywraplp.Solver.CreateSolver("GLOP")
         self._variables: list[pywraplp.Variable] = []
         #: What each is a number of, tokens or seconds; and how often it counts.
@@ -188,8 +200,9 @@ class _Program:
             self.parts.append(parts)
             self.held.append(held)
         self._vocabulary(groups)
+        keys = KeyTimes(self, setting, groups, order)
         for one in setting.passes:
-            PassRows(self, setting, groups, order, one)
+            PassRows(self, setting, groups, keys, order, one, roughly)
 
     def time(self, count: int = 0) -> int:
         """A time, that counts so often."""

@@ -1,0 +1,130 @@
+"""Seconds that keys of one group take to another: part of the lower bound (together.py).
+
+A step of the exchange is as fast as the units of the one group can send and those of the other receive: on
+average of all heads, whose owners and users are no less busy than if all members had equally many. What is
+said of that average holds for one of the units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_hexi.planner.bound.group_lines import GroupLines
+from megatron_hexi.planner.bound.rows import Rows, Term
+from megatron_hexi.planner.bound.setting import Setting
+
+
+class KeyTimes:
+    """Keys between any two groups, one way.
+
+    Args:
+        program: where rows go.
+        setting: what groups have in common.
+        groups: the groups.
+        order: their numbers, the outermost first; ``None``: any.
+    """
+
+    def __init__(
+        self,
+        program: Rows,
+        setting: Setting,
+        groups: Sequence[GroupLines],
+        order: Sequence[int] | None,
+    ) -> None:
+        self._program, self._all, self._groups, self._order = program, setting, groups, order
+        self._known: dict[tuple[int, ...], list[Term]] = {}
+
+    def between(self, by: int, place: int, of: int) -> float:
+        """Seconds a token of a group whose keys another one needs for all heads on a site; 0 if not known.
+
+        It is known where the group has all of its heads on one site, or none on this one.
+        """
+        group, other = self._groups[by], self._groups[of]
+        here, units = group.shape[place]
+        users = group.members if group.on_one_site else float(units)
+        if other.on_one_site:
+            # Of a KV head that several members share, it is not known who sends it.
+            [(there, owners)] = other.shape
+            is_known = group.on_one_site and self._all.ratio == 1
+            senders = other.members if is_known else float(owners)
+            bandwidth = self._all.bandwidth(here, users, there, senders)
+        elif any(there == here and other.heads[site][-1] for site, (there, _) in enumerate(other.shape)):
+            return 0.0
+        else:
+            bandwidth = self._all.lanes(here, users)
+        return self._seen(by, of) * self._all.key_bytes / bandwidth
+
+    def needed(self, by: int, place: int, of: int) -> list[Term]:
+        """Seconds for the keys of a group that another one's site needs."""
+        if not self._groups[of].on_one_site:
+            return self.crossed(by, place, of)
+        each = self.between(by, place, of)
+        if self._groups[by].on_one_site:
+            return [(self._program.tokens[of], each)]
+        return [(self._program.parts[by][place], each * self._groups[of].least)]
+
+    def crossed(self, by: int, place: int, of: int) -> list[Term]:
+        """Seconds for those of them that come from other sites."""
+        return self.crossing(by, place, of, of)
+
+    def sent(self, of: int, users: Sequence[int]) -> list[Term]:
+        """Seconds for a group's keys to others; each KV head must be sent by the same unit."""
+        if self._all.ratio > 1 or not self._groups[of].on_one_site:
+            return []
+        known = [user for user in users if self._groups[user].on_one_site]
+        spread = [user for user in users if not self._groups[user].on_one_site]
+        alone = self._program.tokens[of], sum(self.between(user, 0, of) for user in known)
+        return [alone, *(term for user in spread for term in self.crossing(of, 0, user, of))]
+
+    def crossing(self, number: int, place: int, other: int, of: int) -> list[Term]:
+        """Seconds of a site's units for keys that it gets from another group's other sites, or sends there.
+
+        Of the heads that it has, these are what the other group has elsewhere: of a part f, and a part f' on
+        the same site, no less than f - f'. Queries that share a KV head may be on several units.
+
+        Args:
+            number: the group.
+            place: its site.
+            other: the other group.
+            of: the one of the two whose keys these are.
+        """
+        name = number, place, other, of
+        if name not in self._known:
+            self._known[name] = self._find_crossing(*name)
+        return self._known[name]
+
+    def _find_crossing(self, number: int, place: int, other: int, of: int) -> list[Term]:
+        group, far, keys, heads = self._groups[number], self._groups[other], self._groups[of], self._all.heads
+        (here, units), tokens = group.shape[place], self._program.tokens[of]
+        seen = self._seen(number, other) if of == other else self._seen(other, number)
+        each = seen * self._all.key_bytes / self._all.lanes(here, units)
+        beside = [site for site, (there, _) in enumerate(far.shape) if there == here]
+        if not beside and group.on_one_site:
+            return [(tokens, each)]
+        if far.on_one_site and beside:
+            return []
+        # h neighbouring heads read at most h / ratio + 2 (1 - 1 / ratio) KV heads.
+        shared = sum(2 * far.shape[site][1] * (self._all.ratio - 1) for site in beside) / heads
+        excess, at_zero = [(self._program.parts[other][site], -1.0) for site in beside], -shared
+        most = at_zero - sum(far.heads[site][0] for site in beside) / heads
+        if group.on_one_site:
+            at_zero, most = at_zero + 1.0, most + 1.0
+        else:
+            excess.append((self._program.parts[number][place], 1.0))
+            most += group.heads[place][-1] / heads
+        if most <= 0 or not each:
+            return []
+        # Two planes below a product (McCormick 1976): both at the least, or both at the most.
+        time = self._program.time()
+        for held, beyond in ((keys.least, 0.0), (keys.most, most)):
+            terms = [(variable, each * held * sign) for variable, sign in excess]
+            self._program.above(time, [*terms, (tokens, each * beyond)], each * held * (at_zero - beyond))
+        return [(time, 1.0)]
+
+    def _seen(self, by: int, of: int) -> float:
+        """The part of a group's keys that another one sees: half of those outside it, all inside it."""
+        if not self._all.causal:
+            return 1.0
+        if self._order is None:
+            return 0.5
+        return 1.0 if self._order.index(by) < self._order.index(of) else 0.5

@@ -1,0 +1,34 @@
+"""What rows need of the linear program that they go into (together.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+#: A variable, by its number, and how often it is taken.
+Term = tuple[int, float]
+
+
+class Rows(Protocol):
+    """The linear program, as far as rows need it.
+
+    Args:
+        tokens: of each group.
+        parts: of each of its sites, the part of the heads.
+        held: likewise, tokens.
+    """
+
+    tokens: list[int]
+    parts: list[list[int]]
+    held: list[list[int]]
+
+    def time(self, count: int = 0) -> int:
+        """A time, that counts so often."""
+
+    def above(self, time: int, terms: Sequence[Term], at_least: float = 0.0) -> None:
+        """The time is no less than this sum."""
+
+
+def scaled(often: float, terms: Sequence[Term]) -> list[Term]:
+    """A sum, so often."""
+    return [(variable, often * each) for variable, each in terms]

@@ -1,0 +1,58 @@
+"""Who follows whom: groups in the nested zigzag, and a group's members along the heads.
+
+A step of the exchange takes as long as the partner is large, and as its busiest member sends or receives. So
+large groups alternate with small ones; and where groups differ, the members of each kind are spread evenly
+over the heads. Four A100 beside four H100 would else all have neighbouring heads, and in a group of four H100
+one would be sent all of their keys and values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+
+from megatron_hexi.planner.layout import Part
+from megatron_hexi.planner.units import Fleet
+
+
+def alternating(fleet: Fleet, parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Groups that are alike spread evenly over the whole, the largest first.
+
+    Where large partners follow each other, groups fall out of step and wait for each other's keys; where
+    sizes alternate, all keep pace.
+    """
+    largest = sorted(parts, key=lambda part: (-part.total, part.units))
+    return _spread(largest, lambda part: kinds_of(fleet, part))
+
+
+def facing(fleet: Fleet, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """The same groups; unless all are alike, the members of each kind spread evenly over the heads."""
+    if len({kinds_of(fleet, part) for part in parts}) == 1:
+        return parts
+
+    def spread(part: Part) -> Part:
+        kinds = [fleet.units[unit].kind for unit in part.units]
+        return part.reordered(_spread(range(len(kinds)), kinds.__getitem__))
+
+    return tuple(map(spread, parts))
+
+
+def in_a_row(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """The same groups, members with neighbouring numbers at neighbouring heads."""
+    return tuple(part.reordered(sorted(range(len(part.units)), key=part.units.__getitem__)) for part in parts)
+
+
+def kinds_of(fleet: Fleet, part: Part) -> tuple[int, ...]:
+    """The kinds of a group's members, ascending."""
+    return tuple(sorted(fleet.units[unit].kind for unit in part.units))
+
+
+def _spread[T](things: Iterable[T], name: Callable[[T], Hashable]) -> tuple[T, ...]:
+    """Things of each name evenly over the whole; ties as given."""
+    things = tuple(things)
+    counts, met = Counter(map(name, things)), Counter[Hashable]()
+    places = []
+    for thing in things:
+        places.append((met[name(thing)] + 0.5) / counts[name(thing)])
+        met[name(thing)] += 1
+    return tuple(things[number] for number in sorted(range(len(things)), key=places.__getitem__))
