@@ -75,9 +75,11 @@ def test_a_slow_rank_is_busy_and_the_others_wait_for_it(forks, tmp_path, kind, r
     busy = [min(column) for column in zip(*(one.busy_s for one in times), strict=True)]
     waited = list(zip(*(getattr(one, f"{kind}_s") for one in times), strict=True))
     assert busy[1] >= SLEPT_S
-    assert min(waited[1]) < SLEPT_S * 0.3
     for rank in {*range(ranks)} - {1}:
-        assert SLEPT_S * 0.7 < busy[1] - busy[rank] < SLEPT_S * 1.3, f"busier than rank {rank}"
+        # The work itself is as long as the machine lets it be, on either rank.
+        spare = SLEPT_S * 0.3 + busy[rank] / 2
+        assert abs(busy[1] - busy[rank] - SLEPT_S) < spare, f"busier than rank {rank}"
+        assert min(waited[1]) < spare
         assert max(waited[rank]) > SLEPT_S * 0.7, f"rank {rank} waits"
 
 
