@@ -14,7 +14,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Estimate, Provenance
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines
-from megatron_hexi.planner.bound import Bound, lower_bound
+from megatron_hexi.planner.bound import Bound, LowerBound
 from megatron_hexi.planner.choose import fleets
 from megatron_hexi.planner.groupings import EXHAUSTIVE
 from megatron_hexi.planner.guess import FirstGuess
@@ -76,14 +76,13 @@ def find_plan(
     if not best.fits:
         raise nothing_fits(fleet, best)
     tell("bound", 0, 1)
-    bound = lower_bound(fleet, data_parallel, best.iteration_s)
-    if best.iteration_s > (1 + _LEFT) * bound.iteration_s:
+    lower = LowerBound(fleet, data_parallel, best.iteration_s)
+    rough = lower.roughly()
+    if best.iteration_s > (1 + _LEFT) * rough.iteration_s:
         tell("changes", 0, 1)
-        found = _changed(judge, fleet, best, bound.groupings)
-        if found is not best:
-            # What a faster plan leaves to be ruled out is less, and is looked at more closely.
-            best, again = found, lower_bound(fleet, data_parallel, found.iteration_s)
-            bound = max(bound, again, key=lambda bound: bound.iteration_s)
+        best = _changed(judge, fleet, best, rough.groupings)
+    tell("proof", 0, 1)
+    bound = lower.closely(best.iteration_s)
     return _planned(fleet, best, bound, baselines, judge.trials, begun)
 
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_hexi.cluster import cluster_digest
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.planner import find_plan, planner
-from megatron_hexi.planner.bound import lower_bound
+from megatron_hexi.planner.bound import LowerBound
 from tests.support.brute import BruteForce, compositions, partitions
 from tests.support.fleets import random_case, reproduce
 
@@ -56,7 +56,7 @@ def search_all(seeds, budget, gpus):
         patch.setattr(
             planner,
             "lower_bound",
-            lambda fleet, replicas, found_s: lower_bound(fleet, replicas, LOOSER * found_s),
+            lambda fleet, replicas, found_s: LowerBound(fleet, replicas, LOOSER * found_s).closely(),
         )
         return [search(seed, budget, gpus) for seed in seeds]
 

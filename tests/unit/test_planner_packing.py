@@ -89,7 +89,7 @@ def test_two_groups_wait_for_the_keys_of_their_only_step(bandwidth):
     job = tiny_job(seq_length=2**13, recompute="full")
     fleet = find_units(job, cluster(FEW_HEADS, bandwidth=bandwidth))
     best_s = best_by_hand(fleet, 2)
-    bound = bounds.lower_bound(fleet, 1, 2 * best_s)
+    bound = bounds.LowerBound(fleet, 1, 2 * best_s).closely()
     classes = site_classes(fleet)
     pair = GroupTimes(fleet.job, classes, BOTH, 1, (2, 2), best_s)
     many = GroupTimes(fleet.job, classes, BOTH, 1, (2, 3), best_s)
@@ -155,9 +155,9 @@ def test_what_stays_inside_a_site_counts():
 def test_whole_groups_bound_what_pieces_let_pass(monkeypatch):
     # Four heads on two speeds, one group is best: three and one leave the slow GPU idle.
     fleet = find_units(tiny_job(seq_length=2**16), cluster(FEW_HEADS, bandwidth=1))
-    with_groups = bounds.lower_bound(fleet, 1, 100.0).iteration_s
+    with_groups = bounds.LowerBound(fleet, 1, 100.0).closely().iteration_s
     monkeypatch.setattr(bounds, "packable", lambda _classes: False)
-    pieces_only = bounds.lower_bound(fleet, 1, 100.0).iteration_s
+    pieces_only = bounds.LowerBound(fleet, 1, 100.0).closely().iteration_s
     assert pieces_only < with_groups
 
 
@@ -204,7 +204,7 @@ def test_units_without_memory_for_tokens_are_packed_for_nothing(monkeypatch):
 
 def test_groups_that_hold_most_become_groupings_of_all_units():
     fleet = find_units(tiny_job(seq_length=2**16), cluster([("fast", "DOUBLE", 2), ("slow", "PLAIN", 4)]))
-    found = bounds.lower_bound(fleet, 1, 100.0)
+    found = bounds.LowerBound(fleet, 1, 100.0).closely()
     assert found.groupings
     for grouping in found.groupings:
         assert len(grouping) > 1

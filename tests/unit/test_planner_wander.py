@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import Job, read_model
 from megatron_hexi.planner import find_plan
-from megatron_hexi.planner.bound import lower_bound
+from megatron_hexi.planner.bound import LowerBound
 from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.search import DomainSearch, grouping_of
 from megatron_hexi.planner.trial import Judge
@@ -93,7 +93,7 @@ def test_what_the_bound_packs_is_a_plan_that_no_list_of_groupings_has(monkeypatc
     with_bound = find_plan(job, known)
 
     def unnamed(*case):
-        return replace(lower_bound(*case), groupings=())
+        return replace(LowerBound(*case).closely(), groupings=())
 
     monkeypatch.setattr("megatron_hexi.planner.planner.lower_bound", unnamed)
     without = find_plan(job, known)

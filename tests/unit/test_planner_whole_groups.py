@@ -98,7 +98,7 @@ def test_the_bound_comes_closer_and_stays_below(monkeypatch, length, bandwidth):
     job = tiny_job(seq_length=length, recompute="full")
     fleet = find_units(job, cluster(NODES, bandwidth=bandwidth))
     best = find_plan(job, fleet.cluster).cost.iteration_s
-    close = bounds.lower_bound(fleet, 1, 1.1 * best).iteration_s
+    close = bounds.LowerBound(fleet, 1, 1.1 * best).closely().iteration_s
     monkeypatch.setattr(Packing, "_wholly_least", lambda _self, _span, _way, low, _high: low)
-    loose = bounds.lower_bound(fleet, 1, 1.1 * best).iteration_s
+    loose = bounds.LowerBound(fleet, 1, 1.1 * best).closely().iteration_s
     assert 1.1 * loose < close <= best

@@ -8,6 +8,6 @@ left, by groups that wait for each other (`whole`, `together`; `setting`, `group
 By whole replicas, where these can have few (`replicas`).
 """
 
-from megatron_hexi.planner.bound.bound import Bound, lower_bound
+from megatron_hexi.planner.bound.bound import Bound, LowerBound
 
-__all__ = ["Bound", "lower_bound"]
+__all__ = ["Bound", "LowerBound"]

@@ -80,7 +80,7 @@ class Bound:
     groupings: tuple[Grouping, ...] = ()
 
 
-def lower_bound(fleet: Fleet, data_parallel: int | None, found_s: float) -> Bound:
+class LowerBound:
     """The bound over all plans on all or some of the units.
 
     Plans on one site need no network; all others wait for gradients that cross it.
@@ -90,53 +90,85 @@ def lower_bound(fleet: Fleet, data_parallel: int | None, found_s: float) -> Boun
         data_parallel: replicas, equal; ``None``: as many as a plan likes.
         found_s: an iteration that is known to be possible; the bound need not be higher.
     """
-    several = len(fleet.sites) > 1
-    cases = [_case(fleet, data_parallel, found_s, crosses=several)]
-    if several:
-        cases += [_case(site, data_parallel, found_s, crosses=False) for site in single_sites(fleet)]
-    # Groupings of one site's units are numbered by that site: those of all units are given.
-    return replace(min(cases, key=lambda bound: bound.iteration_s), groupings=cases[0].groupings)
+
+    def __init__(self, fleet: Fleet, data_parallel: int | None, found_s: float) -> None:
+        several = len(fleet.sites) > 1
+        self._cases = [_Case(fleet, data_parallel, found_s, crosses=several)]
+        if several:
+            self._cases += [_Case(site, data_parallel, found_s, False) for site in single_sites(fleet)]
+
+    def roughly(self) -> Bound:
+        """By pieces and by fractions of groups."""
+        return self._least([case.rough for case in self._cases])
+
+    def closely(self, found_s: float) -> Bound:
+        """By whole groups besides, where units can form few shapes of them: that takes longer.
+
+        Args:
+            found_s: an iteration that is known to be possible by now; the bound need not be higher.
+        """
+        return self._least([case.closely(found_s) for case in self._cases])
+
+    @staticmethod
+    def _least(cases: Sequence[Bound]) -> Bound:
+        # Groupings of one site's units are numbered by that site: those of all units are given.
+        return replace(min(cases, key=lambda bound: bound.iteration_s), groupings=cases[0].groupings)
 
 
-def _case(fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool) -> Bound:
-    """The bound over plans that keep to the fleet, and cross its sites or do not."""
-    job = fleet.job
-    together = job.global_batch_size // job.micro_batch_size
-    turns = together // data_parallel if data_parallel else 1
-    ring = least_ring(fleet, found_s, crosses)
+class _Case:
+    """The bound over plans that keep to the fleet, and cross its sites or do not.
 
-    plain_s = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
-    plain = Bound(min(found_s, plain_s + ring.wait_s(plain_s / turns)), "compute at the best rates")
-    if plain.iteration_s >= found_s:
-        return plain
-    prices = token_prices(fleet) if crosses else Prices((1.0,), {}, {})
-    demand = Demand(
-        job=job,
-        sites=list(_sites(fleet, crosses, prices)),
-        turns=[turns] if data_parallel else list(range(1, min(together, _TURNS) + 1)),
-        ring=ring,
-        several=data_parallel != 1,
-        prices=prices.parts,
-        more_turns=data_parallel is None and together > _TURNS,
-    )
-    # With several stages, the ceiling also counts GPUs that wait for another stage.
-    least_s = plain_s if job.pipeline_parallel == 1 else 0.0
-    least_s = demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
-    groupings: tuple[Grouping, ...] = ()
-    if least_s < found_s * (1 - _CLOSE) and not demand.more_turns:
+    Args:
+        fleet: the units.
+        data_parallel: replicas, equal; ``None``: as many as a plan likes.
+        found_s: an iteration that is known to be possible.
+        crosses: whether plans cross sites.
+    """
+
+    def __init__(self, fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool) -> None:
+        job = fleet.job
+        together = job.global_batch_size // job.micro_batch_size
+        turns = together // data_parallel if data_parallel else 1
+        ring = least_ring(fleet, found_s, crosses)
+        self._found_s, self._packing = found_s, None
+
+        plain_s = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
+        plain = Bound(min(found_s, plain_s + ring.wait_s(plain_s / turns)), "compute at the best rates")
+        self.rough = plain
+        if plain.iteration_s >= found_s:
+            return
+        prices = token_prices(fleet) if crosses else Prices((1.0,), {}, {})
+        demand = Demand(
+            job=job,
+            sites=list(_sites(fleet, crosses, prices)),
+            turns=[turns] if data_parallel else list(range(1, min(together, _TURNS) + 1)),
+            ring=ring,
+            several=data_parallel != 1,
+            prices=prices.parts,
+            more_turns=data_parallel is None and together > _TURNS,
+        )
+        # With several stages, the ceiling also counts GPUs that wait for another stage.
+        least_s = plain_s if job.pipeline_parallel == 1 else 0.0
+        least_s = demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
+        groupings: tuple[Grouping, ...] = ()
         classes = _classes(demand.sites)
-        if packable(classes):
-            packing = Packing(job, classes, demand.turns, demand.several, ring, found_s)
+        if least_s < found_s * (1 - _CLOSE) and not demand.more_turns and packable(classes):
+            packing = Packing(job, classes, demand.turns, demand.several, ring, (least_s, found_s))
             choices = _choices(fleet, classes, data_parallel) if demand.several else ()
             if demand.several and len(choices) <= _MOST_REPLICAS:
                 least_s = _replicas(fleet, classes, choices, demand, found_s).least_s(least_s, found_s)
             else:
-                least_s = packing.least_s(least_s, found_s)
+                least_s, self._packing = packing.least_s(), packing
             # Replicas that are given have groups of their own.
             aims = np.linspace(least_s, found_s, _AIMS).tolist() if data_parallel in (None, 1) else ()
             groupings = tuple(dict.fromkeys(one for aim in aims for one in packing.groupings(aim)))
-    counted = Bound(least_s, "compute and communication", groupings)
-    return max(plain, counted, key=lambda bound: bound.iteration_s)
+        counted = Bound(least_s, "compute and communication", groupings)
+        self.rough = max(plain, counted, key=lambda bound: bound.iteration_s)
+
+    def closely(self, found_s: float) -> Bound:
+        """By whole groups besides."""
+        least_s = self._packing.wholly_least_s(found_s) if self._packing else 0.0
+        return replace(self.rough, iteration_s=max(self.rough.iteration_s, least_s))
 
 
 def _choices(fleet: Fleet, classes: Sequence[SiteClass], data_parallel: int | None) -> Sequence[Shape]:
@@ -194,7 +226,7 @@ def _alone(fleet: Fleet, micro_batches: int, shards: int, longest_s: float) -> P
     job = replace(fleet.job, data_parallel=1, global_batch_size=micro_batches * fleet.job.micro_batch_size)
     alone, crosses = replace(fleet, job=job), len(fleet.sites) > 1
     classes = _classes(_sites(alone, crosses, Prices((1.0,), {}, {}), shards))
-    return Packing(job, classes, [micro_batches], False, Ring(), longest_s)
+    return Packing(job, classes, [micro_batches], False, Ring(), (0.0, longest_s))
 
 
 def _classes(sites: Iterable[Site]) -> list[SiteClass]:

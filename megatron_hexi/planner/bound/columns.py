@@ -15,7 +15,7 @@ memory is left first, and what a site must hold follows from what the others hav
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,7 +71,8 @@ class GroupTimes:
         shapes: of groups.
         micro_batches: of the groups' replica.
         groups: of the replica, the fewest and the most.
-        longest_s: of a layer; what takes longer is of no interest.
+        of_interest: seconds of a layer: what takes longer, or what is smaller than what may take less, is of
+            no interest.
         halves: whether all-to-alls travel in two (plan/parts.py); ``None``: whatever is better.
     """
 
@@ -82,11 +83,11 @@ class GroupTimes:
         shapes: Sequence[Shape],
         micro_batches: int,
         groups: Span,
-        longest_s: float,
+        of_interest: tuple[float, float],
         halves: bool | None = None,
     ) -> None:
         workload = job.workload()
-        self._halves = halves
+        self._halves, self._of_interest = halves, of_interest
         self._groups, self._pair = groups[0], groups == (2, 2)
         #: Memory of each stage on each class of sites, beside the micro-batches that a pipeline keeps.
         kept = [site.rooms[min(micro_batches, len(site.rooms)) - 1] for site in classes]
@@ -98,7 +99,7 @@ class GroupTimes:
         # All micro-batches pass the slowest stage, and one of them the others: the last stage is taken.
         weights = np.ones(job.pipeline_parallel)
         weights[-1] += micro_batches - 1
-        self._times = np.append(longest_s * np.geomspace(_SHORTEST, 1, _TIMES), np.inf)
+        self._times = np.append(of_interest[1] * np.geomspace(_SHORTEST, 1, _TIMES), np.inf)
         self._sites = [
             SiteTimes(job, site, weights / weights.sum(), groups, halves, self._times) for site in classes
         ]
@@ -129,9 +130,9 @@ class GroupTimes:
         busy = self._busy(shape, low, high, depths)
         if many > 1 and all((whole == np.tile(whole[:, first], many)).all() for whole in busy):
             # No keys are waited for, whatever the depth.
-            found = self._in_all(shape, [whole[:, first] for whole in busy], low, high)
+            found = self._in_all(shape, [whole[:, first] for whole in busy], low, high, 1)
             return np.tile(found, (many, 1))
-        return self._in_all(shape, busy, np.tile(low, many), np.tile(high, many)).reshape(many, -1)
+        return self._in_all(shape, busy, np.tile(low, many), np.tile(high, many), many)
 
     def _busy(self, shape: Shape, low: Floats, high: Floats, depths: Sequence[Depth]) -> list[Floats]:
         """Y of each site by its heads, all depths side by side, [H, depths x J].
@@ -144,32 +145,44 @@ class GroupTimes:
         seconds = self._sites[place].busy_alone(units, low, high, depths)
         return [np.broadcast_to(seconds, (self._heads, len(seconds)))]
 
-    def _in_all(self, shape: Shape, busy: Sequence[Floats], low: Floats, high: Floats) -> Floats:
-        """X + A + Y at their least together, [J].
+    def _in_all(
+        self, shape: Shape, busy: Sequence[Floats], low: Floats, high: Floats, many: int
+    ) -> Floats:
+        """X + A + Y at their least together, [depths, J].
 
         Args:
             shape: the group's units.
-            busy: Y of each site by its heads, [H, J].
-            low: tokens of the group, at least, [J].
+            busy: Y of each site by its heads, [H, depths x J].
+            low: tokens of the group, at least, [depths x J], ascending at each depth.
             high: at most.
+            many: depths.
         """
         together = np.sum([units * self._sites[place].held for place, units in shape], axis=0)
         least_x = np.append(0.0, self._times)[np.searchsorted(together, low)]
-        memory, whole = self._memory_of(shape, low, high), self._with_latency(shape, busy)
-        a_head = [self._sites[place].a_head(low, high) for place, _ in shape]
-        busiest, inside = self._busiest(a_head, high), self._inside(shape, a_head, low)
-
-        def rest(until: Floats) -> Floats:
-            """A + Y if X is no longer."""
-            place_of = np.searchsorted(self._times, until)
-            held = [units * self._sites[place].held[place_of] for place, units in shape]
-            costs = self._with_all_to_alls(shape, memory, whole, inside, held, low)
-            dealt: Floats = np.maximum(memory.dealt(self._dealt(costs), costs, held), busiest)
-            return dealt
-
         # X is in one of these intervals; A + Y is what it is at the longer end at least.
         ends = np.array([*(wait * least_x for wait in _WAITS), np.full(len(low), np.inf)])
+        rest = self._rest(shape, busy, low, high)
         rests = np.array([rest(until) for until in ends])
+        least: Floats = (ends[:-1] + rests[1:]).min(axis=0)
+        # Smaller groups than some that may take the least time are of no interest, nor what takes too long.
+        shortest_s, longest_s = self._of_interest
+        may = ((ends + rests).min(axis=0) <= shortest_s).reshape(many, -1)
+        larger = np.maximum.accumulate(may[:, ::-1], axis=1)[:, ::-1].ravel()
+        open_ = (least <= longest_s) & ~larger
+        if open_.any():
+            rest = self._rest(shape, [seconds[:, open_] for seconds in busy], low[open_], high[open_])
+            least[open_] = self._refined(ends[:, open_], rests[:, open_], rest)
+        return least.reshape(many, -1)
+
+    @staticmethod
+    def _refined(ends: Floats, rests: Floats, rest: Callable[[Floats], Floats]) -> Floats:
+        """X + A + Y at their least together, [J].
+
+        Args:
+            ends: of intervals of X, ascending, [intervals + 1, J].
+            rests: A + Y at these.
+            rest: A + Y if X is no longer than this, [J] to [J].
+        """
         for _ in range(_REFINED):
             best = (ends[:-1] + rests[1:]).argmin(axis=0)[None]
             short, long = np.take_along_axis(ends, best, axis=0), np.take_along_axis(ends, best + 1, axis=0)
@@ -181,6 +194,23 @@ class GroupTimes:
             ends, rests = np.take_along_axis(ends, order, axis=0), np.take_along_axis(rests, order, axis=0)
         least: Floats = (ends[:-1] + rests[1:]).min(axis=0)
         return least
+
+    def _rest(
+        self, shape: Shape, busy: Sequence[Floats], low: Floats, high: Floats
+    ) -> Callable[[Floats], Floats]:
+        """A + Y of groups if X is no longer than this, [J] to [J]; the arguments are those of `_in_all`."""
+        memory, whole = self._memory_of(shape, low, high), self._with_latency(shape, busy)
+        a_head = [self._sites[place].a_head(low, high) for place, _ in shape]
+        busiest, inside = self._busiest(a_head, high), self._inside(shape, a_head, low)
+
+        def rest(until: Floats) -> Floats:
+            place_of = np.searchsorted(self._times, until)
+            held = [units * self._sites[place].held[place_of] for place, units in shape]
+            costs = self._with_all_to_alls(shape, memory, whole, inside, held, low)
+            dealt: Floats = np.maximum(memory.dealt(self._dealt(costs), costs, held), busiest)
+            return dealt
+
+        return rest
 
     def _busiest(self, a_head: Sequence[Floats], high: Floats) -> Floats:
         """Attention of the member with most heads, which are enough to be cut in two, [J]."""

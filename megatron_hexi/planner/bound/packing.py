@@ -13,8 +13,9 @@ groups are left, each is looked at by itself (whole.py, together.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import comb, inf, prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,13 +58,27 @@ _MOST_PACKINGS, _CLOSE = 400, 2e-3
 #: Shapes that are worked out at once where there are more.
 _AT_ONCE = 8
 #: That is worth while where so much is left; so many programs of groups together are solved for a time.
-_WORTH, _TRIES = 0.02, 800
+_WORTH, _TRIES = 0.005, 800
 #: The bound is found to this part; what the linear program's rounding may take away.
 _PRECISION, _ROUNDING = 3e-4, 1e-6
 #: Micro-batches of a replica, the fewest and the most groups of it, and whether all-to-alls travel in halves
 #: (`None`: whatever is better): how a group is used.
 _Way = tuple[int, Span, bool | None]
 _ONE: Span = (1, 1)
+
+
+class _Box(NamedTuple):
+    """Plans that are looked at together.
+
+    Args:
+        span: the fewest and the most groups that they have in all.
+        groups: what each replica may have of them.
+        half: whether all-to-alls travel in halves.
+    """
+
+    span: Span
+    groups: Sequence[Span]
+    half: bool | None
 
 
 class Packing:
@@ -75,7 +90,7 @@ class Packing:
         turns: micro-batches that a replica may take.
         several: whether there are several replicas.
         ring: of gradients.
-        longest_s: an iteration that is known to be possible.
+        of_interest: seconds of an iteration that no plan stays below, and such that are known to be possible.
     """
 
     def __init__(
@@ -85,7 +100,7 @@ class Packing:
         turns: Sequence[int],
         several: bool,
         ring: Ring,
-        longest_s: float,
+        of_interest: tuple[float, float],
     ) -> None:
         self._job, self._ring, self._turns = job, ring, turns
         self._classes = classes
@@ -99,53 +114,64 @@ class Packing:
         few = len(self._shapes) <= _FEW_SHAPES
         more = [(3, 3), (4, most)] if few else [(3, most)]
         self._spans = [(least, many) for least, many in (_ONE, (2, 2), *more) if least <= many <= most]
-        boxes = [((1, most), self._spans)] if several else [(span, [span]) for span in self._spans]
+        boxes = [((1, most), tuple(self._spans))] if several else [(span, (span,)) for span in self._spans]
         # Rows of a group's busiest member, where tokens and heads are even.
         rows = self._length * job.workload().local_heads / most
         self._halves: list[bool | None] = [None] if rows > _LARGE * 2 * BUSY_ROWS else [False, True]
-        #: Plans that are looked at together: how many groups they have in all, and each replica; and whether
-        #: all-to-alls travel in halves.
-        self._boxes = [(span, groups, half) for half in self._halves for span, groups in boxes]
+        self._boxes = [_Box(span, groups, half) for half in self._halves for span, groups in boxes]
         self._left = _OF_FEW if few else _WORKED_OUT
         self._wholly = few and not several and job.pipeline_parallel == 1
-        self._longest_s = longest_s
-        self._longest = {count: self._layer_s(longest_s, count) for count in turns}
+        self._of_interest = of_interest
+        #: Of a layer, by micro-batches of a replica.
+        self._layer_of_interest = {
+            count: (self._layer_s(of_interest[0], count), self._layer_s(of_interest[1], count))
+            for count in turns
+        }
         self._times: dict[_Way, GroupTimes] = {}
         #: Of shapes that are worked out: bounds of tokens, [I + 1], and least seconds by depth, [D, I].
         self._found: dict[tuple[int, _Way], tuple[Floats, Floats]] = {}
+        #: What no plan of a box stays below, by fractions of groups.
+        self._least: dict[_Box, float] = {}
 
-    def least_s(self, low: float, high: float) -> float:
-        """Seconds, between two, that no plan stays below."""
-        least = high
-        for span, groups, half in self._boxes:
-            ways = list(itertools.product(self._turns, groups, [half]))
-            if not self._suffices(least, span, ways):
-                continue
-            above = least
-            below = low
-            while above - below > _PRECISION * above:
-                middle = (below + above) / 2
-                below, above = (below, middle) if self._suffices(middle, span, ways) else (middle, above)
-            least = self._wholly_least(span, ways[0], below, least) if self._wholly else below
-        return least
+    def least_s(self) -> float:
+        """Seconds that no plan stays below: by fractions of groups."""
+        least, found = self._of_interest
+        for box in self._boxes:
+            self._least[box] = self._least_of(box, self._suffices, least, found, _PRECISION)
+            found = min(found, self._least[box])
+        return found
 
-    def _wholly_least(self, span: Span, way: _Way, low: float, high: float) -> float:
-        """Seconds, between two, that no plan of whole groups stays below."""
-        if self._longest_s <= (1 + _WORTH) * low or (span == _ONE and len(self._shapes[0]) == 1):
-            return low
-        if not self._wholly_suffices(high, span, way):
+    def wholly_least_s(self, longest_s: float) -> float:
+        """The same by whole groups, where these are few, up to a time; after `least_s`."""
+        found = longest_s
+        # What allows most comes first: of the others it is enough that they allow no more.
+        for box in sorted(self._boxes, key=lambda box: self._least[box]):
+            least = self._least[box]
+            if self._wholly and longest_s > (1 + _WORTH) * least:
+                least = self._least_of(box, self._wholly_suffices, least, found, _CLOSE)
+            found = min(found, least)
+        return found
+
+    @staticmethod
+    def _least_of(
+        box: _Box, suffices: Callable[[float, _Box], bool], low: float, high: float, precision: float
+    ) -> float:
+        """Seconds, between two, that no plan of a box stays below, to this part."""
+        if low >= high or not suffices(high, box):
             return high
-        while high - low > _CLOSE * high:
+        while high - low > precision * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if self._wholly_suffices(middle, span, way) else (middle, high)
+            low, high = (low, middle) if suffices(middle, box) else (middle, high)
         return low
 
-    def _wholly_suffices(self, iteration_s: float, span: Span, way: _Way) -> bool:
+    def _wholly_suffices(self, iteration_s: float, box: _Box) -> bool:
         """Whether whole groups may hold all tokens in the time, as far as these are looked at."""
-        packed = self._packings(iteration_s, span, way)
+        [way] = self._ways(box)
+        packed = self._packings(iteration_s, box.span, way)
         if packed is None:
             return True
-        layer_s, (worth, _) = self._layer_s(iteration_s, way[0]), self._worths(iteration_s, span, [way], 0.0)
+        layer_s = self._layer_s(iteration_s, way[0])
+        worth, _ = self._worths(iteration_s, box.span, [way], 0.0)
         setting = Setting(self._job, self._classes, way[2], self._group_times(way), layer_s)
         tries = Tries(_TRIES)
         return any(
@@ -174,20 +200,23 @@ class Packing:
 
     def suffices(self, iteration_s: float) -> bool:
         """Whether groups may hold all tokens in the time, which is not longer than the longest."""
-        return any(
-            self._suffices(iteration_s, span, list(itertools.product(self._turns, groups, [half])))
-            for span, groups, half in self._boxes
-        )
+        return any(self._suffices(iteration_s, box) for box in self._boxes)
 
     def groupings(self, iteration_s: float) -> Iterator[Grouping]:
         """Whole groups that hold most in a time: candidates for a plan of one replica on all units.
 
         That takes the most micro-batches that any may. All units as one group are no news.
         """
-        for span in self._spans[1:]:
-            ways = [(max(self._turns), span, half) for half in self._halves]
-            worth, _ = self._worths(iteration_s, span, ways, 0.0)
-            packed = Program(self._used, self._units, span).whole(worth.max(axis=0))
+        for box in (_Box(span, (span,), half) for half in self._halves for span in self._spans[1:]):
+            way = max(self._turns), box.groups[0], box.half
+            while True:
+                worth, worked = (of_way[0] for of_way in self._worths(iteration_s, box.span, [way], 0.0))
+                packed = Program(self._used, self._units, box.span).whole(worth)
+                open_ = {shape for shape in packed if not worked[shape]}
+                if not open_ or self._left < len(open_):
+                    break
+                for shape in open_:
+                    self._found[shape, way] = self._work_out(shape, way)
             if packed:
                 yield placed(self._classes, [self._shapes[number] for number in packed])
 
@@ -195,9 +224,12 @@ class Packing:
         stages = self._job.pipeline_parallel
         return self._ring.micro_batch_s(iteration_s, count, stages) / self._job.stage_layers
 
-    def _suffices(self, iteration_s: float, span: Span, ways: Sequence[_Way]) -> bool:
+    def _ways(self, box: _Box) -> list[_Way]:
+        return list(itertools.product(self._turns, box.groups, [box.half]))
+
+    def _suffices(self, iteration_s: float, box: _Box) -> bool:
         """Whether groups may hold all tokens in the time, as far as worked out."""
-        return all(self._pack(iteration_s, span, ways, tilt) for tilt in _TILTS)
+        return all(self._pack(iteration_s, box.span, self._ways(box), tilt) for tilt in _TILTS)
 
     def _pack(self, iteration_s: float, span: Span, ways: Sequence[_Way], tilt: float) -> bool:
         """The same for one price of a group's depth."""
@@ -249,9 +281,9 @@ class Packing:
         # Without a pipeline, micro-batches are alike.
         key = (count if self._job.pipeline_parallel > 1 else self._turns[0], groups, half)
         if key not in self._times:
-            longest_s = self._longest[key[0]]
+            of_interest = self._layer_of_interest[key[0]]
             self._times[key] = GroupTimes(
-                self._job, self._classes, self._shapes, key[0], groups, longest_s, half
+                self._job, self._classes, self._shapes, key[0], groups, of_interest, half
             )
         return self._times[key]
 
@@ -262,7 +294,7 @@ class Packing:
         if way[1] == _ONE:
             tokens = np.array([self._length])
             return tokens, times.least(units, tokens, [(0.0, 1.0)])
-        most = min(self._length, float(times.by_rates(self._longest[way[0]])[shape]))
+        most = min(self._length, float(times.by_rates(self._layer_of_interest[way[0]][1])[shape]))
         tokens = most * _BOUNDS
         return tokens, times.least(units, tokens, _DEPTHS)
 

@@ -102,10 +102,11 @@ def _narrowed(
             return None
         if tries.left <= 0:
             break
-        tries.left -= 1 + len(groups)
+        tries.left -= 1
         program = _Program(setting, groups, order, roughly)
         if not program.suffices():
             return None
+        tries.left -= len(groups)
         before, most = most, program.most()
         if (before - most).max() < _NARROWER * setting.length:
             break
