@@ -11,10 +11,10 @@ from megatron_hexi.cost import Job, presets, read_model
 from megatron_hexi.cost.memory import stage_params
 from megatron_hexi.errors import ClusterError, NothingFitsError
 from megatron_hexi.planner import find_plan
-from megatron_hexi.planner.bound import LowerBound
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
+from tests.support.bounds import lower_bound
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.fleets import (
     device_text,
@@ -47,7 +47,7 @@ def climb(random, judge, trial, steps):
 
 
 def bound_of(trial, data_parallel):
-    return LowerBound(trial.fleet, data_parallel, LOOSER * trial.iteration_s).closely().iteration_s
+    return lower_bound(trial.fleet, data_parallel, LOOSER * trial.iteration_s).iteration_s
 
 
 def check(trial, data_parallel, seed, text):
@@ -142,7 +142,7 @@ def test_nodes_of_one_gpu_may_differ_in_their_links(slow_first):
     known, job = read_text(text), tiny_job(seq_length=2**16)
     alone = read_text(text.replace(nodes[0], ""))
     fleet, best = find_units(job, known), find_plan(job, alone)
-    bound = LowerBound(fleet, 1, LOOSER * best.cost.iteration_s).closely()
+    bound = lower_bound(fleet, 1, LOOSER * best.cost.iteration_s)
     assert bound.iteration_s <= best.cost.iteration_s * (1 + 1e-9), reproduce(text, job)
 
 
@@ -221,7 +221,7 @@ def test_two_equal_gpus_that_talk_for_free_need_half_the_time(nodes):
         job, read_text(f"name: one\nnodes: [{{name: a, gpu: G, gpus: 1}}]\ndevices:\n{one}")
     ).cost
     half = (alone.iteration_s - alone.phases.optimizer) / 2
-    bound = LowerBound(fleet, 1, 2 * half).closely()
+    bound = lower_bound(fleet, 1, 2 * half)
     assert half * (1 - 1e-3) <= bound.iteration_s <= half * 1.02
 
 
@@ -234,9 +234,9 @@ def test_gradients_go_round_between_all_that_are_needed(sharded):
     ring = 1 / 2 * stage_params(job, 0) * (4 + (2 if sharded else 4)) / 1e9
     work = job.seq_length / fleet.ceiling_tokens_per_s
     assert ring > 0.1 * work
-    bound = LowerBound(fleet, 1, 1.9 * work).closely()
+    bound = lower_bound(fleet, 1, 1.9 * work)
     assert work + ring <= bound.iteration_s * (1 + 1e-9)
-    alone = LowerBound(fleet, 1, 2.1 * work).closely()
+    alone = lower_bound(fleet, 1, 2.1 * work)
     assert alone.iteration_s <= 2 * work
 
 
@@ -246,17 +246,17 @@ def test_what_hides_gradients_need_not_be_waited_for():
     work = job.seq_length / fleet.ceiling_tokens_per_s
     ring = 1 / 2 * stage_params(job, 0) * (4 + 2) / 1e9
     # The last of two layers shows at least.
-    assert work + ring / 2 <= LowerBound(fleet, 1, 1.9 * work).closely().iteration_s * (1 + 1e-9)
+    assert work + ring / 2 <= lower_bound(fleet, 1, 1.9 * work).iteration_s * (1 + 1e-9)
     assert (
-        LowerBound(fleet, 1, 1.9 * work).closely().iteration_s
-        <= LowerBound(replace(fleet, job=replace(job, overlap_gradients=False)), 1, 1.9 * work).closely().iteration_s
+        lower_bound(fleet, 1, 1.9 * work).iteration_s
+        <= lower_bound(replace(fleet, job=replace(job, overlap_gradients=False)), 1, 1.9 * work).iteration_s
     )
 
 
 def test_it_never_says_more_than_what_is_known_to_be_possible():
     fleet = fleet_of([("a", "PLAIN", 2), ("b", "DOUBLE", 2)])
     for found_s in (1e-9, 1e-3, 1.0):
-        assert LowerBound(fleet, 1, found_s).closely().iteration_s <= found_s
+        assert lower_bound(fleet, 1, found_s).iteration_s <= found_s
 
 
 @pytest.mark.parametrize("data_parallel", [1, 2, None])
@@ -264,7 +264,7 @@ def test_more_gpus_or_faster_links_never_raise_it(data_parallel):
     job = tiny_job(seq_length=2**14, global_batch_size=2)
     few = [("a", "PLAIN", 2), ("b", "DOUBLE", 2)]
     bounds = [
-        LowerBound(fleet_of(nodes, job, bandwidth=bandwidth), data_parallel, 0.1).closely().iteration_s
+        lower_bound(fleet_of(nodes, job, bandwidth=bandwidth), data_parallel, 0.1).iteration_s
         for nodes, bandwidth in ((few, 1), (few, 10), ([*few, ("c", "DOUBLE", 2)], 10))
     ]
     assert bounds[0] * (1 + 2e-3) >= bounds[1]

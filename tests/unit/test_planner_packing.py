@@ -21,6 +21,7 @@ from megatron_hexi.planner.links import best_links
 from megatron_hexi.planner.room import Room
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
+from tests.support.bounds import lower_bound
 from tests.support.costs import cluster, tiny_job
 
 FEW_HEADS = [("fast", "DOUBLE", 1), ("slow", "PLAIN", 1)]
@@ -64,7 +65,7 @@ def test_the_least_time_of_a_group_is_close_to_that_of_its_best_deal(bandwidth, 
     job = tiny_job(seq_length=2**15, recompute=recompute)
     fleet = find_units(job, cluster(FEW_HEADS, bandwidth=bandwidth))
     best_s = best_by_hand(fleet, 1)
-    times = GroupTimes(fleet.job, site_classes(fleet), BOTH, 1, (1, 1), best_s)
+    times = GroupTimes(fleet.job, site_classes(fleet), BOTH, 1, (1, 1), (0.0, best_s))
     least_s = float(times.least(((0, 1), (1, 1)), np.array([float(job.seq_length)]), ANY)[0, 0])
     # What all-to-alls hide at best, they need not hide here.
     assert (0.8 if bandwidth == 1 else 0.93) * best_s <= least_s * job.stage_layers <= best_s
@@ -79,7 +80,7 @@ def test_memory_that_heads_and_tokens_share_slows_a_group_down():
         classes = site_classes(fleet)
         room = Room(fleet.job, 0, usable * GIB, len(fleet.units))
         tight = [SiteClass([[0]], classes[0].loads, [[room]]), classes[1]]
-        times = GroupTimes(fleet.job, tight, BOTH, 1, (1, 1), 100.0)
+        times = GroupTimes(fleet.job, tight, BOTH, 1, (1, 1), (0.0, 100.0))
         seconds.append(float(times.least(((0, 1), (1, 1)), np.array([2.0**18]), ANY)[0, 0]))
     assert seconds[0] * 1.05 < seconds[1] < np.inf
 
@@ -89,10 +90,10 @@ def test_two_groups_wait_for_the_keys_of_their_only_step(bandwidth):
     job = tiny_job(seq_length=2**13, recompute="full")
     fleet = find_units(job, cluster(FEW_HEADS, bandwidth=bandwidth))
     best_s = best_by_hand(fleet, 2)
-    bound = bounds.LowerBound(fleet, 1, 2 * best_s).closely()
+    bound = lower_bound(fleet, 1, 2 * best_s)
     classes = site_classes(fleet)
-    pair = GroupTimes(fleet.job, classes, BOTH, 1, (2, 2), best_s)
-    many = GroupTimes(fleet.job, classes, BOTH, 1, (2, 3), best_s)
+    pair = GroupTimes(fleet.job, classes, BOTH, 1, (2, 2), (0.0, best_s))
+    many = GroupTimes(fleet.job, classes, BOTH, 1, (2, 3), (0.0, best_s))
     tokens = np.array([0.3, 0.31]) * job.seq_length
     alone = ((1, 1),)
     assert bound.iteration_s <= best_s * 1.05
@@ -126,7 +127,7 @@ def test_all_to_alls_in_halves_need_a_member_with_rows_enough():
     fleet = find_units(job, cluster([("a", "PLAIN", 4), ("b", "PLAIN", 4)], bandwidth=5))
     classes, shape = site_classes(fleet), ((0, 4), (1, 4))
     either, whole, halves = (
-        GroupTimes(job, classes, [shape], 1, (1, 1), 10.0, half) for half in (None, False, True)
+        GroupTimes(job, classes, [shape], 1, (1, 1), (0.0, 10.0), half) for half in (None, False, True)
     )
     # 2 x 33792 rows: more than all four heads of 2^14 tokens have, three heads of 2^15, one of 2^18.
     for tokens, busiest in ((2.0**14, 5), (2.0**15, 3), (2.0**18, 1)):
@@ -146,7 +147,7 @@ def test_what_stays_inside_a_site_counts():
     job = tiny_job(seq_length=2**14)
     classes = site_classes(find_units(job, cluster(nodes, bandwidth=0.001)))
     alone, both = ((0, 4),), ((0, 4), (1, 1))
-    times = GroupTimes(job, classes, [alone, both], 1, (1, 1), 10.0)
+    times = GroupTimes(job, classes, [alone, both], 1, (1, 1), (0.0, 10.0))
     least = [float(times.least(shape, np.array([2.0**14]), ANY)[0, 0]) for shape in (alone, both)]
     # All but the latency of four all-to-alls.
     assert least[1] == pytest.approx(least[0] - 4 * 5e-6, rel=1e-3)
@@ -155,9 +156,9 @@ def test_what_stays_inside_a_site_counts():
 def test_whole_groups_bound_what_pieces_let_pass(monkeypatch):
     # Four heads on two speeds, one group is best: three and one leave the slow GPU idle.
     fleet = find_units(tiny_job(seq_length=2**16), cluster(FEW_HEADS, bandwidth=1))
-    with_groups = bounds.LowerBound(fleet, 1, 100.0).closely().iteration_s
+    with_groups = lower_bound(fleet, 1, 100.0).iteration_s
     monkeypatch.setattr(bounds, "packable", lambda _classes: False)
-    pieces_only = bounds.LowerBound(fleet, 1, 100.0).closely().iteration_s
+    pieces_only = lower_bound(fleet, 1, 100.0).iteration_s
     assert pieces_only < with_groups
 
 
@@ -186,25 +187,23 @@ def test_the_program_packs_by_hand():
     assert Program(used, [5, 2], (1, 1)).whole(np.array([5.0, 4.0, 1.0])) == [0]
 
 
-def test_units_without_memory_for_tokens_are_packed_for_nothing(monkeypatch):
+def test_units_without_memory_for_tokens_are_packed_for_nothing():
     # Three groups are asked for, and only two units have room for anything. By the linear program alone:
     # where groups are looked at together, it is not counted that a site has no room.
-    monkeypatch.setattr(Packing, "_wholly_least", lambda _self, _span, _way, low, _high: low)
     fleet = find_units(tiny_job(seq_length=2**14), cluster([(name, "PLAIN", 1) for name in "abc"]))
     classes = site_classes(fleet)
     full = SiteClass([[2]], classes[2].loads, [[Room(fleet.job, 0, 0.0, 3)]])
-    packing = Packing(fleet.job, [*classes[:2], full], [1], False, Ring(), 1.0)
-    both = Packing(fleet.job, classes[:2], [1], False, Ring(), 1.0)
-    loose = [packed.least_s(1e-3, 1.0) for packed in (packing, both)]
+    packing = Packing(fleet.job, [*classes[:2], full], [1], False, Ring(), (1e-3, 1.0))
+    both = Packing(fleet.job, classes[:2], [1], False, Ring(), (1e-3, 1.0))
+    loose = [packed.least_s() for packed in (packing, both)]
     assert loose[0] == pytest.approx(loose[1], rel=0.01)
-    monkeypatch.undo()
-    close = [packed.least_s(1e-3, 1.0) for packed in (packing, both)]
+    close = [packed.wholly_least_s(1.0) for packed in (packing, both)]
     assert loose[0] <= close[0] <= close[1] * 1.01
 
 
 def test_groups_that_hold_most_become_groupings_of_all_units():
     fleet = find_units(tiny_job(seq_length=2**16), cluster([("fast", "DOUBLE", 2), ("slow", "PLAIN", 4)]))
-    found = bounds.LowerBound(fleet, 1, 100.0).closely()
+    found = lower_bound(fleet, 1, 100.0)
     assert found.groupings
     for grouping in found.groupings:
         assert len(grouping) > 1

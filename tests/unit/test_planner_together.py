@@ -6,6 +6,7 @@ import numpy as np
 
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.planner.bound import bound as bounds
+from megatron_hexi.planner.bound.beside import Beside
 from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.prices import token_prices
 from megatron_hexi.planner.bound.setting import Setting
@@ -36,7 +37,7 @@ def setting_of(fleet, trial, longest_s):
         shapes.append(tuple((number, len(units)) for (number, _), units in sorted(sites.items())))
     halves = trial.plan.exchange.parts > 1
     span = (len(parts), len(parts))
-    alone = GroupTimes(fleet.job, classes, shapes, 1, span, longest_s, halves)
+    alone = GroupTimes(fleet.job, classes, shapes, 1, span, (0.0, longest_s), halves)
     return (
         Setting(fleet.job, classes, halves, alone, longest_s),
         shapes,
@@ -48,7 +49,9 @@ def is_possible(fleet, trial, part=1.0, room=1.0):
     """Whether a trial's groups may do what they do in a part of its time, with some more tokens each."""
     longest_s = part * layer_s(trial)
     setting, shapes, tokens = setting_of(fleet, trial, longest_s)
-    return suffices(setting, shapes, np.minimum(room * tokens, fleet.job.seq_length), Tries(MANY))
+    most = np.minimum(room * tokens, fleet.job.seq_length)
+    beside = Beside(setting, shapes, most, len(shapes)).may_hold(range(len(shapes)))
+    return beside and suffices(setting, shapes, most, Tries(MANY))
 
 
 def trials_of(seed, steps, **changes):

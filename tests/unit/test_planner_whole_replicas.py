@@ -14,6 +14,7 @@ from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.prices import Prices
 from megatron_hexi.planner.bound.replicas import Replicas
 from megatron_hexi.planner.units import find_units
+from tests.support.bounds import lower_bound
 from tests.support.costs import cluster
 
 
@@ -97,9 +98,9 @@ def test_replicas_by_themselves_bound_what_groups_of_any_let_pass(monkeypatch):
     job = Job(presets()["gpt-3b"], 2**14, recompute="full", global_batch_size=8)
     fleet = find_units(job, cluster(nodes, bandwidth=25))
     found_s = find_plan(job, cluster(nodes, bandwidth=25), data_parallel=None).cost.iteration_s
-    by_replicas = bounds.LowerBound(fleet, None, found_s).closely().iteration_s
+    by_replicas = lower_bound(fleet, None, found_s).iteration_s
     monkeypatch.setattr(bounds, "_MOST_REPLICAS", 0)
-    by_groups = bounds.LowerBound(fleet, None, found_s).closely().iteration_s
+    by_groups = lower_bound(fleet, None, found_s).iteration_s
     assert by_groups < by_replicas <= found_s
 
 

@@ -42,8 +42,9 @@ class GroupLines:
     ) -> None:
         self._all, self.shape, self.least, self.most, self._groups = setting, shape, least, most, groups
         self._limits = limits
-        self._grid = np.linspace(least, most, _PIECES + 1)
-        self._begin = self._grid[:-1]
+        #: Ends of the pieces, in tokens, [pieces + 1].
+        self.grid = np.linspace(least, most, _PIECES + 1)
+        self._begin = self.grid[:-1]
         #: Of each site, one head's attention forward and backward, [2][pieces].
         self._a_head = [[self._lower(one) for one in self._attention(place)] for place, _ in shape]
 
@@ -54,7 +55,7 @@ class GroupLines:
 
     def line(self, values: Floats | float) -> Line:
         """A line below what is at least so much in each piece."""
-        return _line(self._grid, values + np.zeros(_PIECES))
+        return _line(self.grid, values + np.zeros(_PIECES))
 
     def until_done(self, kind: int) -> Floats:
         """X: until all tokens are done, forward, backward or with the vocabulary, at least, [pieces]."""
@@ -76,6 +77,16 @@ class GroupLines:
     def leaves(self, way: int) -> Floats:
         """What shows of the all-to-all of a group on one site after attention, [pieces]."""
         seconds: Floats = self._all.after[way] * self._all_to_alls.min(axis=0)
+        return seconds
+
+    def without_attention(self) -> Floats:
+        """What it takes in all passes besides attention and exchange, [pieces]."""
+        seconds = self.until_done(2)
+        for one in self._all.passes:
+            seconds = seconds + one.times * self.begins(one)
+            if self.on_one_site:
+                shows = self._all.before[one.way] + self._all.after[one.way]
+                seconds = seconds + one.times * shows * self._all_to_alls.min(axis=0)
         return seconds
 
     def by_itself(self, one: Pass) -> Line:
@@ -196,12 +207,12 @@ class GroupLines:
     @cached_property
     def _a_key(self) -> list[list[Floats]]:
         """One head's attention to a token of another group, of each site, forward and backward, [pieces]."""
-        found, others = [], np.maximum(self._all.length - self._grid, 1.0)
+        found, others = [], np.maximum(self._all.length - self.grid, 1.0)
         for place, _ in self.shape:
             load = self._all.loads[place]
             (_, far), merges = (
-                load.head_times(self._grid, self._groups),
-                load.merges(self._grid, self._groups),
+                load.head_times(self.grid, self._groups),
+                load.merges(self.grid, self._groups),
             )
             found.append(
                 [
@@ -229,7 +240,7 @@ class GroupLines:
         return np.maximum(home, 2 * thin)
 
     def _attention(self, place: int) -> list[Floats]:
-        own, far = self._all.loads[place].head_times(self._grid, self._groups)
+        own, far = self._all.loads[place].head_times(self.grid, self._groups)
         return [one + other for one, other in zip(own, far, strict=True)]
 
     @staticmethod

@@ -22,6 +22,7 @@ import numpy as np
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Bools, Floats
 from megatron_hexi.plan.parts import BUSY_ROWS
+from megatron_hexi.planner.bound.beside import Beside
 from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.demand import Span
 from megatron_hexi.planner.bound.gradients import Ring
@@ -167,19 +168,21 @@ class Packing:
     def _wholly_suffices(self, iteration_s: float, box: _Box) -> bool:
         """Whether whole groups may hold all tokens in the time, as far as these are looked at."""
         [way] = self._ways(box)
-        packed = self._packings(iteration_s, box.span, way)
+        layer_s = self._layer_s(iteration_s, way[0])
+        setting = Setting(self._job, self._classes, way[2], self._group_times(way), layer_s)
+        packed = self._packings(setting, iteration_s, box.span, way)
         if packed is None:
             return True
-        layer_s = self._layer_s(iteration_s, way[0])
         worth, _ = self._worths(iteration_s, box.span, [way], 0.0)
-        setting = Setting(self._job, self._classes, way[2], self._group_times(way), layer_s)
         tries = Tries(_TRIES)
         return any(
             suffices(setting, [self._shapes[shape] for shape in one], worth[0, list(one)] / way[0], tries)
             for one in packed
         )
 
-    def _packings(self, iteration_s: float, span: Span, way: _Way) -> list[tuple[int, ...]] | None:
+    def _packings(
+        self, setting: Setting, iteration_s: float, span: Span, way: _Way
+    ) -> list[tuple[int, ...]] | None:
         """Every way to pack whole groups that may hold all tokens; ``None``: there are too many."""
         while True:
             worth, worked = (of_way[0] for of_way in self._worths(iteration_s, span, [way], 0.0))
@@ -187,7 +190,8 @@ class Packing:
             if program.solve(worth)[0] < self._tokens * (1 - _ROUNDING):
                 return []
             prices = program.prices()
-            packed = packings(self._used, self._units, span, worth, self._tokens, prices, _MOST_PACKINGS)
+            may = Beside(setting, self._shapes, worth / way[0], span[0]).may_hold
+            packed = packings(self._used, self._units, span, worth, self._tokens, prices, may, _MOST_PACKINGS)
             open_ = sorted({shape for one in packed.found for shape in one if not worked[shape]})
             if not open_ and not packed.complete:
                 # What is packed most, if its best rates were all.

@@ -7,7 +7,7 @@ there are, and are looked at one by one, their groups together (together.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +18,9 @@ from megatron_hexi.cost.arrays import Floats
 _ROUNDING = 1e-6
 
 
-#: Steps in which packings are looked for, as a multiple of how many there may be.
-_STEPS = 100
+#: Steps in which packings are looked for, and packings that are looked at, as multiples of how many there may
+#: be.
+_STEPS, _LOOKED_AT = 400, 25
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def packings(
     worth: Floats,
     needed: float,
     prices: tuple[Floats, float],
+    may: Callable[[Sequence[int]], bool],
     most: int,
 ) -> Packings:
     """Multisets of shapes that use no more units than there are and are worth what is needed.
@@ -54,7 +56,8 @@ def packings(
         needed: what all are worth at least.
         prices: of units, [classes], none below 0, and of a group: no shape is worth more than its price, and
             all units and `span` groups cost what the linear program packs at most.
-        most: how many are looked for.
+        may: whether groups of such shapes may hold the sequence together.
+        most: how many are looked for that may.
     """
     of_unit, of_group = prices
     few, many = span
@@ -63,7 +66,7 @@ def packings(
     loses = used @ of_unit + of_group - worth
     order = [number for number in np.argsort(loses, kind="stable").tolist() if worth[number] > 0]
     found: list[tuple[int, ...]] = []
-    steps = 0
+    steps = looked_at = 0
 
     def price_of(left: Floats, groups: int) -> float:
         """At most what groups of the units that are left are worth."""
@@ -72,12 +75,14 @@ def packings(
 
     def pack(first: int, left: Floats, taken: tuple[int, ...], so_far: float) -> bool:
         """Whether all packings that begin so are found."""
-        nonlocal steps
+        nonlocal steps, looked_at
         if few <= len(taken) and so_far >= needed:
-            found.append(taken)
+            looked_at += 1
+            if may(taken):
+                found.append(taken)
         for place in range(first, len(order) if len(taken) < many else 0):
             steps += 1
-            if len(found) > most or steps > _STEPS * most:
+            if len(found) > most or looked_at > _LOOKED_AT * most or steps > _STEPS * most:
                 return False
             after, worth_now = left - used[order[place]], so_far + float(worth[order[place]])
             if worth_now + price_of(after, len(taken) + 1) < needed:
