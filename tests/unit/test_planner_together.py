@@ -50,8 +50,8 @@ def is_possible(fleet, trial, part=1.0, room=1.0):
     longest_s = part * layer_s(trial)
     setting, shapes, tokens = setting_of(fleet, trial, longest_s)
     most = np.minimum(room * tokens, fleet.job.seq_length)
-    beside = Beside(setting, shapes, most, len(shapes)).may_hold(range(len(shapes)))
-    return beside and suffices(setting, shapes, most, Tries(MANY))
+    beside = Beside(setting, shapes, most, len(shapes)).most(range(len(shapes)))
+    return beside is not None and suffices(setting, shapes, beside, Tries(MANY))
 
 
 def trials_of(seed, steps, **changes):

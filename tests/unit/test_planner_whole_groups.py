@@ -49,21 +49,28 @@ def test_all_packings_that_hold_enough_are_found(seed):
     if total <= 0:
         return
     every = by_hand(used, units, span, worth, needed * (1 - 1e-6))
-    for may in (lambda _packed: True, lambda packed: len(set(packed)) > 1):
-        found = packings(used, units.tolist(), span, worth, needed, program.prices(), may, 10_000)
+    for mixed in (False, True):
+
+        def hold(packed, mixed=mixed):
+            return worth[list(packed)] if len(set(packed)) > mixed else None
+
+        found = packings(used, units.tolist(), span, worth, needed, program.prices(), hold, 10_000)
         assert found.complete
-        assert {tuple(sorted(one)) for one in found.found} == {one for one in every if may(one)}
+        assert all((most == worth[list(one)]).all() for one, most in found.found)
+        assert {tuple(sorted(one)) for one, _ in found.found} == {
+            one for one in every if len(set(one)) > mixed
+        }
 
 
 def test_too_many_packings_are_not_all():
     used, worth = np.ones((6, 1)), np.ones(6)
     program = Program(used, [8], (8, 8))
     assert program.solve(worth)[0] == pytest.approx(8)
-    found = packings(used, [8], (8, 8), worth, 8.0, program.prices(), lambda _packed: True, 20)
+    found = packings(used, [8], (8, 8), worth, 8.0, program.prices(), lambda packed: worth[list(packed)], 20)
     assert not found.complete
     assert 20 < len(found.found) < 30
     # Those that may not hold the sequence are counted too, if they are many.
-    found = packings(used, [8], (8, 8), worth, 8.0, program.prices(), lambda _packed: False, 20)
+    found = packings(used, [8], (8, 8), worth, 8.0, program.prices(), lambda _packed: None, 20)
     assert not found.complete
     assert not found.found
 

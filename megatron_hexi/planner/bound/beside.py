@@ -1,10 +1,10 @@
 """How many tokens groups hold at most beside each other: part of the lower bound (packing.py).
 
-A group that holds t of S tokens gets the keys of the S - t others, and sends its own to all other groups. Both
-wait until it is done with its own tokens. What arrives comes over links that differ: the least time is that of
-filling the other groups by the fastest link first, as far as they hold. So each group's tokens are bounded by
-what the others hold at most and at least, and in turn. Most ways to pack groups are ruled out by that already,
-much faster than by a linear program (together.py).
+A group that holds t of S tokens gets the keys of the S - t others, and sends its own to all other groups.
+Both wait until it is done with its own tokens. What arrives comes over links that differ: the least time is
+that of filling the other groups by the fastest link first, as far as they hold. So each group's tokens are
+bounded by what the others hold at most and at least, and in turn. Most ways to pack groups are ruled out by
+that already, much faster than by a linear program (together.py).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Beside:
         #: How often keys travel in all passes: gradients of keys go home in the backward pass.
         self._times = sum(one.times * (1 + one.way) for one in setting.passes)
 
-    def may_hold(self, packed: Sequence[int]) -> bool:
-        """Whether groups of such shapes, by their numbers, may hold the sequence."""
+    def most(self, packed: Sequence[int]) -> Floats | None:
+        """Tokens that groups of such shapes, by their numbers, hold at most; ``None``: not the sequence."""
         length, groups = self._all.length, range(len(packed))
         most = [float(self._most[shape]) for shape in packed]
         least = [0.0] * len(packed)
@@ -68,15 +68,15 @@ class Beside:
                 may = seconds + self._times * keys <= self._all.longest_s * (1 + _ROUNDING)
                 may &= (tokens[1:] >= low * (1 - _ROUNDING)) & (tokens[:-1] <= high * (1 + _ROUNDING))
                 if not may.any():
-                    return False
+                    return None
                 low, high = max(low, float(tokens[:-1][may][0])), min(high, float(tokens[1:][may][-1]))
                 moved = max(moved, low - least[group], most[group] - high)
                 least[group], most[group] = low, high
             if sum(most) < length * (1 - _ROUNDING) or sum(least) > length * (1 + _ROUNDING):
-                return False
+                return None
             if moved < _NARROWER * length:
                 break
-        return True
+        return np.array(most)
 
     def _alone(self, shape: int) -> tuple[Floats, Floats]:
         """Ends of pieces of a group's tokens, and what it takes at least besides attention and exchange."""
@@ -108,7 +108,7 @@ class Beside:
         return np.interp(tokens, places, seconds)
 
     def _between(self, by: int, of: int) -> tuple[float, float]:
-        """Seconds a token, at least, for a group to get keys of another one, and for that one to send them."""
+        """Seconds a token at least for a group to get keys of another one, and for that one to send them."""
         if (by, of) not in self._keys:
             self._keys[by, of] = self._find_between(self._shapes[by], self._shapes[of])
         return self._keys[by, of]

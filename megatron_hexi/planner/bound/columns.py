@@ -145,9 +145,7 @@ class GroupTimes:
         seconds = self._sites[place].busy_alone(units, low, high, depths)
         return [np.broadcast_to(seconds, (self._heads, len(seconds)))]
 
-    def _in_all(
-        self, shape: Shape, busy: Sequence[Floats], low: Floats, high: Floats, many: int
-    ) -> Floats:
+    def _in_all(self, shape: Shape, busy: Sequence[Floats], low: Floats, high: Floats, many: int) -> Floats:
         """X + A + Y at their least together, [depths, J].
 
         Args:

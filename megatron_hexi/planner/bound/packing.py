@@ -173,26 +173,29 @@ class Packing:
         packed = self._packings(setting, iteration_s, box.span, way)
         if packed is None:
             return True
-        worth, _ = self._worths(iteration_s, box.span, [way], 0.0)
         tries = Tries(_TRIES)
         return any(
-            suffices(setting, [self._shapes[shape] for shape in one], worth[0, list(one)] / way[0], tries)
-            for one in packed
+            suffices(setting, [self._shapes[shape] for shape in one], most, tries) for one, most in packed
         )
 
     def _packings(
         self, setting: Setting, iteration_s: float, span: Span, way: _Way
-    ) -> list[tuple[int, ...]] | None:
-        """Every way to pack whole groups that may hold all tokens; ``None``: there are too many."""
+    ) -> list[tuple[tuple[int, ...], Floats]] | None:
+        """Every way to pack whole groups that may hold all tokens, and what each of them holds at most.
+
+        ``None``: there are too many.
+        """
         while True:
             worth, worked = (of_way[0] for of_way in self._worths(iteration_s, span, [way], 0.0))
             program = Program(self._used, self._units, span)
             if program.solve(worth)[0] < self._tokens * (1 - _ROUNDING):
                 return []
             prices = program.prices()
-            may = Beside(setting, self._shapes, worth / way[0], span[0]).may_hold
-            packed = packings(self._used, self._units, span, worth, self._tokens, prices, may, _MOST_PACKINGS)
-            open_ = sorted({shape for one in packed.found for shape in one if not worked[shape]})
+            beside = Beside(setting, self._shapes, worth / way[0], span[0])
+            packed = packings(
+                self._used, self._units, span, worth, self._tokens, prices, beside.most, _MOST_PACKINGS
+            )
+            open_ = sorted({shape for one, _ in packed.found for shape in one if not worked[shape]})
             if not open_ and not packed.complete:
                 # What is packed most, if its best rates were all.
                 loses = np.where(worked | (worth <= 0), inf, self._used @ prices[0] + prices[1] - worth)

@@ -28,11 +28,11 @@ class Packings:
     """Ways to pack shapes.
 
     Args:
-        found: multisets of shapes, each ascending in what the shapes lose.
+        found: multisets of shapes, each ascending in what the shapes lose, and what each group holds at most.
         complete: whether these are all.
     """
 
-    found: list[tuple[int, ...]]
+    found: list[tuple[tuple[int, ...], Floats]]
     complete: bool
 
 
@@ -43,7 +43,7 @@ def packings(
     worth: Floats,
     needed: float,
     prices: tuple[Floats, float],
-    may: Callable[[Sequence[int]], bool],
+    hold: Callable[[Sequence[int]], Floats | None],
     most: int,
 ) -> Packings:
     """Multisets of shapes that use no more units than there are and are worth what is needed.
@@ -56,8 +56,8 @@ def packings(
         needed: what all are worth at least.
         prices: of units, [classes], none below 0, and of a group: no shape is worth more than its price, and
             all units and `span` groups cost what the linear program packs at most.
-        may: whether groups of such shapes may hold the sequence together.
-        most: how many are looked for that may.
+        hold: tokens that groups of such shapes hold at most beside each other; ``None``: not the sequence.
+        most: how many are looked for that may hold it.
     """
     of_unit, of_group = prices
     few, many = span
@@ -65,7 +65,7 @@ def packings(
     # What loses least comes first: it is in most packings.
     loses = used @ of_unit + of_group - worth
     order = [number for number in np.argsort(loses, kind="stable").tolist() if worth[number] > 0]
-    found: list[tuple[int, ...]] = []
+    found = list[tuple[tuple[int, ...], Floats]]()
     steps = looked_at = 0
 
     def price_of(left: Floats, groups: int) -> float:
@@ -78,8 +78,8 @@ def packings(
         nonlocal steps, looked_at
         if few <= len(taken) and so_far >= needed:
             looked_at += 1
-            if may(taken):
-                found.append(taken)
+            if (tokens := hold(taken)) is not None:
+                found.append((taken, tokens))
         for place in range(first, len(order) if len(taken) < many else 0):
             steps += 1
             if len(found) > most or looked_at > _LOOKED_AT * most or steps > _STEPS * most:
