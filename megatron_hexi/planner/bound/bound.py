@@ -33,8 +33,9 @@ replicas, where these can have few shapes, each by itself (replicas.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -130,7 +131,8 @@ class _Case:
         together = job.global_batch_size // job.micro_batch_size
         turns = together // data_parallel if data_parallel else 1
         ring = least_ring(fleet, found_s, crosses)
-        self._found_s, self._packing = found_s, None
+        self._packing: Packing | None = None
+        self._replicas: Callable[..., Replicas] | None = None
 
         plain_s = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
         plain = Bound(min(found_s, plain_s + ring.wait_s(plain_s / turns)), "compute at the best rates")
@@ -156,7 +158,8 @@ class _Case:
             packing = Packing(job, classes, demand.turns, demand.several, ring, (least_s, found_s))
             choices = _choices(fleet, classes, data_parallel) if demand.several else ()
             if demand.several and len(choices) <= _MOST_REPLICAS:
-                least_s = _replicas(fleet, classes, choices, demand, found_s).least_s(least_s, found_s)
+                self._replicas = partial(_replicas, fleet, classes, choices, demand, found_s, {})
+                least_s = self._replicas(closely=False).least_s(least_s, found_s)
             else:
                 least_s, self._packing = packing.least_s(), packing
             # Replicas that are given have groups of their own.
@@ -167,8 +170,12 @@ class _Case:
 
     def closely(self, found_s: float) -> Bound:
         """By whole groups besides."""
-        least_s = self._packing.wholly_least_s(found_s) if self._packing else 0.0
-        return replace(self.rough, iteration_s=max(self.rough.iteration_s, least_s))
+        least_s = self.rough.iteration_s
+        if self._packing:
+            least_s = max(least_s, self._packing.wholly_least_s(found_s))
+        if self._replicas and least_s < found_s:
+            least_s = self._replicas(closely=True).least_s(least_s, found_s)
+        return replace(self.rough, iteration_s=least_s)
 
 
 def _choices(fleet: Fleet, classes: Sequence[SiteClass], data_parallel: int | None) -> Sequence[Shape]:
@@ -193,13 +200,28 @@ def _has_room(job: Job, classes: Sequence[SiteClass], shape: Shape) -> bool:
 
 
 def _replicas(
-    fleet: Fleet, classes: Sequence[SiteClass], shapes: Sequence[Shape], demand: Demand, longest_s: float
+    fleet: Fleet,
+    classes: Sequence[SiteClass],
+    shapes: Sequence[Shape],
+    demand: Demand,
+    longest_s: float,
+    packings: dict[tuple[int, int], Packing],
+    closely: bool,
 ) -> Replicas:
-    """Replicas on such units."""
+    """Replicas on such units.
+
+    Args:
+        fleet: all units.
+        classes: of their sites.
+        shapes: units that a replica may have.
+        demand: what there is to do.
+        longest_s: an iteration that is known to be possible.
+        packings: what has been looked at before, by the number of a shape and micro-batches.
+        closely: whether to look at whole groups too.
+    """
     job, ring, stages = fleet.job, demand.ring, fleet.job.pipeline_parallel
     parts = [fleet.subset(_members(classes, shape)) for shape in shapes]
     rates = np.array([part.ceiling_tokens_per_s for part in parts]) / (job.seq_length * job.micro_batch_size)
-    packings: dict[tuple[int, int], Packing] = {}
 
     def may(number: int, count: int, each_s: float) -> bool:
         # Without a pipeline, micro-batches are alike: one of them is looked at.
@@ -208,7 +230,7 @@ def _replicas(
         if (number, count) not in packings:
             most_s = passes * ring.micro_batch_s(longest_s, count, stages)
             packings[number, count] = _alone(parts[number], turns, len(fleet.units), most_s)
-        return packings[number, count].suffices(passes * each_s)
+        return packings[number, count].suffices(passes * each_s, closely)
 
     units = [site.size * site.count for site in classes]
     together = job.global_batch_size // job.micro_batch_size

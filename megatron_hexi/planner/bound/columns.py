@@ -88,7 +88,7 @@ class GroupTimes:
     ) -> None:
         workload = job.workload()
         self._halves, self._of_interest = halves, of_interest
-        self._groups, self._pair = groups[0], groups == (2, 2)
+        self._groups, self._most_groups = groups
         #: Memory of each stage on each class of sites, beside the micro-batches that a pipeline keeps.
         kept = [site.rooms[min(micro_batches, len(site.rooms)) - 1] for site in classes]
         self._rooms = list(zip(*kept, strict=True))
@@ -116,6 +116,29 @@ class GroupTimes:
     def held(self, place: int) -> float:
         """Tokens that a unit of a class holds at most in the longest time of interest."""
         return float(self._sites[place].held[-2])
+
+    def room(self, place: int) -> float:
+        """Tokens that a unit of a class has room for without heads, on the last pipeline stage."""
+        return self._rooms[-1][place].held_alone()
+
+    def room_of_a_head(self, low: Floats, received: Floats) -> list[Floats]:
+        """Tokens that a head takes the room of, in groups of some sizes, on each pipeline stage, [J].
+
+        Args:
+            low: tokens of the group, at least, [J].
+            received: tokens whose keys are there at once, at least, [J].
+        """
+        found = []
+        for rooms in self._rooms:
+            # All sites' are alike in what a token takes.
+            room = rooms[0]
+            taken = low * room.each_attended(self._groups)
+            if self._groups > 1:
+                taken = taken + received * room.each_received
+                if self._own_keys:
+                    taken = taken + self._half * low * room.each_sent
+            found.append(taken / self._heads / room.each_held)
+        return found
 
     def least(self, shape: Shape, tokens: Floats, depths: Sequence[Depth]) -> Floats:
         """Seconds that groups with tokens[j] to tokens[j + 1] tokens need at least, [depths, J = tokens - 1].
@@ -302,17 +325,9 @@ class GroupTimes:
         return costs
 
     def _memory_of(self, shape: Shape, low: Floats, high: Floats) -> GroupMemory:
-        rooms, each = [], []
-        for of_classes in self._rooms:
-            of_sites = [of_classes[place] for place, _ in shape]
-            # All sites' are alike in what a token takes.
-            room = of_sites[0]
-            taken = low * room.each_attended(self._groups)
-            if self._pair:
-                # Of two groups, each needs half of the other's keys at least.
-                taken = taken + self._half * (self._length - high) * room.each_received
-            if self._groups > 1 and self._own_keys:
-                taken = taken + self._half * low * room.each_sent
-            each.append(taken / self._heads / room.each_held)
-            rooms.append([units * one.held_alone() for (_, units), one in zip(shape, of_sites, strict=True)])
-        return GroupMemory(rooms, each, self._heads, low, high)
+        rooms = [
+            [units * of_classes[place].held_alone() for place, units in shape] for of_classes in self._rooms
+        ]
+        # Of each other group, half of the keys at least; those of one step are there at once.
+        received = self._half * (self._length - high) / max(1, self._most_groups - 1)
+        return GroupMemory(rooms, self.room_of_a_head(low, received), self._heads, low, high)

@@ -103,8 +103,28 @@ class GroupLines:
 
     def holds(self, number: int) -> tuple[float, float]:
         """Tokens that one of several sites holds, at least and at most."""
-        most = [min(self.most, units * self._all.alone.held(place)) for place, units in self.shape]
-        return max(0.0, self.least - (sum(most) - most[number])), most[number]
+        return max(0.0, self.least - (sum(self._most_held) - self._most_held[number])), self._most_held[
+            number
+        ]
+
+    def room(self, number: int) -> float:
+        """Tokens that one of several sites has room for without heads."""
+        place, units = self.shape[number]
+        return units * self._all.alone.room(place)
+
+    def room_of_a_head(self, received: float) -> float:
+        """Tokens that a head takes the room of, where keys of so many are received at once, at least."""
+        [each] = self._all.alone.room_of_a_head(np.array([self.least]), np.array([received]))
+        return float(each[0])
+
+    @cached_property
+    def _most_held(self) -> list[float]:
+        """Tokens of each of several sites at most, by time, and by memory beside the fewest heads."""
+        a_head, most = self.room_of_a_head(0.0), list[float]()
+        for number, ((place, units), (few, _)) in enumerate(zip(self.shape, self._limits, strict=True)):
+            by_time, by_memory = units * self._all.alone.held(place), self.room(number) - few * a_head
+            most.append(max(0.0, min(self.most, by_time, by_memory)))
+        return most
 
     def site_begins(self, number: int, one: Pass) -> list[Line]:
         """X of one of several sites: lines in its tokens."""

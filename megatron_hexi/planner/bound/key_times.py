@@ -52,7 +52,7 @@ class KeyTimes:
             return 0.0
         else:
             bandwidth = self._all.lanes(here, users)
-        return self._seen(by, of) * self._all.key_bytes / bandwidth
+        return self.seen(by, of) * self._all.key_bytes / bandwidth
 
     def needed(self, by: int, place: int, of: int) -> list[Term]:
         """Seconds for the keys of a group that another one's site needs."""
@@ -96,7 +96,7 @@ class KeyTimes:
     def _find_crossing(self, number: int, place: int, other: int, of: int) -> list[Term]:
         group, far, keys, heads = self._groups[number], self._groups[other], self._groups[of], self._all.heads
         (here, units), tokens = group.shape[place], self._program.tokens[of]
-        seen = self._seen(number, other) if of == other else self._seen(other, number)
+        seen = self.seen(number, other) if of == other else self.seen(other, number)
         each = seen * self._all.key_bytes / self._all.lanes(here, units)
         beside = [site for site, (there, _) in enumerate(far.shape) if there == here]
         if not beside and group.on_one_site:
@@ -121,7 +121,7 @@ class KeyTimes:
             self._program.above(time, [*terms, (tokens, each * beyond)], each * held * (at_zero - beyond))
         return [(time, 1.0)]
 
-    def _seen(self, by: int, of: int) -> float:
+    def seen(self, by: int, of: int) -> float:
         """The part of a group's keys that another one sees: half of those outside it, all inside it."""
         if not self._all.causal:
             return 1.0

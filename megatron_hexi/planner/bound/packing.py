@@ -205,9 +205,18 @@ class Packing:
             for shape in open_:
                 self._found[shape, way] = self._work_out(shape, way)
 
-    def suffices(self, iteration_s: float) -> bool:
-        """Whether groups may hold all tokens in the time, which is not longer than the longest."""
-        return any(self._suffices(iteration_s, box) for box in self._boxes)
+    def suffices(self, iteration_s: float, closely: bool) -> bool:
+        """Whether groups may hold all tokens in the time, which is not longer than the longest.
+
+        Args:
+            iteration_s: the time.
+            closely: whether to look at whole groups where these are few.
+        """
+        return any(
+            self._suffices(iteration_s, box)
+            and not (closely and self._wholly and not self._wholly_suffices(iteration_s, box))
+            for box in self._boxes
+        )
 
     def groupings(self, iteration_s: float) -> Iterator[Grouping]:
         """Whole groups that hold most in a time: candidates for a plan of one replica on all units.

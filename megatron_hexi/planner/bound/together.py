@@ -40,6 +40,8 @@ _ORDERED = 4
 _ROUNDS, _NARROWER = 4, 0.002
 #: So many parts of the heads' possible numbers are looked at.
 _BRANCHES = 60
+#: What a sequence takes, in longest times, where there is no room for it.
+_TOO_MUCH = 100
 #: What rounding may take away.
 _ROUNDING, _NOTHING = 1e-6, 1e-10
 
@@ -183,7 +185,7 @@ class _Program:
         #: What each is a number of, tokens or seconds; and how often it counts.
         self._units: list[float] = []
         self._counts: list[int] = []
-        self._longest_s, self._length = setting.longest_s, setting.length
+        self._longest_s, self._length, self._heads = setting.longest_s, setting.length, setting.heads
         self._possible = all(len(heads) for group in groups for heads in group.heads)
         if not self._possible:
             return
@@ -202,6 +204,8 @@ class _Program:
             self.held.append(held)
         self._vocabulary(groups)
         keys = KeyTimes(self, setting, groups, order)
+        for number in range(len(groups)):
+            self._share_memory(groups, number, keys)
         for one in setting.passes:
             PassRows(self, setting, groups, keys, order, one, roughly)
 
@@ -266,6 +270,21 @@ class _Program:
         for variable in variables[:-1]:
             row.SetCoefficient(self._variables[variable], 1.0)
         row.SetCoefficient(self._variables[variables[-1]], last)
+
+    def _share_memory(self, groups: Sequence[GroupLines], number: int, keys: KeyTimes) -> None:
+        """Heads and tokens of each of several sites share its memory; what is too much is no answer in time.
+
+        With the keys of any one of the other groups: these are there at once.
+        """
+        group, others = groups[number], [of for of in range(len(groups)) if of != number]
+        received = max((keys.seen(number, of) * groups[of].least for of in others), default=0.0)
+        a_head = group.room_of_a_head(received)
+        for site, (part, held) in enumerate(zip(self.parts[number], self.held[number], strict=True)):
+            too_much = self._variable(0.0, inf, 1.0, _TOO_MUCH)
+            row = self._solver.Constraint(-inf, group.room(site) / self._length)
+            row.SetCoefficient(self._variables[held], 1.0)
+            row.SetCoefficient(self._variables[part], self._heads * a_head / self._length)
+            row.SetCoefficient(self._variables[too_much], -1.0)
 
     def _vocabulary(self, groups: Sequence[GroupLines]) -> None:
         longest = self.time(count=1)
