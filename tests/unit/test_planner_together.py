@@ -13,6 +13,7 @@ from megatron_hexi.planner.bound.setting import Setting
 from megatron_hexi.planner.bound.together import Tries, suffices
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
+from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import random_case, random_change, random_layouts, random_parallel_case, reproduce
 
 MANY = 10_000
@@ -55,7 +56,10 @@ def is_possible(fleet, trial, part=1.0, room=1.0):
 
 
 def trials_of(seed, steps, **changes):
-    """Layouts of one cluster, of several groups on several sites: random ones, and changes of the best."""
+    """Layouts of one cluster, of several groups on several sites, which fit in memory.
+
+    Random ones, and changes of the best.
+    """
     text, known, job = random_parallel_case(seed, **changes)
     if job.pipeline_parallel > 1:
         text, known, job = random_case(seed, gpus=(3, 4, 5, 6))
@@ -70,7 +74,8 @@ def trials_of(seed, steps, **changes):
         layouts = random_layouts(random, fleet, 1) if step < 3 else random_change(random, best.layouts)
         trial = judge.try_out(fleet, layouts, random.randint(1, 3))
         best = min(best, trial, key=lambda trial: trial.order)
-        if len(fleet.sites) > 1 and sum(part.total > 0 for part in trial.layouts[0].parts) > 1:
+        groups = sum(part.total > 0 for part in trial.layouts[0].parts)
+        if trial.fits and len(fleet.sites) > 1 and groups > 1:
             yield fleet, trial, reproduce(text, job)
 
 
@@ -88,3 +93,17 @@ def check(seeds, steps):
 
 def test_no_layout_whatever_is_faster():
     assert check(range(60), 12) > 150
+
+
+def test_heads_and_tokens_of_a_site_share_its_memory(monkeypatch):
+    # One group of all, and time for everything: each of the 8 units has room for an eighth of what there is.
+    fleet = find_units(tiny_job(), cluster([("a", "PLAIN", 4), ("b", "DOUBLE", 4)]))
+    classes, shape = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet)))), ((0, 4), (1, 4))
+    alone = GroupTimes(fleet.job, classes, [shape], 1, (1, 1), (0.0, 1e3), True)
+    setting = Setting(fleet.job, classes, True, alone, 1e3)
+    length, heads = setting.length, setting.heads
+    [a_head] = alone.room_of_a_head(np.array([length]), np.zeros(1))
+    for often, may in ((1.001, True), (0.999, False)):
+        room = often * (length + heads * float(a_head[0])) / 8
+        monkeypatch.setattr(GroupTimes, "room", lambda _self, _place, room=room: room)
+        assert suffices(setting, [shape], np.array([length]), Tries(MANY)) == may, often

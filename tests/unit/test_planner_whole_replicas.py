@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost import Job, presets
 from megatron_hexi.planner import find_plan
+from megatron_hexi.planner.bound import LowerBound
 from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.prices import Prices
@@ -102,6 +103,16 @@ def test_replicas_by_themselves_bound_what_groups_of_any_let_pass(monkeypatch):
     monkeypatch.setattr(bounds, "_MOST_REPLICAS", 0)
     by_groups = lower_bound(fleet, None, found_s).iteration_s
     assert by_groups < by_replicas <= found_s
+
+
+def test_whole_groups_bound_replicas_more_closely():
+    # Two sequences: each replica is on both nodes, or there is one.
+    nodes = [("a", "H100-SXM-80GB", 4), ("b", "A100-SXM-80GB", 2)]
+    job = Job(presets()["gpt-3b"], 2**15, recompute="full", global_batch_size=2)
+    fleet = find_units(job, cluster(nodes, bandwidth=25))
+    found_s = find_plan(job, cluster(nodes, bandwidth=25), data_parallel=None).cost.iteration_s
+    bound = LowerBound(fleet, None, found_s)
+    assert 1.05 * bound.roughly().iteration_s < bound.closely(found_s).iteration_s <= found_s
 
 
 def test_as_many_replicas_as_are_best_are_no_slower_than_one():

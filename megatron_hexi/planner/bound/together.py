@@ -41,7 +41,7 @@ _ROUNDS, _NARROWER = 4, 0.002
 #: So many parts of the heads' possible numbers are looked at.
 _BRANCHES = 60
 #: What a sequence takes, in longest times, where there is no room for it.
-_TOO_MUCH = 100
+_TOO_MUCH = 10_000
 #: What rounding may take away.
 _ROUNDING, _NOTHING = 1e-6, 1e-10
 
@@ -281,7 +281,7 @@ class _Program:
         a_head = group.room_of_a_head(received)
         for site, (part, held) in enumerate(zip(self.parts[number], self.held[number], strict=True)):
             too_much = self._variable(0.0, inf, 1.0, _TOO_MUCH)
-            row = self._solver.Constraint(-inf, group.room(site) / self._length)
+            row = self._solver.Constraint(-inf, group.room(site) / self._length + _ROUNDING)
             row.SetCoefficient(self._variables[held], 1.0)
             row.SetCoefficient(self._variables[part], self._heads * a_head / self._length)
             row.SetCoefficient(self._variables[too_much], -1.0)
