@@ -166,9 +166,22 @@ class GroupLines:
         return Line(each * float(np.minimum(*parts).min()) / self._all.heads, 0.0)
 
     def busiest(self, way: int) -> float:
-        """Y of the member of a group on several sites whose heads are enough to be cut in two, at least."""
-        heads = np.ceil(self._all.rows / self.most) if self.most > 0 else 0.0
-        return float(heads * min(site[way].min() for site in self._a_head))
+        """Y of the member of a group on several sites whose heads are enough to be cut in two, at least.
+
+        It is on a site that may have so many heads.
+        """
+        enough = self._enough
+        each = [
+            float(site[way].min())
+            for site, heads in zip(self._a_head, self.heads, strict=True)
+            if heads[-1] >= enough
+        ]
+        return enough * min(each)
+
+    @property
+    def _enough(self) -> float:
+        """Heads at least of the busiest member, so that they can be cut in two."""
+        return float(np.ceil(self._all.rows / self.most)) if self.most > 0 else 0.0
 
     @cached_property
     def heads(self) -> list[Floats]:
@@ -190,10 +203,12 @@ class GroupLines:
             least.append(int(may.min(initial=all_)))
             most.append(int(may.max(initial=-1.0)))
         fewest, many = sum(least), sum(most)
-        return [
+        found = [
             np.arange(max(low, all_ - (many - high)), min(high, all_ - (fewest - low)) + 1.0)
             for low, high in zip(least, most, strict=True)
         ]
+        may = all(len(heads) for heads in found) and max(heads[-1] for heads in found) >= self._enough
+        return found if may else [np.arange(0.0)] * len(self.shape)
 
     @cached_property
     def parts(self) -> int:
@@ -284,8 +299,7 @@ class GroupLines:
     def _busiest(self) -> Floats:
         """Heads that the busiest member of a group on one site may have, a column."""
         [(_, units)], heads = self.shape, self._all.heads
-        enough = self._all.rows / self.most if self.most > 0 else heads
-        fewest = int(min(heads, max(np.ceil(heads / units), np.ceil(enough))))
+        fewest = int(min(heads, max(np.ceil(heads / units), self._enough)))
         each = float(self._all.loads[0].again * self._a_head[0][0].min() + self._a_head[0][1].min())
         most = int(np.clip(self._left // each if each > 0 else heads, fewest, heads))
         found: Floats = np.arange(fewest, most + 1.0)[:, None]
