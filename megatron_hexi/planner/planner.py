@@ -80,7 +80,11 @@ def find_plan(
     rough = lower.roughly()
     if best.iteration_s > (1 + _LEFT) * rough.iteration_s:
         tell("changes", 0, 1)
-        best = _changed(judge, fleet, best, rough.groupings)
+        named = rough.groupings
+        if data_parallel is None and len(best.layouts) == 1:
+            # Of one replica, other groupings hold most than of as many as one likes.
+            named += LowerBound(fleet, 1, best.iteration_s).roughly().groupings
+        best = _changed(judge, fleet, best, tuple(dict.fromkeys(named)))
     tell("proof", 0, 1)
     bound = lower.closely(best.iteration_s)
     return _planned(fleet, best, bound, baselines, judge.trials, begun)

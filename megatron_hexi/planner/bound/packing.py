@@ -223,11 +223,11 @@ class Packing:
 
         That takes the most micro-batches that any may. All units as one group are no news.
         """
-        for box in (_Box(span, (span,), half) for half in self._halves for span in self._spans[1:]):
-            way = max(self._turns), box.groups[0], box.half
+        for half, span in itertools.product(self._halves, self._spans[1:]):
+            way = max(self._turns), span, half
             while True:
-                worth, worked = (of_way[0] for of_way in self._worths(iteration_s, box.span, [way], 0.0))
-                packed = Program(self._used, self._units, box.span).whole(worth)
+                worth, worked = (of_way[0] for of_way in self._worths(iteration_s, span, [way], 0.0))
+                packed = Program(self._used, self._units, span).whole(worth)
                 open_ = {shape for shape in packed if not worked[shape]}
                 if not open_ or self._left < len(open_):
                     break
