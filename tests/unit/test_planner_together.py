@@ -99,8 +99,8 @@ def test_heads_and_tokens_of_a_site_share_its_memory(monkeypatch):
     # One group of all, and time for everything: each of the 8 units has room for an eighth of what there is.
     fleet = find_units(tiny_job(), cluster([("a", "PLAIN", 4), ("b", "DOUBLE", 4)]))
     classes, shape = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet)))), ((0, 4), (1, 4))
-    alone = GroupTimes(fleet.job, classes, [shape], 1, (1, 1), (0.0, 1e3), True)
-    setting = Setting(fleet.job, classes, True, alone, 1e3)
+    alone = GroupTimes(fleet.job, classes, [shape], 1, (1, 1), (0.0, 1e3), False)
+    setting = Setting(fleet.job, classes, False, alone, 1e3)
     length, heads = setting.length, setting.heads
     [a_head] = alone.room_of_a_head(np.array([length]), np.zeros(1))
     for often, may in ((1.001, True), (0.999, False)):

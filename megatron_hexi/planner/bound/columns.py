@@ -16,7 +16,6 @@ memory is left first, and what a site must hold follows from what the others hav
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from megatron_hexi.plan.parts import BUSY_ROWS
 from megatron_hexi.planner.bound.demand import Span
 from megatron_hexi.planner.bound.group_memory import GroupMemory
 from megatron_hexi.planner.bound.group_rates import seconds_a_token
+from megatron_hexi.planner.bound.inside import Inside, inside_of
 from megatron_hexi.planner.bound.site_times import Depth, Shape, SiteClass, SiteTimes, used
 
 #: X, as multiples of the least that holds the group's tokens: where intervals begin. The best interval is cut
@@ -34,32 +34,6 @@ _WAITS = (1.0, 1.1)
 _REFINED, _NARROW, _LAST = 9, 0.01, 2.0
 #: Times in which tokens are looked up, and the shortest of them as a part of the longest.
 _TIMES, _SHORTEST = 6_000, 1e-4
-
-
-class _Inside(NamedTuple):
-    """All-to-alls inside a site of a group on several, by the site's heads, [H + 1, J] each.
-
-    Of the h heads of a site's n units, a member with b of them takes in b / H of all tokens but its own, and
-    sends 1 - b / H of these. So if the site holds T tokens, T b / H (1 - b / h) at least come from inside or
-    stay there. With the member's attention, in proportion to b, that is least for the fewest heads that the
-    busiest one may have, h / n, or for all h. The more tokens the site holds, the fewer cross its border.
-
-    Args:
-        attention: of the busiest member, seconds.
-        stays: seconds a token of those that the site holds.
-        by_one: what it takes longer if one member has all of the site's heads.
-        mixed: seconds where T is what makes both take the same time.
-    """
-
-    attention: Floats
-    stays: Floats
-    by_one: Floats
-    mixed: Floats
-
-    def least(self, tokens: Floats) -> Floats:
-        """A and attention together, if the site holds so many tokens or more, [H + 1, J]."""
-        held: Floats = self.attention + np.maximum(np.minimum(self.stays * tokens, self.by_one), self.mixed)
-        return held
 
 
 class GroupTimes:
@@ -222,7 +196,7 @@ class GroupTimes:
         """A + Y of groups if X is no longer than this, [J] to [J]; the arguments are those of `_in_all`."""
         memory, whole = self._memory_of(shape, low, high), self._with_latency(shape, busy)
         a_head = [self._sites[place].a_head(low, high) for place, _ in shape]
-        busiest, inside = self._busiest(a_head, high), self._inside(shape, a_head, low)
+        busiest, inside = self._busiest(a_head, high), inside_of(shape, self._sites, self._heads, a_head, low)
 
         def rest(until: Floats) -> Floats:
             place_of = np.searchsorted(self._times, until)
@@ -269,7 +243,7 @@ class GroupTimes:
         shape: Shape,
         memory: GroupMemory,
         costs: Sequence[Floats],
-        inside: Sequence[_Inside],
+        inside: Sequence[Inside],
         held: Sequence[Floats],
         tokens: Floats,
     ) -> list[Floats]:
@@ -293,27 +267,6 @@ class GroupTimes:
                 cost = cost + self._sites[place].moving(units, outside=True)[0] * moved
                 cost = np.maximum(cost, inside[number].least(few))
             found.append(np.minimum.accumulate(cost[::-1], axis=0)[::-1])
-        return found
-
-    def _inside(self, shape: Shape, a_head: Sequence[Floats], tokens: Floats) -> list[_Inside]:
-        """All-to-alls inside the sites of a group on several.
-
-        Args:
-            shape: the group's units.
-            a_head: of each site, attention of a unit with one head, [J].
-            tokens: of the group, at least, [J].
-        """
-        found, parts = list[_Inside](), self._parts
-        heads = np.arange(self._heads + 1)[:, None]
-        for (place, units), head_s in zip(shape if len(shape) > 1 else (), a_head, strict=False):
-            site, most = self._sites[place], np.ceil(heads / units)
-            outside, inside = site.moving(units, outside=True)[0], site.moving(1, outside=False)[0]
-            stays = inside * most / self._heads * (1 - most / np.maximum(heads, 1))
-            border, rises = outside * parts, np.maximum(outside * (1 - parts), stays)
-            even = border * rises / np.maximum(border + rises, 1e-300) * tokens
-            by_one = (heads - most) * head_s
-            mixed = np.minimum(even, np.maximum(outside * self._mixed * tokens, by_one))
-            found.append(_Inside(most * head_s, stays, by_one, mixed))
         return found
 
     def _with_latency(self, shape: Shape, busy: Sequence[Floats]) -> list[Floats]:

@@ -5,9 +5,9 @@ is scarce or a thin link is crossed, that is too much: members of a group have i
 for each other. Here whole groups are looked at: of each shape (so many units on sites of each class) the
 least time (columns.py), so the most tokens in a given time; a linear program packs shapes into the units.
 
-There are many shapes and few in the optimum: a shape's tokens are bounded by its best rates until the program
-uses it. Any stage of that is a bound; so many shapes are worked out at most. Where few ways to pack whole
-groups are left, each is looked at by itself (whole.py, together.py).
+There are many shapes and few in the optimum: these are worked out, so many at most (worth.py). The program
+packs fractions of groups; where few ways to pack whole ones are left, each is looked at by itself (whole.py,
+beside.py, together.py).
 """
 
 from __future__ import annotations
@@ -20,39 +20,29 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost import Job
-from megatron_hexi.cost.arrays import Bools, Floats
+from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.plan.parts import BUSY_ROWS
 from megatron_hexi.planner.bound.beside import Beside
-from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.demand import Span
 from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.placing import placed
 from megatron_hexi.planner.bound.program import Program
 from megatron_hexi.planner.bound.setting import Setting
-from megatron_hexi.planner.bound.site_times import Shape, SiteClass, used
+from megatron_hexi.planner.bound.site_times import Shape, SiteClass
 from megatron_hexi.planner.bound.together import Tries, suffices
 from megatron_hexi.planner.bound.whole import packings
+from megatron_hexi.planner.bound.worth import ONE, Way, Worth
 from megatron_hexi.planner.layout import Grouping
 
 #: Up to so many shapes are packed, and so many times one of them is worked out; of few shapes, for plans of
 #: each number of groups, so many.
 _MOST_SHAPES = 1300
 _WORKED_OUT, _OF_FEW = 400, 800
-#: Bounds of tokens between which a shape's time is worked out, as parts of the most by its rates: close
-#: together above a half, where shapes of the optimum are.
-_BOUNDS = np.concatenate(
-    [
-        np.geomspace(0.005, 0.1, 8, endpoint=False),
-        np.geomspace(0.1, 0.5, 40, endpoint=False),
-        np.linspace(0.5, 1, 81),
-    ]
-)
 #: Groups whose busiest member has so many times the rows that are worth cutting in two are never too small.
 _LARGE = 4
 #: Of so few shapes, plans of three groups are looked at by themselves, and whole groups are packed.
 _FEW_SHAPES = 100
-#: Where a group may be among the nested ones; what its depth costs (demand.price).
-_DEPTHS = tuple((number / 4, (number + 1) / 4) for number in range(4))
+#: What a group's depth among the nested ones costs (demand.price).
 _TILTS = (0.0, 0.5, 1.0)
 #: So many ways to pack whole groups are looked at at most; the bound is found to this part by them.
 _MOST_PACKINGS, _CLOSE = 400, 2e-3
@@ -62,10 +52,6 @@ _AT_ONCE = 8
 _WORTH, _TRIES = 0.005, 800
 #: The bound is found to this part; what the linear program's rounding may take away.
 _PRECISION, _ROUNDING = 3e-4, 1e-6
-#: Micro-batches of a replica, the fewest and the most groups of it, and whether all-to-alls travel in halves
-#: (`None`: whatever is better): how a group is used.
-_Way = tuple[int, Span, bool | None]
-_ONE: Span = (1, 1)
 
 
 class _Box(NamedTuple):
@@ -103,34 +89,23 @@ class Packing:
         ring: Ring,
         of_interest: tuple[float, float],
     ) -> None:
-        self._job, self._ring, self._turns = job, ring, turns
-        self._classes = classes
-        self._length = float(job.seq_length)
-        self._tokens = self._length * (job.global_batch_size // job.micro_batch_size)
+        self._job, self._classes, self._turns = job, classes, turns
+        self._tokens = float(job.seq_length * (job.global_batch_size // job.micro_batch_size))
         self._shapes = list(shapes_of(classes))
-        #: Units of each class, [shapes, classes].
-        self._used = used(self._shapes, len(classes))
         self._units = [site.size * site.count for site in classes]
         most = sum(self._units)
         few = len(self._shapes) <= _FEW_SHAPES
         more = [(3, 3), (4, most)] if few else [(3, most)]
-        self._spans = [(least, many) for least, many in (_ONE, (2, 2), *more) if least <= many <= most]
+        self._spans = [(least, many) for least, many in (ONE, (2, 2), *more) if least <= many <= most]
         boxes = [((1, most), tuple(self._spans))] if several else [(span, (span,)) for span in self._spans]
         # Rows of a group's busiest member, where tokens and heads are even.
-        rows = self._length * job.workload().local_heads / most
+        rows = job.seq_length * job.workload().local_heads / most
         self._halves: list[bool | None] = [None] if rows > _LARGE * 2 * BUSY_ROWS else [False, True]
         self._boxes = [_Box(span, groups, half) for half in self._halves for span, groups in boxes]
-        self._left = _OF_FEW if few else _WORKED_OUT
         self._wholly = few and not several and job.pipeline_parallel == 1
         self._of_interest = of_interest
-        #: Of a layer, by micro-batches of a replica.
-        self._layer_of_interest = {
-            count: (self._layer_s(of_interest[0], count), self._layer_s(of_interest[1], count))
-            for count in turns
-        }
-        self._times: dict[_Way, GroupTimes] = {}
-        #: Of shapes that are worked out: bounds of tokens, [I + 1], and least seconds by depth, [D, I].
-        self._found: dict[tuple[int, _Way], tuple[Floats, Floats]] = {}
+        left = _OF_FEW if few else _WORKED_OUT
+        self._worth = Worth(job, classes, self._shapes, turns, ring, of_interest, left)
         #: What no plan of a box stays below, by fractions of groups.
         self._least: dict[_Box, float] = {}
 
@@ -168,8 +143,8 @@ class Packing:
     def _wholly_suffices(self, iteration_s: float, box: _Box) -> bool:
         """Whether whole groups may hold all tokens in the time, as far as these are looked at."""
         [way] = self._ways(box)
-        layer_s = self._layer_s(iteration_s, way[0])
-        setting = Setting(self._job, self._classes, way[2], self._group_times(way), layer_s)
+        layer_s = self._worth.layer_s(iteration_s, way[0])
+        setting = Setting(self._job, self._classes, way[2], self._worth.group_times(way), layer_s)
         packed = self._packings(setting, iteration_s, box.span, way)
         if packed is None:
             return True
@@ -179,31 +154,31 @@ class Packing:
         )
 
     def _packings(
-        self, setting: Setting, iteration_s: float, span: Span, way: _Way
+        self, setting: Setting, iteration_s: float, span: Span, way: Way
     ) -> list[tuple[tuple[int, ...], Floats]] | None:
         """Every way to pack whole groups that may hold all tokens, and what each of them holds at most.
 
         ``None``: there are too many.
         """
         while True:
-            worth, worked = (of_way[0] for of_way in self._worths(iteration_s, span, [way], 0.0))
-            program = Program(self._used, self._units, span)
+            worth, worked = (of_way[0] for of_way in self._worth.of_all(iteration_s, span, [way]))
+            program = Program(self._worth.used, self._units, span)
             if program.solve(worth)[0] < self._tokens * (1 - _ROUNDING):
                 return []
             prices = program.prices()
             beside = Beside(setting, self._shapes, worth / way[0], span[0])
             packed = packings(
-                self._used, self._units, span, worth, self._tokens, prices, beside.most, _MOST_PACKINGS
+                self._worth.used, self._units, span, worth, self._tokens, prices, beside.most, _MOST_PACKINGS
             )
             open_ = sorted({shape for one, _ in packed.found for shape in one if not worked[shape]})
             if not open_ and not packed.complete:
                 # What is packed most, if its best rates were all.
-                loses = np.where(worked | (worth <= 0), inf, self._used @ prices[0] + prices[1] - worth)
+                loses = np.where(worked | (worth <= 0), inf, self._worth.used @ prices[0] + prices[1] - worth)
                 open_ = [shape for shape in np.argsort(loses)[:_AT_ONCE].tolist() if loses[shape] < inf]
-            if not open_ or len(open_) > self._left:
+            if not open_ or len(open_) > self._worth.left:
                 return packed.found if packed.complete else None
             for shape in open_:
-                self._found[shape, way] = self._work_out(shape, way)
+                self._worth.work_out(shape, way)
 
     def suffices(self, iteration_s: float, closely: bool) -> bool:
         """Whether groups may hold all tokens in the time, which is not longer than the longest.
@@ -226,107 +201,40 @@ class Packing:
         for half, span in itertools.product(self._halves, self._spans[1:]):
             way = max(self._turns), span, half
             while True:
-                worth, worked = (of_way[0] for of_way in self._worths(iteration_s, span, [way], 0.0))
-                packed = Program(self._used, self._units, span).whole(worth)
-                open_ = {shape for shape in packed if not worked[shape]}
-                if not open_ or self._left < len(open_):
+                worth, worked = (of_way[0] for of_way in self._worth.of_all(iteration_s, span, [way]))
+                packed = Program(self._worth.used, self._units, span).whole(worth)
+                open_ = sorted({shape for shape in packed if not worked[shape]})
+                if not open_ or self._worth.left < len(open_):
                     break
                 for shape in open_:
-                    self._found[shape, way] = self._work_out(shape, way)
+                    self._worth.work_out(shape, way)
             if packed:
                 yield placed(self._classes, [self._shapes[number] for number in packed])
 
-    def _layer_s(self, iteration_s: float, count: int) -> float:
-        stages = self._job.pipeline_parallel
-        return self._ring.micro_batch_s(iteration_s, count, stages) / self._job.stage_layers
-
-    def _ways(self, box: _Box) -> list[_Way]:
+    def _ways(self, box: _Box) -> list[Way]:
         return list(itertools.product(self._turns, box.groups, [box.half]))
 
     def _suffices(self, iteration_s: float, box: _Box) -> bool:
         """Whether groups may hold all tokens in the time, as far as worked out."""
         return all(self._pack(iteration_s, box.span, self._ways(box), tilt) for tilt in _TILTS)
 
-    def _pack(self, iteration_s: float, span: Span, ways: Sequence[_Way], tilt: float) -> bool:
+    def _pack(self, iteration_s: float, span: Span, ways: Sequence[Way], tilt: float) -> bool:
         """The same for one price of a group's depth."""
-        worth, worked = self._worths(iteration_s, span, ways, tilt)
-        budgets = self._budgets(iteration_s)
-        program = Program(self._used, self._units, span)
+        worth, worked = self._worth.of_all(iteration_s, span, ways, tilt)
+        program = Program(self._worth.used, self._units, span)
         while True:
             total, packed = program.solve(worth.max(axis=0))
             if total < self._tokens * (1 - _ROUNDING):
                 return False
             best = worth.argmax(axis=0)
             open_ = [shape for shape in packed if not worked[best[shape], shape]]
-            if not open_ or self._left < len(open_):
+            if not open_ or self._worth.left < len(open_):
                 return True
             for shape in open_:
                 place = int(best[shape]), shape
-                way = ways[place[0]]
-                found = self._found[shape, way] = self._work_out(shape, way)
-                worth[place], worked[place] = min(worth[place], self._worth(way, found, budgets, tilt)), True
-
-    def _budgets(self, iteration_s: float) -> dict[int, float]:
-        """Seconds of a layer, by micro-batches of a replica."""
-        return {count: self._layer_s(iteration_s, count) for count in self._turns}
-
-    def _worths(
-        self, iteration_s: float, span: Span, ways: Sequence[_Way], tilt: float
-    ) -> tuple[Floats, Bools]:
-        """What shapes hold at most as far as is known, and whether it is worked out, [ways, shapes]."""
-        budgets = self._budgets(iteration_s)
-        worth = np.array([self._by_rates(way, budgets[way[0]]) * (1 + tilt / 2) for way in ways])
-        if span == _ONE:  # more units are no worse: of a single group only the largest counts
-            worth *= self._used.sum(axis=1) == sum(self._units)
-        worked = np.zeros(worth.shape, dtype=np.bool_)
-        for (shape, way), found in self._found.items():
-            if way in ways:
-                place = ways.index(way), shape
-                worth[place], worked[place] = min(worth[place], self._worth(way, found, budgets, tilt)), True
-        return worth, worked
-
-    def _by_rates(self, way: _Way, layer_s: float) -> Floats:
-        """Tokens that each shape takes at most by its best rates and all its memory, in all micro-batches."""
-        count, groups, _ = way
-        tokens = np.minimum(self._group_times(way).by_rates(layer_s), self._length)
-        # A replica's only group has them all.
-        return count * (np.where(tokens < self._length, 0.0, tokens) if groups == _ONE else tokens)
-
-    def _group_times(self, way: _Way) -> GroupTimes:
-        count, groups, half = way
-        # Without a pipeline, micro-batches are alike.
-        key = (count if self._job.pipeline_parallel > 1 else self._turns[0], groups, half)
-        if key not in self._times:
-            of_interest = self._layer_of_interest[key[0]]
-            self._times[key] = GroupTimes(
-                self._job, self._classes, self._shapes, key[0], groups, of_interest, half
-            )
-        return self._times[key]
-
-    def _work_out(self, shape: int, way: _Way) -> tuple[Floats, Floats]:
-        """Bounds of tokens, and the least time between each two by depth."""
-        self._left -= 1
-        times, units = self._group_times(way), self._shapes[shape]
-        if way[1] == _ONE:
-            tokens = np.array([self._length])
-            return tokens, times.least(units, tokens, [(0.0, 1.0)])
-        most = min(self._length, float(times.by_rates(self._layer_of_interest[way[0]][1])[shape]))
-        tokens = most * _BOUNDS
-        return tokens, times.least(units, tokens, _DEPTHS)
-
-    def _worth(
-        self, way: _Way, found: tuple[Floats, Floats], budgets: dict[int, float], tilt: float
-    ) -> float:
-        """Tokens at most in all micro-batches, a deep group's counted for less."""
-        tokens, seconds = found
-        fits = seconds <= budgets[way[0]]
-        if way[1] == _ONE:
-            return way[0] * float(tokens[0]) * bool(fits.any())
-        most = np.where(fits, tokens[1:], tokens[0]).max(axis=1)
-        return way[0] * max(
-            float(one) * (1 - tilt * (shallowest - 0.5))
-            for one, (shallowest, _) in zip(most, _DEPTHS, strict=True)
-        )
+                self._worth.work_out(shape, ways[place[0]])
+                found = self._worth.of_one(iteration_s, shape, ways[place[0]], tilt)
+                worth[place], worked[place] = min(worth[place], found), True
 
 
 def packable(classes: Sequence[SiteClass]) -> bool:
