@@ -60,8 +60,8 @@ def lines(shapes, tokens, limits, **job):
     """Groups with from half to all of their tokens, and heads within limits."""
     fleet = find_units(tiny_job(**job), cluster([("a", "PLAIN", 4), ("b", "DOUBLE", 4)]))
     classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
-    alone = GroupTimes(fleet.job, classes, shapes, 1, (2, 2), (0.0, LONG), True)
-    setting = Setting(fleet.job, classes, True, alone, LONG)
+    alone = GroupTimes(fleet.job, classes, shapes, 1, (2, 2), (0.0, LONG), False)
+    setting = Setting(fleet.job, classes, False, alone, LONG)
     groups = [
         GroupLines(setting, shape, held / 2, float(held), 2, limit)
         for shape, held, limit in zip(shapes, tokens, limits, strict=True)
