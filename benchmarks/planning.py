@@ -1,12 +1,14 @@
 """`python -m benchmarks.planning`: how long planning takes, and how much memory, by the number of GPUs.
 
 A quarter of the GPUs is of each of four models, 8 a node, 25 GB/s between nodes for each GPU; a million
-tokens. Each plan is found in a process of its own, so that one's peak of memory is not another's.
+tokens. Each plan is found in a process of its own, so that one's peak of memory is not another's: as `hexi
+plan` finds it, and with `--quick`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import sys
@@ -42,6 +44,7 @@ class Row:
         model: a preset.
         tensor_parallel: GPUs of a unit.
         seq_length: context.
+        quick: whether random changes and the closer proof are left out.
         planning_s: wall time of `find_plan`.
         cpu_s: processor time of the same.
         peak_mib: by how much the process's peak of memory grew meanwhile.
@@ -53,6 +56,7 @@ class Row:
     model: str
     tensor_parallel: int
     seq_length: int
+    quick: bool
     planning_s: float
     cpu_s: float
     peak_mib: float
@@ -76,28 +80,28 @@ def mixed_cluster(gpus: int) -> Cluster:
         return read_cluster(path)
 
 
-def measure(gpus: int, model: str, tensor_parallel: int, seq_length: int) -> Row:
+def measure(gpus: int, model: str, tensor_parallel: int, seq_length: int, quick: bool) -> Row:
     """Plan once, in this process."""
     cluster = mixed_cluster(gpus)
     job = Job(read_model(model), seq_length, tensor_parallel=tensor_parallel, recompute="full")
     peak, begun, busy = _peak_mib(), time.perf_counter(), time.process_time()
     trials = gap = None
     try:
-        planned = find_plan(job, cluster)
+        planned = find_plan(job, cluster, quick=quick)
         trials, gap = planned.trials, planned.gap
     except NothingFitsError:
         pass
     taken, used = time.perf_counter() - begun, time.process_time() - busy
-    return Row(gpus, model, tensor_parallel, seq_length, taken, used, _peak_mib() - peak, trials, gap)
+    grown = _peak_mib() - peak
+    return Row(gpus, model, tensor_parallel, seq_length, quick, taken, used, grown, trials, gap)
 
 
 def measure_all(gpus: Sequence[int], seq_length: int) -> list[Row]:
     """Every size with every model, each in a process of its own, one after the other."""
     rows = []
-    for size in gpus:
-        for model, width in MODELS:
-            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                rows.append(pool.submit(measure, size, model, width, seq_length).result())
+    for size, (model, width), quick in itertools.product(gpus, MODELS, (True, False)):
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            rows.append(pool.submit(measure, size, model, width, seq_length, quick).result())
     return rows
 
 
@@ -116,11 +120,12 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return 0
-    print("  GPUs  model    TP  planning      CPU  memory    layouts    gap")
+    print("  GPUs  model    TP         planning      CPU  memory    layouts    gap")
     for row in rows:
         end = "nothing fits" if row.gap is None else f"{row.trials:7d}  {row.gap:5.1%}"
         print(
-            f"{row.gpus:6d}  {row.model:8} {row.tensor_parallel:1d}  {row.planning_s:6.2f} s "
+            f"{row.gpus:6d}  {row.model:8} {row.tensor_parallel:1d}  {'--quick' if row.quick else '':7} "
+            f"{row.planning_s:6.2f} s "
             f"{row.cpu_s:6.2f} s  {row.peak_mib:4.0f} MiB  {end}"
         )
     return 0

@@ -42,6 +42,15 @@ Picture = Annotated[
     Path | None, typer.Option(metavar="OUT.png", help="Draw a picture too (.png, .svg, .pdf, …).")
 ]
 
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick",
+        help="Leave out what takes longest: random changes, which pay where keys are waited for, and the "
+        "closer proof. The gap is larger then.",
+    ),
+]
+
 _MODEL = "A preset, a Hugging Face config.json, or a file of Megatron's arguments"
 _JOB = "The job"
 

@@ -17,6 +17,7 @@ from megatron_hexi.cli.options import (
     PlannedJob,
     PlanOut,
     PlanPath,
+    Quick,
     with_bundles,
 )
 from megatron_hexi.cli.output import (
@@ -47,14 +48,19 @@ app = typer.Typer()
 )
 @with_bundles
 def plan(
-    cluster: ClusterPath, job: NewJob, out: PlanOut, as_json: AsJson = False, picture: Picture = None
+    cluster: ClusterPath,
+    job: NewJob,
+    out: PlanOut,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    picture: Picture = None,
 ) -> None:
     """Find the plan for a job on a cluster, and how far from the best it can be at most.
 
     Exit code 3 where nothing fits in memory.
     """
     check_outputs([cluster], [out], picture)
-    planned, machines = _find(cluster, job, with_baselines=False)
+    planned, machines = _find(cluster, job, quick)
     write_plan(planned.plan, out)
     say(f"wrote {out}")
     if picture is not None:
@@ -76,13 +82,15 @@ def plan(
     "--recompute full --picture compare.png"
 )
 @with_bundles
-def compare(cluster: ClusterPath, job: NewJob, as_json: AsJson = False, picture: Picture = None) -> None:
+def compare(
+    cluster: ClusterPath, job: NewJob, quick: Quick = False, as_json: AsJson = False, picture: Picture = None
+) -> None:
     """Show the plan beside every baseline: what each would do, or why it cannot.
 
     Exit code 3 where nothing fits in memory.
     """
     check_outputs([cluster], [], picture)
-    planned, machines = _find(cluster, job, with_baselines=True)
+    planned, machines = _find(cluster, job, quick, with_baselines=True)
     from megatron_hexi.report import comparison
     from megatron_hexi.report.planned import job_line
 
@@ -147,13 +155,20 @@ def simulate(
         print_report(timeline_report(found, cost, differences))
 
 
-def _find(path: Path, options: NewJob, *, with_baselines: bool) -> tuple[Planned, Cluster]:
+def _find(
+    path: Path, options: NewJob, quick: bool, *, with_baselines: bool = False
+) -> tuple[Planned, Cluster]:
     job, replicas = options.job(), options.replicas
     cluster = read_cluster(path)
     from megatron_hexi.planner import find_plan
 
     with progress_bar() as tell:
         planned = find_plan(
-            job, cluster, data_parallel=replicas, with_baselines=with_baselines, progress=tell
+            job,
+            cluster,
+            data_parallel=replicas,
+            with_baselines=with_baselines,
+            quick=quick,
+            progress=tell,
         )
     return planned, cluster

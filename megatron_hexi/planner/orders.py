@@ -1,15 +1,15 @@
 """Who follows whom: groups in the nested zigzag, and a group's members along the heads.
 
 A step of the exchange takes as long as the partner is large, and as its busiest member sends or receives. So
-large groups alternate with small ones; and where groups differ, the members of each kind are spread evenly
-over the heads. Four A100 beside four H100 would else all have neighbouring heads, and in a group of four H100
-one would be sent all of their keys and values.
+large groups alternate with small ones, or are all outside or inside; and where groups differ, the members of
+each kind are spread evenly over the heads. Four A100 beside four H100 would else all have neighbouring heads,
+and in a group of four H100 one would be sent all of their keys and values.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from megatron_hexi.planner.layout import Part
 from megatron_hexi.planner.units import Fleet
@@ -40,6 +40,18 @@ def facing(fleet: Fleet, parts: tuple[Part, ...]) -> tuple[Part, ...]:
 def in_a_row(parts: tuple[Part, ...]) -> tuple[Part, ...]:
     """The same groups, members with neighbouring numbers at neighbouring heads."""
     return tuple(part.reordered(sorted(range(len(part.units)), key=part.units.__getitem__)) for part in parts)
+
+
+def other_orders(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
+    """The same groups, members in a row; or those with most tokens outside, or inside.
+
+    The outermost group is sent all of the others' keys, and the innermost sends all of its own to each: those
+    with many links had better be there, where sending is what takes time.
+    """
+    yield in_a_row(parts)
+    largest_first = tuple(sorted(parts, key=lambda part: -part.total))
+    yield largest_first
+    yield largest_first[::-1]
 
 
 def kinds_of(fleet: Fleet, part: Part) -> tuple[int, ...]:

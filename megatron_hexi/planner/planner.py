@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -16,25 +15,22 @@ from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines
 from megatron_hexi.planner.bound import Bound, LowerBound
 from megatron_hexi.planner.choose import fleets
-from megatron_hexi.planner.groupings import EXHAUSTIVE
 from megatron_hexi.planner.guess import FirstGuess
+from megatron_hexi.planner.improve import improve
 from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.replicas import ReplicaSearch, equal_deals, free_deals
 from megatron_hexi.planner.result import Planned, Progress
 from megatron_hexi.planner.room import fleet_has_room
-from megatron_hexi.planner.search import DomainSearch, grouping_of
+from megatron_hexi.planner.search import DomainSearch
 from megatron_hexi.planner.solver import SEED, refine
 from megatron_hexi.planner.trial import Judge, Trial
 from megatron_hexi.planner.units import Fleet, find_units
 
 #: Of up to so many units, `auto` also tries equal replicas on every set of them.
 _FEW_UNITS = 8
-#: Groupings of more than a handful of units and up to so many are changed at random, where the bound leaves
-#: more than this part to be found.
-_FEW_ENOUGH, _LEFT = 64, 0.01
-#: Of so few, some are left out and others come in.
-_FEW_TO_CHOOSE = 40
+#: Where the bound leaves more than this part to be found, the plan is improved.
+_LEFT = 0.01
 
 
 def find_plan(
@@ -43,6 +39,7 @@ def find_plan(
     *,
     data_parallel: int | None = 1,
     with_baselines: bool = False,
+    quick: bool = False,
     progress: Progress | None = None,
 ) -> Planned:
     """The best plan found, never slower than a baseline, with a proof of how far from the best it can be.
@@ -52,6 +49,8 @@ def find_plan(
         cluster: where it runs.
         data_parallel: replicas, equal in size and share; ``None``: as many as are best, equal or not.
         with_baselines: time every baseline, also those that cannot win.
+        quick: stop at what the search lists and at the bound by fractions of groups: neither random changes
+            nor whole groups are looked at, which take most of the time.
         progress: told how far it is.
 
     Raises:
@@ -77,16 +76,14 @@ def find_plan(
         raise nothing_fits(fleet, best)
     tell("bound", 0, 1)
     lower = LowerBound(fleet, data_parallel, best.iteration_s)
-    rough = lower.roughly()
-    if best.iteration_s > (1 + _LEFT) * rough.iteration_s:
-        tell("changes", 0, 1)
-        named = rough.groupings
-        if data_parallel is None and len(best.layouts) == 1:
-            # Of one replica, other groupings hold most than of as many as one likes.
-            named += LowerBound(fleet, 1, best.iteration_s).roughly().groupings
-        best = _changed(judge, fleet, best, tuple(dict.fromkeys(named)))
-    tell("proof", 0, 1)
-    bound = lower.closely(best.iteration_s)
+    bound = lower.roughly()
+    if not quick:
+        if best.iteration_s > (1 + _LEFT) * bound.iteration_s:
+            tell("changes", 0, 1)
+            named = _named(fleet, best, bound, data_parallel)
+            best = improve(judge, fleet, best, named)
+        tell("proof", 0, 1)
+        bound = lower.closely(best.iteration_s)
     return _planned(fleet, best, bound, baselines, judge.trials, begun)
 
 
@@ -144,27 +141,13 @@ def _search(judge: Judge, fleet: Fleet, data_parallel: int | None, tell: Progres
     return best
 
 
-def _changed(judge: Judge, fleet: Fleet, best: Trial, groupings: Sequence[Grouping]) -> Trial:
-    """Groupings of one replica changed at random: the best, and the best of those that the bound names.
-
-    For few units, since each layout takes its time.
-    """
-    starts: list[tuple[Fleet, Sequence[Grouping], bool]] = []
-    if len(best.layouts) == 1:
-        starts.append((best.fleet, [grouping_of(best)], False))
-    if groupings:
-        starts.append((_as_one(fleet), groupings, False))
-    if len(best.layouts) == 1 and len(fleet.units) <= _FEW_TO_CHOOSE:
-        number = {unit.gpus: place for place, unit in enumerate(fleet.units)}
-        units = [number[unit.gpus] for unit in best.fleet.units]
-        here = tuple(tuple(units[unit] for unit in group) for group in grouping_of(best))
-        starts.append((_as_one(fleet), [here], True))
-    found, micro_batches = best, fleet.job.global_batch_size // fleet.job.micro_batch_size
-    for part, candidates, partly in starts:
-        if EXHAUSTIVE < len(part.units) <= _FEW_ENOUGH:
-            search = DomainSearch(judge, part, micro_batches)
-            found = _better(found, search.wander(candidates, partly))
-    return best if found is best else refine(judge, found).trial
+def _named(fleet: Fleet, best: Trial, rough: Bound, data_parallel: int | None) -> tuple[Grouping, ...]:
+    """Groupings that the bound does not rule out to be faster."""
+    named = rough.groupings
+    if data_parallel is None and len(best.layouts) == 1:
+        # Of one replica, other groupings hold most than of as many as one likes.
+        named += LowerBound(fleet, 1, best.iteration_s).roughly().groupings
+    return tuple(dict.fromkeys(named))
 
 
 def _equal_counts(fleet: Fleet, part: Fleet, data_parallel: int | None, together: int) -> list[int]:

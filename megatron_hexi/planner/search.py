@@ -23,7 +23,7 @@ from megatron_hexi.planner.groupings import (
 )
 from megatron_hexi.planner.guess import FirstGuess
 from megatron_hexi.planner.layout import Grouping, Layout
-from megatron_hexi.planner.orders import alternating, facing, in_a_row
+from megatron_hexi.planner.orders import alternating, facing, other_orders
 from megatron_hexi.planner.polish import polish
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.trial import Judge, Trial
@@ -55,8 +55,10 @@ _SLIGHT = 0.01
 _BEHIND = 1.1
 _MENDS = (_WINDOW, 1, 1)
 _ROUNDS = 3
-#: Random changes at most, and at most without one that is kept.
-_STEPS, _PATIENCE = 300, 150
+#: Waiting for keys that is worth another order, as a part of the time.
+_WAITING = 0.005
+#: Random changes at most, and at most without one that is kept; so many times from each start.
+_STEPS, _PATIENCE, _WALKS = 400, 150, 2
 
 
 class DomainSearch:
@@ -86,8 +88,8 @@ class DomainSearch:
             self._descend()
         return self._finish(polished)
 
-    def wander(self, groupings: Sequence[Grouping], partly: bool = False) -> Trial:
-        """The best that random changes of groupings come by.
+    def wander(self, groupings: Sequence[Grouping], partly: bool = False) -> list[Trial]:
+        """The best that random changes of groupings come by, and what promised most.
 
         Changes begin at the one that promises most, and at the one that is best in the end.
 
@@ -101,12 +103,13 @@ class DomainSearch:
         ended = [polish(self._judge, trial, budget) for trial in balanced]
         starts = grouping_of(min(tried, key=_promise)), grouping_of(min(ended, key=_order))
         for start in dict.fromkeys(starts):
-            self._wander_from(start, partly)
-        return min(*ended, self._finish(), key=_order)
+            for walk in range(_WALKS):
+                self._wander_from(start, partly, Random(walk))
+        return [*ended, self._finish(), *self._finalists()]
 
-    def _wander_from(self, grouping: Grouping, partly: bool) -> None:
+    def _wander_from(self, grouping: Grouping, partly: bool, chance: Random) -> None:
         """Each change is kept if it promises more."""
-        here, chance, kept = self._try(grouping), Random(0), 0
+        here, kept = self._try(grouping), 0
         for step in range(_STEPS):
             if step - kept > _PATIENCE:
                 break
@@ -114,10 +117,15 @@ class DomainSearch:
             if there.promise < here.promise:
                 here, kept = there, step
 
+    def _finalists(self) -> list[Trial]:
+        """What promises most, the best first: fewer where each takes longer."""
+        units = len(self._fleet.units)
+        most = 5 if units <= _FEWEST else 3 if units <= 64 else 2
+        return sorted(self._tried.values(), key=_promise)[:most]
+
     def _finish(self, polished: bool = True) -> Trial:
         """The best of what was tried, balanced to the end."""
-        finalists = sorted(self._tried.values(), key=_promise)[: _finalists(len(self._fleet.units))]
-        balanced = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in finalists]
+        balanced = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in self._finalists()]
         balanced.sort(key=_order)
         # Where memory is full, fewer keys in flight leave room for another balance.
         for trial in balanced[: _narrowed(len(self._fleet.units))]:
@@ -192,9 +200,9 @@ class DomainSearch:
         name = tuple(tuple(sorted(part.units)) for part in layout.parts)
         if name not in self._tried:
             best = self._mended(layout)
-            plain = replace(layout, parts=in_a_row(layout.parts))
-            if plain != layout and not self._is_behind(best):
-                best = min(best, self._mended(plain), key=_promise)
+            for parts in other_orders(layout.parts) if _waits(best) else ():
+                if parts != layout.parts and not self._is_behind(best):
+                    best = min(best, self._mended(replace(layout, parts=parts)), key=_promise)
             self._tried[name] = best
             if self._best is None or best.promise < self._best.promise:
                 self._best = best
@@ -223,6 +231,12 @@ class DomainSearch:
         return Layout(parts, layout.micro_batches)
 
 
+def _waits(trial: Trial) -> bool:
+    """Whether who follows whom matters."""
+    phases = trial.timing.phases
+    return phases.exchange > _WAITING * phases.total
+
+
 def grouping_of(trial: Trial) -> Grouping:
     """Units by group, ascending, of a trial of one replica."""
     return tuple(tuple(sorted(part.units)) for part in trial.layouts[0].parts)
@@ -234,11 +248,6 @@ def _order(trial: Trial) -> tuple[float, float]:
 
 def _promise(trial: Trial) -> tuple[bool, float]:
     return trial.promise
-
-
-def _finalists(units: int) -> int:
-    """Groupings that are balanced to the end: fewer where each takes longer."""
-    return 5 if units <= _FEWEST else 3 if units <= 64 else 2
 
 
 def _narrowed(units: int) -> int:

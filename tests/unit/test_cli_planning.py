@@ -48,8 +48,8 @@ def asked(monkeypatch):
     """Puts a planner without a search in place; what it was asked."""
     calls = []
 
-    def find_plan(job, cluster, *, data_parallel=1, with_baselines=False, progress=None):
-        calls.append((job, data_parallel, with_baselines, progress))
+    def find_plan(job, cluster, *, data_parallel=1, with_baselines=False, quick=False, progress=None):
+        calls.append((job, data_parallel, with_baselines, quick, progress))
         baselines = [baseline("ring", 1000.0), baseline("ulysses", why_not="no")] if with_baselines else []
         return make_planned(job, cluster, [[[3] * 4, [1] * 4]], baselines=baselines, notes=["it was made up"])
 
@@ -98,21 +98,21 @@ def test_every_option_reaches_the_planner(hexi, asked):
         "--kernel": ("kernel", "flash-attn-2"),
     }
     given = [word for name, (_, value) in words.items() for word in (name, value)]
-    flags = ["--no-distributed-optimizer", "--no-overlap-gradients", "--no-sequence-parallel"]
+    flags = ["--no-distributed-optimizer", "--no-overlap-gradients", "--no-sequence-parallel", "--quick"]
     assert hexi("compare", "cluster.yaml", *JOB, *given, *flags, "--data-parallel", "auto").code == 0
-    ((job, replicas, with_baselines, progress),) = asked
+    ((job, replicas, with_baselines, quick, progress),) = asked
     assert {field: getattr(job, field) for field, _ in words.values()} == dict(words.values())
     assert (job.model.name, job.seq_length) == ("gpt-3b", 16384)
     switches = job.distributed_optimizer, job.overlap_gradients, job.sequence_parallel
     assert switches == (False, False, False)
-    assert (replicas, with_baselines, progress) == (None, True, None)
+    assert (replicas, with_baselines, quick, progress) == (None, True, True, None)
 
 
 def test_defaults(hexi, asked):
     assert (
         hexi("plan", "cluster.yaml", "--model", "gpt-3b", "--seq-length", 4096, "-o", "plan.yaml").code == 0
     )
-    ((job, replicas, with_baselines, _),) = asked
+    ((job, replicas, with_baselines, quick, _),) = asked
     assert (job.micro_batch_size, job.global_batch_size, job.recompute, job.precision) == (
         1,
         8,
@@ -122,7 +122,7 @@ def test_defaults(hexi, asked):
     assert job.distributed_optimizer
     assert job.overlap_gradients
     assert job.sequence_parallel
-    assert (replicas, with_baselines) == (1, False)
+    assert (replicas, with_baselines, quick) == (1, False, False)
 
 
 def test_data_parallel_as_a_number(hexi, asked):

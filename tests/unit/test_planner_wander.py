@@ -70,7 +70,7 @@ def test_all_numbers_of_units_are_come_by():
 def test_a_wander_finds_units_that_were_left_out():
     fleet = mixed_fleet(seq_length=2**15)
     search = DomainSearch(Judge(fleet), fleet, 1)
-    found = search.wander([((0, 1, 2),)], partly=True)
+    found = min(search.wander([((0, 1, 2), (3, 4))], partly=True), key=lambda trial: trial.order)
     assert set(found.layouts[0].units) == set(range(7))
     assert found.order <= DomainSearch(Judge(fleet), fleet, 1).run().order
 
@@ -81,7 +81,7 @@ def test_a_wander_never_ends_worse_and_ends_alike_twice():
     for _ in range(2):
         search = DomainSearch(Judge(fleet), fleet, 1)
         found = search.run()
-        ends.append(search.wander([grouping_of(found)]))
+        ends.append(min(search.wander([grouping_of(found)]), key=lambda trial: trial.order))
         assert ends[-1].order <= found.order
     assert ends[0].plan == ends[1].plan
 
