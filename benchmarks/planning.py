@@ -99,7 +99,7 @@ def measure(gpus: int, model: str, tensor_parallel: int, seq_length: int, quick:
 def measure_all(gpus: Sequence[int], seq_length: int) -> list[Row]:
     """Every size with every model, each in a process of its own, one after the other."""
     rows = []
-    for size, (model, width), quick in itertools.product(gpus, MODELS, (True, False)):
+    for size, (model, width), quick in itertools.product(gpus, MODELS, (False, True)):
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             rows.append(pool.submit(measure, size, model, width, seq_length, quick).result())
     return rows

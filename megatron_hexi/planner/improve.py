@@ -34,8 +34,9 @@ def improve(judge: Judge, fleet: Fleet, best: Trial, groupings: Sequence[Groupin
         best: the best so far.
         groupings: of all units as one replica, that are worth a look (those that the bound names).
     """
-    rivals = {_groups(best): best} if len(best.layouts) == 1 else {}
-    for trial in sorted(_changed(judge, fleet, best, groupings), key=lambda trial: trial.order):
+    alone = [best] if len(best.layouts) == 1 else []
+    rivals = dict[frozenset[frozenset[int]], Trial]()
+    for trial in sorted([*alone, *_changed(judge, fleet, best, groupings)], key=lambda trial: trial.order):
         if len(rivals) < _RIVALS:
             rivals.setdefault(_groups(trial), trial)
     found = [best, *rivals.values()]
