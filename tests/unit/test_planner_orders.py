@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.orders import alternating, facing, in_a_row, kinds_of
+from megatron_hexi.planner.orders import alternating, facing, in_a_row, kinds_of, other_orders
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
@@ -51,6 +51,12 @@ def test_members_keep_what_they_take(seed):
         assert [taken(part) for part in reordered] == [taken(part) for part in parts]
     assert all(part.units == tuple(sorted(part.units)) for part in in_a_row(parts))
     assert sorted(alternating(fleet, parts), key=parts.index) == list(parts)
+    same_members, *by_size = other_orders(parts)
+    assert same_members == in_a_row(parts)
+    for one, way in zip(by_size, (-1, 1), strict=True):
+        assert sorted(one, key=parts.index) == list(parts)
+        totals = [part.total for part in one]
+        assert totals == sorted(totals, key=lambda total: way * total)
 
 
 @given(st.integers(0, 10**6))
