@@ -14,8 +14,10 @@ from random import Random
 
 from megatron_hexi.cluster import cluster_from_yaml
 from megatron_hexi.cost import Job, Model
+from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.layout import Layout, Part
+from megatron_hexi.planner.units import find_units
 from megatron_hexi.yaml_file import read_yaml
 
 
@@ -202,6 +204,16 @@ def random_parallel_case(seed, gpus=(2, 3, 4, 6, 8), batches=(2, 4, 8)):
         global_batch_size=random.choice(batches),
     )
     return text, read_text(text), job
+
+
+def random_fleets(first, last, **changes):
+    """For each number a `Random` and the units of its `random_parallel_case`, where it has any."""
+    for seed in range(first, last):
+        _, known, job = random_parallel_case(seed, **changes)
+        try:
+            yield Random(seed), find_units(job, known)
+        except ClusterError:
+            continue
 
 
 def layouts_of(fleet, plan):

@@ -1,13 +1,11 @@
 """CP-SAT and polishing: never worse, complete hints, a proof on small cases, and what scaling cannot find."""
 
 from dataclasses import replace
-from random import Random
 
 import numpy as np
 import pytest
 from ortools.sat.python import cp_model
 
-from megatron_hexi.errors import ClusterError
 from megatron_hexi.planner.balance import balance
 from megatron_hexi.planner.groupings import all_partitions, site_classes
 from megatron_hexi.planner.guess import FirstGuess
@@ -18,16 +16,7 @@ from megatron_hexi.planner.solver import _Build, refine
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import TINY, cluster, tiny_job
-from tests.support.fleets import device_text, random_layouts, random_parallel_case, read_text
-
-
-def cases(first, last, **changes):
-    for seed in range(first, last):
-        _, known, job = random_parallel_case(seed, **changes)
-        try:
-            yield Random(seed), find_units(job, known)
-        except ClusterError:
-            continue
+from tests.support.fleets import device_text, random_fleets, random_layouts, read_text
 
 
 def balanced(random, fleet, judge):
@@ -56,7 +45,7 @@ def check_sound(trial):
 
 def test_refining_is_never_worse():
     better = 0
-    for random, fleet in cases(0, 40):
+    for random, fleet in random_fleets(0, 40):
         judge = Judge(fleet)
         for trial in (
             balanced(random, fleet, judge),
@@ -74,7 +63,7 @@ def test_refining_is_never_worse():
 
 
 def test_refining_twice_gives_the_same():
-    for random, fleet in cases(0, 15):
+    for random, fleet in random_fleets(0, 15):
         judge = Judge(fleet)
         trial = balanced(random, fleet, judge)
         one, other = refine(judge, trial), refine(judge, trial)
@@ -83,7 +72,7 @@ def test_refining_twice_gives_the_same():
 
 def test_the_layout_given_is_a_complete_hint_that_keeps_every_rule():
     checked = 0
-    for random, fleet in cases(0, 40):
+    for random, fleet in random_fleets(0, 40):
         trial = balanced(random, fleet, Judge(fleet))
         if trial.timing.needed.max() > 0.99 * trial.timing.usable.min():
             continue  # CP-SAT leaves a little of the memory free
@@ -162,7 +151,7 @@ def test_replicas_with_unequal_shares_are_refined_together():
 
 def test_polishing_is_never_worse_and_keeps_to_its_budget():
     better = 0
-    for random, fleet in cases(0, 30, gpus=(2, 3, 4, 6)):
+    for random, fleet in random_fleets(0, 30, gpus=(2, 3, 4, 6)):
         judge = Judge(fleet)
         for trial in (
             balanced(random, fleet, judge),

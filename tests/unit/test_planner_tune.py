@@ -2,13 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import Job, read_model
-from megatron_hexi.errors import ClusterError
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.guess import FirstGuess
 from megatron_hexi.planner.improve import improve
@@ -21,22 +19,13 @@ from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.tune import tune
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
-from tests.support.fleets import random_layouts, random_parallel_case
-
-
-def fleets(first, last, **changes):
-    for seed in range(first, last):
-        _, known, job = random_parallel_case(seed, **changes)
-        try:
-            yield Random(seed), find_units(job, known)
-        except ClusterError:
-            continue
+from tests.support.fleets import random_fleets, random_layouts
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_tuning_is_never_worse_keeps_to_its_budget_and_deals_everything_once(replicas):
     better = number = 0
-    for random, fleet in fleets(0, 30 * replicas, gpus=(3, 6, 8)):
+    for random, fleet in random_fleets(0, 30 * replicas, gpus=(3, 6, 8)):
         together = fleet.job.global_batch_size // fleet.job.micro_batch_size
         if len(fleet.units) < 3 * replicas or together < replicas:
             continue
@@ -112,7 +101,7 @@ def test_what_is_left_out_of_a_quick_plan_makes_it_no_worse():
 
 
 def test_an_improved_plan_is_as_good_or_better_and_the_same_again():
-    for _, fleet in fleets(0, 4, gpus=(6, 8)):
+    for _, fleet in random_fleets(0, 4, gpus=(6, 8)):
         one = replace(fleet, job=replace(fleet.job, data_parallel=1))
         together = one.job.global_batch_size // one.job.micro_batch_size
         found = []
