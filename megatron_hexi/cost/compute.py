@@ -79,14 +79,17 @@ def rates(curve: Curve, sizes: Floats) -> Floats:
     return _rates(curve, _logs(sizes))
 
 
-def token_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
+def token_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None = None) -> Times:
     """One layer outside attention, on `rows` = B x T rows.
 
     forward  = 2 rows N / rate(rows) + bytes / memory;  N: weights of the layer's matrices on this GPU
     backward = 4 rows N / rate(rows) + bytes / memory;  gradients of inputs and of weights
+
+    `reached` is rate(rows), for callers that need it more than once.
     """
     model, tp = job.model, job.tensor_parallel
-    matrices = 2 * rows * model.matrix_params(tp) / rates(speeds.matmul, rows)
+    reached = rates(speeds.matmul, rows) if reached is None else reached
+    matrices = 2 * rows * model.matrix_params(tp) / reached
     forward, backward = elementwise_elements(job)
     memory = rows * job.element_bytes / speeds.memory
     return Times(matrices + forward * memory, 2 * matrices + backward * memory)
@@ -153,15 +156,16 @@ def keys_merge_times(speeds: Speeds, job: Job, keys: Floats) -> Floats:
     return bytes_per_element * 2 * job.micro_batch_size * job.model.head_dim * keys / speeds.memory
 
 
-def logits_times(speeds: Speeds, job: Job, rows: Floats) -> Times:
+def logits_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None = None) -> Times:
     """Output matrix and cross entropy over the vocabulary, V of it on this GPU.
 
     Matrix: 2 rows h V forward, twice that backward. Loss, bytes a logit, as Megatron's
     vocab_parallel_cross_entropy: cast e + 4, max 4, subtract 8, exp 8, sum 4, divide 8 forward; scale 8,
-    cast 4 + e backward.
+    cast 4 + e backward. `reached` as of `token_times`.
     """
     vocab = job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
-    matrix = 2 * rows * job.model.hidden_size * vocab / rates(speeds.matmul, rows)
+    reached = rates(speeds.matmul, rows) if reached is None else reached
+    matrix = 2 * rows * job.model.hidden_size * vocab / reached
     loss = rows * vocab / speeds.memory
     element = job.element_bytes
     return Times(matrix + (36 + element) * loss, 2 * matrix + (12 + element) * loss)

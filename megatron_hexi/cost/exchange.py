@@ -109,18 +109,27 @@ def _first_in_parts(plan: PlanArrays, chunk: Chunk, source: Ints) -> Chunk:
     """A chunk that begins with the first step, with that step cut in parts."""
     parts = len(plan.part_heads)
     rows = [0] * parts + list(range(1, len(chunk.keys)))
-    users, owners, kv, part, sent = [], [], [], [], []
-    for group in np.flatnonzero(chunk.received[0]):
-        pair = plan.head_ranges[plan.head_class[group]], plan.head_ranges[plan.head_class[source[group]]]
-        user, owner, heads, number = serving_in_parts(*pair, plan.queries_per_kv, parts)
-        users.append(plan.slots[plan.first_slot[group] + user])
-        owners.append(plan.slots[plan.first_slot[source[group]] + owner])
-        kv.append(heads)
-        part.append(number)
-        sent.append(np.full(len(heads), chunk.received[0, group]))
+    using = np.flatnonzero(chunk.received[0])
+    found = [
+        serving_in_parts(
+            plan.head_ranges[plan.head_class[group]],
+            plan.head_ranges[plan.head_class[source[group]]],
+            plan.queries_per_kv,
+            parts,
+        )
+        for group in using
+    ]
+    user, owner, kv, part = np.concatenate([np.zeros((4, 0), dtype=np.int64), *found], axis=1)
+    user_group = np.repeat(using, [one.shape[1] for one in found])
     later = chunk.part > 0
-    number = np.concatenate([*part, chunk.part[later] + parts - 1])
+    number = np.concatenate([part, chunk.part[later] + parts - 1])
     order = np.argsort(number, kind="stable")
+
+    def with_first(first: Ints, others: Ints) -> Ints:
+        """Of the first step's messages and of the others, by part."""
+        values: Ints = np.concatenate([first, others[later]])[order]
+        return values
+
     return Chunk(
         parts=(parts, *chunk.parts[1:]),
         queries=chunk.queries[rows],
@@ -128,10 +137,10 @@ def _first_in_parts(plan: PlanArrays, chunk: Chunk, source: Ints) -> Chunk:
         heads=np.concatenate([plan.part_heads, chunk.heads[1:]]),
         kv_heads=np.concatenate([plan.part_kv, chunk.kv_heads[1:]]),
         part=number[order],
-        owner=np.concatenate([*owners, chunk.owner[later]])[order],
-        user=np.concatenate([*users, chunk.user[later]])[order],
-        kv=np.concatenate([*kv, chunk.kv[later]])[order],
-        sent=np.concatenate([*sent, chunk.sent[later]])[order],
+        owner=with_first(plan.slots[plan.first_slot[source[user_group]] + owner], chunk.owner),
+        user=with_first(plan.slots[plan.first_slot[user_group] + user], chunk.user),
+        kv=with_first(kv, chunk.kv),
+        sent=with_first(chunk.received[0, user_group], chunk.sent),
     )
 
 

@@ -114,6 +114,15 @@ class Timing:
         return bool((self.needed <= self.usable).all())
 
 
+@dataclass(frozen=True, eq=False)
+class _Ground:
+    """What all plans on the same GPUs have in common; fields as of `Timing`."""
+
+    placement: Placement
+    stages: list[Stage]
+    optimizer: list[Floats]
+
+
 class CostModel:
     """A job on a cluster; what does not depend on the plan is worked out once.
 
@@ -135,6 +144,8 @@ class CostModel:
         self._latency = np.array([node.latency_s for node in nodes])
         #: By identity: devices are the cluster's own, few, and long to compare.
         self._speeds: dict[int, Speeds] = {}
+        #: By the plan's ranks and their GPUs: a search asks for few choices, over and over.
+        self._grounds: dict[tuple[int, tuple[int, ...] | None], _Ground] = {}
 
     def estimate(self, plan: Plan, gpus: Sequence[int] | None = None) -> IterationCost:
         """What the plan costs.
@@ -175,20 +186,16 @@ class CostModel:
         """The same in arrays, without what is for people only. Arguments and errors as of `estimate`."""
         job = self.job
         micro_batches = check_job(plan, job)
-        placement = place(plan, job, self.cluster, gpus)
+        ground = self._ground(plan, gpus)
+        placement, stages, optimizer = ground.placement, ground.stages, ground.optimizer
         arrays = plan_arrays(plan)
         window, shards = plan.exchange.window, self.shards or len(arrays.tokens)
-        stages = self._stages(placement)
         costs = []
         for number, stage in enumerate(stages):
             following = placement.gpus[(number + 1) % len(stages), :, 0]
             layer = layer_times(arrays, job, stage, self.links, window)
             costs.append(stage_cost(arrays, job, number, stage, layer, self.links, following))
         synchronisation = exposed_synchronisation(arrays, job, stages, costs, self.rings)
-        optimizer = [
-            optimizer_times(job, stage, stage_params(job, number), shards)
-            for number, stage in enumerate(stages)
-        ]
         step = max(float(times.max()) for times in optimizer)
         replicas = [
             _replica_phases([cost.replicas[number] for cost in costs], count)
@@ -211,12 +218,23 @@ class CostModel:
             memory=memory,
         )
 
-    def _stages(self, placement: Placement) -> list[Stage]:
+    def _ground(self, plan: Plan, gpus: Sequence[int] | None) -> _Ground:
+        asked = plan.ranks, plan.gpus if gpus is None else tuple(gpus)
+        if asked not in self._grounds:
+            self._grounds[asked] = self._find_ground(place(plan, self.job, self.cluster, gpus))
+        return self._grounds[asked]
+
+    def _find_ground(self, placement: Placement) -> _Ground:
         speeds = tuple(map(self._device_speeds, placement.devices))
-        return [
-            Stage(gpus, kinds, speeds, self._bandwidth[gpus], self._latency[gpus])
-            for gpus, kinds in zip(placement.gpus[:, :, 0], placement.kinds, strict=True)
+        stages = [
+            Stage(first, kinds, speeds, self._bandwidth[first], self._latency[first])
+            for first, kinds in zip(placement.gpus[:, :, 0], placement.kinds, strict=True)
         ]
+        optimizer = [
+            optimizer_times(self.job, stage, stage_params(self.job, number), self.shards or len(stage.gpus))
+            for number, stage in enumerate(stages)
+        ]
+        return _Ground(placement, stages, optimizer)
 
     def _device_speeds(self, device: Device) -> Speeds:
         if id(device) not in self._speeds:

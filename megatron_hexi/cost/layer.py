@@ -244,10 +244,17 @@ def message_bytes(job: Job, chunk: Chunk) -> Floats:
 
 
 def _message_seconds(job: Job, stage: Stage, links: LinkTable, chunk: Chunk) -> tuple[Floats, Floats]:
-    size, tp = message_bytes(job, chunk), job.tensor_parallel
+    size, parts = message_bytes(job, chunk), len(chunk.keys)
     owner, user = stage.gpus[chunk.owner], stage.gpus[chunk.user]
-    there = links.message_seconds(owner, user, size, chunk.part, tp)
-    return there, links.message_seconds(user, owner, size, chunk.part, tp)
+    # Both ways in one call, as sets of their own: that is faster.
+    both = links.message_seconds(
+        np.concatenate([owner, user]),
+        np.concatenate([user, owner]),
+        np.concatenate([size, size]),
+        np.concatenate([chunk.part, chunk.part + parts]),
+        job.tensor_parallel,
+    )
+    return both[: len(size)], both[len(size) :]
 
 
 def _longest(chunk: Chunk, seconds: Floats) -> float:

@@ -74,30 +74,31 @@ class LinkTable:
         Args:
             src: sending GPU of each message, as the cluster's rank.
             dst: receiving GPU, another one.
-            size: bytes.
+            size: bytes, [M]; or [K, M]: of K sets of messages between the same ends.
             sets: the set of each message, numbered from 0; only those of one set are under way together.
                 ``None``: all are.
             width: the counterparts of a tensor-parallel unit that send the same beside each, from GPUs of
                 the same two nodes.
         """
         if not len(src):
-            return np.zeros(0)
+            return np.zeros(size.shape)
         distance = self._distance(src, dst)
         batch = np.zeros(len(src), dtype=np.int64) if sets is None else sets
-        seconds = np.zeros(len(src))
+        seconds = np.zeros(size.shape)
         for least, classes in self._by_distance.items():
             crossing = np.flatnonzero(distance == 0 if least == 0 else distance >= least)
             if not len(crossing):
                 continue
-            ends, bytes_, one = (src[crossing], dst[crossing]), size[crossing], batch[crossing]
+            ends, one = (src[crossing], dst[crossing]), batch[crossing]
             for links in classes:
-                number = links.owner(*ends)
-                key = one * len(links.capacity) + number
-                load = np.bincount(key, weights=bytes_)
-                if not links.per_gpu:
-                    load *= width
-                busy = load[key] / links.capacity[number]
-                seconds[crossing] = np.maximum(seconds[crossing], busy)
+                count = len(links.capacity)
+                key = one * count + links.owner(*ends)
+                for sizes, times in zip(np.atleast_2d(size), np.atleast_2d(seconds), strict=True):
+                    load = np.bincount(key, weights=sizes[crossing])
+                    if not links.per_gpu:
+                        load *= width
+                    busy = (load / np.resize(links.capacity, len(load)))[key]
+                    times[crossing] = np.maximum(times[crossing], busy)
         return seconds + self._latency(src, dst, distance)
 
     def set_seconds(self, src: Ints, dst: Ints, size: Floats, width: int = 1) -> float:

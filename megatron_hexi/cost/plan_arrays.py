@@ -76,18 +76,14 @@ class PlanArrays:
     @cached_property
     def all_to_all_pairs(self) -> tuple[Ints, Ints]:
         """Units i and j of one group where j has heads: j computes them for i's tokens."""
-        holders, takers = [], []
-        for first, last in zip(self.first_slot[:-1], self.first_slot[1:], strict=True):
-            members = self.slots[first:last]
-            if len(members) == 1:
-                continue
-            working = members[self.heads[members] > 0]
-            holders.append(np.repeat(members, len(working)))
-            takers.append(np.tile(working, len(members)))
-        if not holders:
-            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        holder, taker = np.concatenate(holders), np.concatenate(takers)
-        apart = (holder != taker) & (self.tokens[holder] > 0)
+        sizes = np.diff(self.first_slot)
+        # Each slot's unit with all slots of its group: first, first + 1, ...
+        repeats = np.repeat(sizes, sizes)
+        ends = np.cumsum(repeats)
+        holder = np.repeat(self.slots, repeats)
+        begin = np.repeat(np.repeat(self.first_slot[:-1], sizes) - (ends - repeats), repeats)
+        taker = self.slots[begin + np.arange(len(holder))]
+        apart = (holder != taker) & (self.tokens[holder] > 0) & (self.heads[taker] > 0)
         return holder[apart], taker[apart]
 
     @cached_property

@@ -76,11 +76,11 @@ def serving(classes: tuple[tuple[Range, ...], ...], queries_per_kv: int) -> Serv
 @lru_cache(maxsize=4096)
 def serving_in_parts(
     users: tuple[Range, ...], owners: tuple[Range, ...], queries_per_kv: int, parts: int
-) -> tuple[Ints, Ints, Ints, Ints]:
+) -> Ints:
     """The same of one pair of classes, where each user's heads travel in parts.
 
     Returns:
-        Positions of users and owners, KV heads that travel, and the part, of each message.
+        Positions of user and owner, KV heads that travel, and the part, of each message, [4, M].
     """
     found = [
         (user, owner, kv[1] - kv[0], part)
@@ -88,8 +88,7 @@ def serving_in_parts(
         for part, some in enumerate(head_parts(heads, queries_per_kv, parts))
         for owner, kv in kv_owners(some, owners, queries_per_kv)
     ]
-    table = np.array(found, dtype=np.int64).reshape(-1, 4)
-    return table[:, 0], table[:, 1], table[:, 2], table[:, 3]
+    return np.array(found, dtype=np.int64).reshape(-1, 4).T
 
 
 def _pieces(members: Sequence[Range], ratio: int) -> list[tuple[int, Piece]]:

@@ -46,6 +46,8 @@ _FEWEST = 3
 _NEAR = 1.3
 #: Memory that is full enough to keep tokens from where they would be done fastest.
 _TIGHT = 0.97
+#: A finalist that takes less than this factor of the best's time with fewer keys in flight is balanced so too.
+_NARROW = 1.05
 #: Where memory is short by this factor, no small change makes the best layout fit.
 _HOPELESS = 2.0
 #: Memory overdrawn by so little is mended when finalists are balanced; more of it at once, in a few rounds,
@@ -131,7 +133,8 @@ class DomainSearch:
         for trial in balanced[: _narrowed(len(self._fleet.units))]:
             if trial.fullness > _TIGHT and trial.window > 1:
                 narrow = self._judge.try_out(self._fleet, trial.layouts, 1)
-                balanced.append(balance(self._judge, self._rates, narrow, _ROUNDS))
+                if not balanced[0].fits or narrow.iteration_s < _NARROW * balanced[0].iteration_s:
+                    balanced.append(balance(self._judge, self._rates, narrow, _ROUNDS))
         best, *others = sorted(balanced, key=_order)
         if not polished or best.fullness > _HOPELESS:
             return best
@@ -150,8 +153,6 @@ class DomainSearch:
             name: choices(name[1], len(sites), units, self._rates.local_heads)
             for name, sites in classes.items()
         }
-        for grouping in mixed_groupings(self._fleet, self._rates.local_heads):
-            self._try(grouping)
         starts = []
         for density in _DENSITIES:
             chosen = {
@@ -159,6 +160,8 @@ class DomainSearch:
                 for name, ladder in ladders.items()
             }
             starts.append((self._try(group_by_choice(self._fleet, chosen)).promise, chosen))
+        for grouping in mixed_groupings(self._fleet, self._rates.local_heads):
+            self._try(grouping)
         promise, chosen = min(starts, key=lambda start: start[0])
         improved = True
         while improved:
@@ -200,8 +203,8 @@ class DomainSearch:
         name = tuple(tuple(sorted(part.units)) for part in layout.parts)
         if name not in self._tried:
             best = self._mended(layout)
-            for parts in other_orders(layout.parts) if _waits(best) else ():
-                if parts != layout.parts and not self._is_behind(best):
+            for parts in other_orders(layout.parts):
+                if parts != layout.parts and self._order_matters(best):
                     best = min(best, self._mended(replace(layout, parts=parts)), key=_promise)
             self._tried[name] = best
             if self._best is None or best.promise < self._best.promise:
@@ -224,17 +227,20 @@ class DomainSearch:
         short, seconds = self._best.promise
         return not short and trial.iteration_s > _BEHIND * seconds
 
+    def _order_matters(self, trial: Trial) -> bool:
+        """Whether it waits for keys, and could be the best if it did not."""
+        phases = trial.timing.phases
+        if phases.exchange <= _WAITING * phases.total or self._is_behind(trial):
+            return False
+        if self._best is None or self._best.promise[0]:
+            return True
+        return phases.total - phases.exchange < self._best.iteration_s
+
     def _nested(self, grouping: Grouping) -> Layout:
         """The first guess, groups and members in an order that lets all keep pace."""
         layout = self._guess.layout(grouping, self._micro_batches)
         parts = facing(self._fleet, alternating(self._fleet, layout.parts))
         return Layout(parts, layout.micro_batches)
-
-
-def _waits(trial: Trial) -> bool:
-    """Whether who follows whom matters."""
-    phases = trial.timing.phases
-    return phases.exchange > _WAITING * phases.total
 
 
 def grouping_of(trial: Trial) -> Grouping:

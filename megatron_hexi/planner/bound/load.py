@@ -18,6 +18,7 @@ from megatron_hexi.cost.compute import (
     logits_times,
     merge_times,
     own_block_times,
+    rates,
     rectangle_times,
     token_times,
 )
@@ -77,10 +78,11 @@ class Load:
         """The part of the limits that a layer takes; grows with the tokens and with what is attended."""
         attention = self.attention(attended / self.share, groups)
         forward, backward = np.maximum(attention[0], wire), np.maximum(attention[1], 2 * wire)
-        token = self.pass_seconds(tokens)
+        reached = rates(self._speeds.matmul, self._job.micro_batch_size * tokens)
+        token = self.pass_seconds(tokens, reached)
         moved = self._move_each * tokens + self._move_latency
         beyond = np.maximum(attended - tokens, 0.0) * self._move_seconds
-        whole = self._passes(token, tokens) + moved + beyond + self.again * forward + backward
+        whole = self._passes(token, tokens, reached) + moved + beyond + self.again * forward + backward
         load: Floats = whole / limits.whole
         if limits.and_wire is None:
             return load
@@ -104,27 +106,30 @@ class Load:
         """Token work of all passes of a layer, with its part of the vocabulary."""
         return self._passes(self.pass_seconds(tokens), tokens)
 
-    def _passes(self, token: Times, tokens: Floats) -> Floats:
+    def _passes(self, token: Times, tokens: Floats, reached: Floats | None = None) -> Floats:
         again = 2 if self._job.recompute == "full" else 1
-        whole: Floats = again * token.forward + token.backward + self.logits_seconds(tokens)
+        whole: Floats = again * token.forward + token.backward + self.logits_seconds(tokens, reached)
         return whole
 
-    def pass_seconds(self, tokens: Floats) -> Times:
-        """Token work of a forward and of a backward pass, with the sums inside a unit."""
+    def pass_seconds(self, tokens: Floats, reached: Floats | None = None) -> Times:
+        """Token work of a forward and of a backward pass, with the sums inside a unit.
+
+        `reached` as of `token_times`.
+        """
         job, rows = self._job, self._job.micro_batch_size * tokens
-        times = token_times(self._speeds, job, rows)
+        times = token_times(self._speeds, job, rows, reached)
         if job.tensor_parallel == 1:
             return times
         bandwidth, latency = np.array(self.links.inside), np.array(self.links.inside_s)
         sums = 2 * tensor_parallel_seconds(job, rows, bandwidth, latency)
         return Times(times.forward + sums, times.backward + sums)
 
-    def logits_seconds(self, tokens: Floats) -> Floats | float:
-        """The layer's part of the vocabulary, on the last stage."""
+    def logits_seconds(self, tokens: Floats, reached: Floats | None = None) -> Floats | float:
+        """The layer's part of the vocabulary, on the last stage; `reached` as of `logits_times`."""
         job = self._job
         if self._stage < job.pipeline_parallel - 1:
             return 0.0
-        logits = logits_times(self._speeds, job, job.micro_batch_size * tokens)
+        logits = logits_times(self._speeds, job, job.micro_batch_size * tokens, reached)
         return (logits.forward + logits.backward) / job.stage_layers
 
     def attention(self, group: Floats, groups: int) -> tuple[Floats, Floats]:
