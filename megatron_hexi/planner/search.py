@@ -46,7 +46,7 @@ _FEWEST = 3
 _NEAR = 1.3
 #: Memory that is full enough to keep tokens from where they would be done fastest.
 _TIGHT = 0.97
-#: A finalist that takes less than this factor of the best's time with fewer keys in flight is balanced so too.
+#: Finalists that take less than this factor of the best's time with fewer keys in flight are balanced so.
 _NARROW = 1.05
 #: Where memory is short by this factor, no small change makes the best layout fit.
 _HOPELESS = 2.0
@@ -159,9 +159,9 @@ class DomainSearch:
                 name: min(ladder, key=lambda choice: abs(groups_a_site(choice, len(classes[name])) - density))
                 for name, ladder in ladders.items()
             }
-            starts.append((self._try(group_by_choice(self._fleet, chosen)).promise, chosen))
+            starts.append((self._try(group_by_choice(self._fleet, chosen), sparing=True).promise, chosen))
         for grouping in mixed_groupings(self._fleet, self._rates.local_heads):
-            self._try(grouping)
+            self._try(grouping, sparing=True)
         promise, chosen = min(starts, key=lambda start: start[0])
         improved = True
         while improved:
@@ -169,7 +169,7 @@ class DomainSearch:
             for name, ladder in ladders.items():
                 for option in self._neighbours(name, ladder, chosen[name], len(classes[name])):
                     other = chosen | {name: option}
-                    found = self._try(group_by_choice(self._fleet, other)).promise
+                    found = self._try(group_by_choice(self._fleet, other), sparing=True).promise
                     if found < promise:
                         promise, chosen, improved = found, other, True
         self._rearrange()
@@ -197,14 +197,19 @@ class DomainSearch:
             found += [option for option, part in zip(way, idle, strict=True) if part < idle[0] - _IDLE][:1]
         return [*found, *unequal]
 
-    def _try(self, grouping: Grouping) -> Trial:
-        """The grouping's first layout, scaled again where memory does not suffice."""
+    def _try(self, grouping: Grouping, sparing: bool = False) -> Trial:
+        """The grouping's first layout, scaled again where memory does not suffice, in its best order.
+
+        Args:
+            grouping: units by group.
+            sparing: only try orders if the grouping could be the best so far without waiting for keys.
+        """
         layout = self._nested(grouping)
         name = tuple(tuple(sorted(part.units)) for part in layout.parts)
         if name not in self._tried:
             best = self._mended(layout)
             for parts in other_orders(layout.parts):
-                if parts != layout.parts and self._order_matters(best):
+                if parts != layout.parts and self._order_matters(best, sparing):
                     best = min(best, self._mended(replace(layout, parts=parts)), key=_promise)
             self._tried[name] = best
             if self._best is None or best.promise < self._best.promise:
@@ -227,14 +232,15 @@ class DomainSearch:
         short, seconds = self._best.promise
         return not short and trial.iteration_s > _BEHIND * seconds
 
-    def _order_matters(self, trial: Trial) -> bool:
-        """Whether it waits for keys, and could be the best if it did not."""
+    def _order_matters(self, trial: Trial, sparing: bool) -> bool:
+        """Whether it waits for keys, and may be the best in another order."""
         phases = trial.timing.phases
         if phases.exchange <= _WAITING * phases.total or self._is_behind(trial):
             return False
-        if self._best is None or self._best.promise[0]:
+        best = self._best
+        if not sparing or best is None or best.promise[0]:
             return True
-        return phases.total - phases.exchange < self._best.iteration_s
+        return phases.total - phases.exchange < best.iteration_s
 
     def _nested(self, grouping: Grouping) -> Layout:
         """The first guess, groups and members in an order that lets all keep pace."""

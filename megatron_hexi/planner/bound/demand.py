@@ -127,8 +127,8 @@ class Demand:
 
     def least_s(self, box: Box, low: float, high: float) -> float:
         """Seconds, between two, that no plan of a box stays below."""
-        # Where all can be done sooner, the answer is often hardly later than for the box as a whole: boxes are
-        # ruled out sooner at such a time.
+        # The answer is often hardly later than for the box as a whole: at such a time, parts of it are ruled
+        # out sooner.
         spare = high - high / max(1.0, self.reach(high, box))
         for later in _LATER:
             aim = high - (1 - later) * spare
