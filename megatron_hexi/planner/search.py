@@ -59,8 +59,9 @@ _MENDS = (_WINDOW, 1, 1)
 _ROUNDS = 3
 #: Waiting for keys that is worth another order, as a part of the time.
 _WAITING = 0.005
-#: Random changes at most, and at most without one that is kept; so many times from each start.
-_STEPS, _PATIENCE, _WALKS = 400, 150, 2
+#: Random changes at most, and at most without one that is kept; so many times from each start. What takes
+#: less than a factor of the best's time is worth balancing; of what is found, so many groupings are kept.
+_STEPS, _PATIENCE, _WALKS, _WORTH_BALANCING, _FOUND = 400, 100, 4, 1.03, 4
 
 
 class DomainSearch:
@@ -106,23 +107,32 @@ class DomainSearch:
         starts = grouping_of(min(tried, key=_promise)), grouping_of(min(ended, key=_order))
         for start in dict.fromkeys(starts):
             for walk in range(_WALKS):
-                self._wander_from(start, partly, Random(walk))
-        return [*ended, self._finish(), *self._finalists()]
+                self._walk(start, partly, Random(walk // 2), balancing=walk % 2 == 1)
+        found = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in self._most_promising(_FOUND)]
+        return [*ended, self._finish(), *found]
 
-    def _wander_from(self, grouping: Grouping, partly: bool, chance: Random) -> None:
-        """Each change is kept if it promises more."""
+    def _walk(self, grouping: Grouping, partly: bool, chance: Random, balancing: bool) -> None:
+        """Each change is kept if it promises more.
+
+        What a grouping promises before it is balanced, and after, leads different ways: both are gone.
+        """
         here, kept = self._try(grouping), 0
         for step in range(_STEPS):
             if step - kept > _PATIENCE:
                 break
             there = self._try(changed(chance, self._fleet, grouping_of(here), partly))
+            short, seconds = here.promise
+            if balancing and there.promise < (short, _WORTH_BALANCING * seconds):
+                there = self._enter(balance(self._judge, self._rates, there, 1))
             if there.promise < here.promise:
                 here, kept = there, step
 
     def _finalists(self) -> list[Trial]:
-        """What promises most, the best first: fewer where each takes longer."""
+        """Fewer where each takes longer."""
         units = len(self._fleet.units)
-        most = 5 if units <= _FEWEST else 3 if units <= 64 else 2
+        return self._most_promising(5 if units <= _FEWEST else 3 if units <= 64 else 2)
+
+    def _most_promising(self, most: int) -> list[Trial]:
         return sorted(self._tried.values(), key=_promise)[:most]
 
     def _finish(self, polished: bool = True) -> Trial:
@@ -204,17 +214,23 @@ class DomainSearch:
             grouping: units by group.
             sparing: only try orders if the grouping could be the best so far without waiting for keys.
         """
-        layout = self._nested(grouping)
-        name = tuple(tuple(sorted(part.units)) for part in layout.parts)
+        name = _unordered(grouping)
         if name not in self._tried:
+            layout = self._nested(grouping)
             best = self._mended(layout)
             for parts in other_orders(layout.parts):
                 if parts != layout.parts and self._order_matters(best, sparing):
                     best = min(best, self._mended(replace(layout, parts=parts)), key=_promise)
-            self._tried[name] = best
-            if self._best is None or best.promise < self._best.promise:
-                self._best = best
+            self._enter(best)
         return self._tried[name]
+
+    def _enter(self, trial: Trial) -> Trial:
+        """Remember it, if it is its grouping's best; that one."""
+        name = _unordered(grouping_of(trial))
+        best = self._tried[name] = min(self._tried.get(name, trial), trial, key=_promise)
+        if self._best is None or best.promise < self._best.promise:
+            self._best = best
+        return best
 
     def _mended(self, layout: Layout) -> Trial:
         best = trial = self._judge.try_out(self._fleet, [layout], _WINDOW)
@@ -252,6 +268,11 @@ class DomainSearch:
 def grouping_of(trial: Trial) -> Grouping:
     """Units by group, ascending, of a trial of one replica."""
     return tuple(tuple(sorted(part.units)) for part in trial.layouts[0].parts)
+
+
+def _unordered(grouping: Grouping) -> Grouping:
+    """The same however groups and members are ordered."""
+    return tuple(sorted(tuple(sorted(group)) for group in grouping))
 
 
 def _order(trial: Trial) -> tuple[float, float]:
