@@ -13,9 +13,9 @@ from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
 from megatron_hexi.cost.overlap import BackwardClock, ForwardClock, Part
 from megatron_hexi.cost.plan_arrays import plan_arrays
-from megatron_hexi.plan import backward_traffic, build_schedule, forward_traffic
+from megatron_hexi.plan import Group, Member, Workload, backward_traffic, build_schedule, forward_traffic
 from tests.support.costs import TINY, tiny_job
-from tests.support.plans import SPARSE, TORN, examples, plans
+from tests.support.plans import SPARSE, TORN, examples, one_replica, plans
 
 
 def steps_of(arrays):
@@ -78,7 +78,16 @@ def test_steps_are_those_of_the_split_tables(plan, chunk):
         exchange.CHUNK = before
 
 
-@pytest.mark.parametrize("plan", [TORN, SPARSE])
+#: The first step is cut, and has nothing to send.
+IDLE = one_replica(
+    Workload(16, 4, 2, 4),
+    Group(((0, 16),), (Member(0, 9, (0, 2)), Member(1, 7, (2, 4)))),
+    Group((), (Member(2, 0, (0, 4)),)),
+    parts=2,
+)
+
+
+@pytest.mark.parametrize("plan", [TORN, SPARSE, IDLE])
 def test_odd_plans_too(plan):
     check_against_schedules(plan)
 

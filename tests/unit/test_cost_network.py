@@ -66,6 +66,15 @@ def test_sets_do_not_meet():
     assert links.set_seconds(whole(0), whole(2), np.zeros(1)) == 0
 
 
+def test_several_sizes_of_the_same_ends_are_timed_each_by_itself():
+    links = LinkTable(cluster(TWO, per="node", latency=20))
+    ends, sizes = (whole(0, 1, 0, 2), whole(2, 3, 1, 1)), np.array([[1, 1, 3, 2], [0, 5, 1, 9]]) * GB
+    apart = [links.message_seconds(*ends, row, whole(0, 0, 1, 1)) for row in sizes]
+    assert (links.message_seconds(*ends, sizes, whole(0, 0, 1, 1)) == apart).all()
+    nothing = np.zeros((2, 0))
+    assert links.message_seconds(whole(), whole(), nothing).shape == (2, 0)
+
+
 def test_tensor_parallel_counterparts_share_what_is_not_their_own():
     assert seconds(LinkTable(cluster(TWO)), [(0, 2, 10 * GB)], width=2) == [1]
     assert seconds(LinkTable(cluster(TWO, per="node")), [(0, 2, 10 * GB)], width=2) == [2]

@@ -11,6 +11,7 @@ from megatron_hexi.cost import Job, presets, read_model
 from megatron_hexi.cost.memory import stage_params
 from megatron_hexi.errors import ClusterError, NothingFitsError
 from megatron_hexi.planner import find_plan
+from megatron_hexi.planner.bound import bound, demand
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
@@ -57,6 +58,20 @@ def check(trial, data_parallel, seed, text):
         detail = [[(part.units, part.tokens, part.heads) for part in one.parts] for one in trial.layouts]
         assert part <= 1 + 1e-9, f"{seed}: {part:.5f} {detail} {reproduce(text, trial.fleet.job)}"
     return trial.fits
+
+
+@pytest.mark.parametrize("seq_length", [2**12, 2**15, 2**18])
+def test_where_it_is_looked_for_first_decides_nothing(monkeypatch, seq_length):
+    job = tiny_job(seq_length=seq_length)
+    fleet = fleet_of([("a", "DOUBLE", 4), ("b", "PLAIN", 4), ("c", "PLAIN", 3)], job)
+    monkeypatch.setattr(bound, "packable", lambda classes: False)
+    least_s = seq_length / fleet.ceiling_tokens_per_s
+    found = []
+    for later in ((1.0,), (0.2, 1.0), (0.01, 0.5, 1.0)):
+        monkeypatch.setattr(demand, "_LATER", later)
+        found.append([lower_bound(fleet, 1, factor * least_s).iteration_s for factor in (1.1, 5)])
+    for others in found[1:]:
+        assert others == pytest.approx(found[0], rel=3e-4)
 
 
 def replicas(random, fleet):
