@@ -41,11 +41,11 @@ _WORKED_OUT, _OF_FEW = 400, 800
 #: Groups whose busiest member has so many times the rows that are worth cutting in two are never too small.
 _LARGE = 4
 #: Of so few shapes, plans of three groups are looked at by themselves, and whole groups are packed.
-_FEW_SHAPES = 100
+_FEW_SHAPES = 320
 #: What a group's depth among the nested ones costs (demand.price).
 _TILTS = (0.0, 0.5, 1.0)
 #: So many ways to pack whole groups are looked at at most; the bound is found to this part by them.
-_MOST_PACKINGS, _CLOSE = 400, 2e-3
+_MOST_PACKINGS, _CLOSE = 400, 1e-3
 #: Shapes that are worked out at once where there are more.
 _AT_ONCE = 8
 #: That is worth while where so much is left; so many programs of groups together are solved for a time.

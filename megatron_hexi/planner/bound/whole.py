@@ -64,14 +64,15 @@ def packings(
     needed *= 1 - _ROUNDING
     # What loses least comes first: it is in most packings.
     loses = used @ of_unit + of_group - worth
-    order = [number for number in np.argsort(loses, kind="stable").tolist() if worth[number] > 0]
+    order = np.array([number for number in np.argsort(loses, kind="stable") if worth[number] > 0], dtype=int)
+    used, worth, loses = used[order], worth[order], loses[order]
     found = list[tuple[tuple[int, ...], Floats]]()
     steps = looked_at = 0
 
-    def price_of(left: Floats, groups: int) -> float:
-        """At most what groups of the units that are left are worth."""
-        rest = many - groups if of_group > 0 else max(0, few - groups)
-        return float(left @ of_unit) + of_group * rest
+    def spare(left: Floats, groups: int, so_far: float) -> float:
+        """What groups of the units that are left may lose, beside so many."""
+        rest = many - groups if of_group > 0 else max(1, few - groups)
+        return so_far + float(left @ of_unit) + of_group * rest - needed
 
     def pack(first: int, left: Floats, taken: tuple[int, ...], so_far: float) -> bool:
         """Whether all packings that begin so are found."""
@@ -80,14 +81,16 @@ def packings(
             looked_at += 1
             if (tokens := hold(taken)) is not None:
                 found.append((taken, tokens))
-        for place in range(first, len(order) if len(taken) < many else 0):
+        if len(taken) == many:
+            return True
+        last = int(np.searchsorted(loses, spare(left, len(taken), so_far), side="right"))
+        after = left - used[first:last]
+        for place in np.flatnonzero((after >= 0).all(axis=1)).tolist():
             steps += 1
             if len(found) > most or looked_at > _LOOKED_AT * most or steps > _STEPS * most:
                 return False
-            after, worth_now = left - used[order[place]], so_far + float(worth[order[place]])
-            if worth_now + price_of(after, len(taken) + 1) < needed:
-                break  # what follows loses more
-            if (after >= 0).all() and not pack(place, after, (*taken, order[place]), worth_now):
+            shape = first + place
+            if not pack(shape, after[place], (*taken, int(order[shape])), so_far + float(worth[shape])):
                 return False
         return True
 
