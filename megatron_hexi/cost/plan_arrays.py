@@ -77,13 +77,16 @@ class PlanArrays:
     def all_to_all_pairs(self) -> tuple[Ints, Ints]:
         """Units i and j of one group where j has heads: j computes them for i's tokens."""
         sizes = np.diff(self.first_slot)
-        # Each slot's unit with all slots of its group: first, first + 1, ...
-        repeats = np.repeat(sizes, sizes)
+        group = np.repeat(np.arange(len(sizes)), sizes)
+        takers = self.slots[self.heads[self.slots] > 0]
+        counts = np.bincount(self.group[takers], minlength=len(sizes))
+        # Each slot's unit with all takers of its group: first, first + 1, ...
+        repeats = counts[group]
         ends = np.cumsum(repeats)
         holder = np.repeat(self.slots, repeats)
-        begin = np.repeat(np.repeat(self.first_slot[:-1], sizes) - (ends - repeats), repeats)
-        taker = self.slots[begin + np.arange(len(holder))]
-        apart = (holder != taker) & (self.tokens[holder] > 0) & (self.heads[taker] > 0)
+        begin = np.repeat((np.cumsum(counts) - counts)[group] - (ends - repeats), repeats)
+        taker = takers[begin + np.arange(len(holder))]
+        apart = (holder != taker) & (self.tokens[holder] > 0)
         return holder[apart], taker[apart]
 
     @cached_property
