@@ -27,7 +27,7 @@ def beside(longest_s, most=LENGTH, **job):
     classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
     alone = GroupTimes(fleet.job, classes, SHAPES, 1, (2, 2), (0.0, longest_s), True)
     setting = Setting(fleet.job, classes, True, alone, longest_s)
-    return Beside(setting, SHAPES, np.full(len(SHAPES), float(most)), 2), setting
+    return Beside([setting], SHAPES, np.full(len(SHAPES), float(most)), 2), setting
 
 
 def test_seconds_of_a_token_by_hand():
@@ -36,11 +36,13 @@ def test_seconds_of_a_token_by_hand():
     assert found._between(0, 3) == pytest.approx((KEY_BYTES / 2 / (4 * GB_S),) * 2)
     assert found._between(1, 3) == pytest.approx((KEY_BYTES / 2 / (2 * GB_S),) * 2)
     # Both of its sites get what they have heads for at once; inside the node that is faster.
-    inside = setting.bandwidth(1, 1, 1, 4)
-    assert found._between(2, 3)[0] == pytest.approx(KEY_BYTES / 2 / (GB_S + inside))
+    inside = setting.bandwidth((0, 1), (0, 2))
+    assert found._between(2, 1)[0] == pytest.approx(KEY_BYTES / 2 / (GB_S + inside))
     # The other one may have the same heads on the same node: nothing is known.
-    assert found._between(0, 2)[0] == 0
-    assert found._between(2, 3)[1] == 0
+    assert found._between(1, 2)[0] == 0
+    assert found._between(2, 1)[1] == 0
+    # No room for both on a node: all keys cross.
+    assert found._between(2, 3) == pytest.approx((KEY_BYTES / 2 / (2 * GB_S), KEY_BYTES / 2 / (4 * GB_S)))
 
 
 def test_a_pair_over_a_thin_link_needs_the_time_for_all_keys():

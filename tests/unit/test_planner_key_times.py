@@ -16,44 +16,13 @@ from megatron_hexi.planner.bound.prices import token_prices
 from megatron_hexi.planner.bound.setting import Setting
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.rows import Recorder
 
 LENGTH, HEADS, LONG = 4096, 4, 1e3
 #: Two groups on two nodes of which each is a class: units of each.
 SHAPES = [((0, 2), (1, 1)), ((0, 1), (1, 3))]
 KEY_BYTES = 2 * HEADS * TINY.head_dim * 2
 GB_S = 10e9
-
-
-class Recorder:
-    """Rows as they come, and what they say of a time at given values."""
-
-    def __init__(self, groups):
-        variables = itertools.count()
-        self.tokens = [next(variables) for _ in groups]
-        self.parts = [
-            [next(variables) for _ in (group.shape if not group.on_one_site else ())] for group in groups
-        ]
-        self.held = self.parts
-        self._next, self.rows = variables, []
-
-    def time(self, count=0):
-        return next(self._next)
-
-    def above(self, time, terms, at_least=0.0):
-        self.rows.append((time, terms, at_least))
-
-    def least(self, terms, values):
-        """A sum with every time as short as rows allow."""
-        values = dict(values)
-        for variable, _ in terms:
-            if variable not in values:
-                said = [
-                    at_least + sum(values[one] * often for one, often in row)
-                    for time, row, at_least in self.rows
-                    if time == variable
-                ]
-                values[variable] = max([0.0, *said])
-        return sum(values[variable] * often for variable, often in terms)
 
 
 def lines(shapes, tokens, limits, **job):
@@ -86,7 +55,7 @@ def test_no_fewer_keys_cross_than_heads_are_elsewhere(dealt, slack, part):
     ]
     setting, groups = lines(SHAPES, [1024, 3072], limits)
     program = Recorder(groups)
-    keys = KeyTimes(program, setting, groups, None)
+    keys = KeyTimes(program, setting, groups, ())
     tokens = [part * 1024, part * 3072]
     values = dict(zip(program.tokens, tokens, strict=True))
     for parts, here in zip(program.parts, dealt, strict=True):
@@ -120,12 +89,12 @@ def test_by_hand():
 def test_groups_on_one_site_each_send_all_or_nothing():
     setting, groups = lines([((0, 2),), ((1, 2),)], [1024, 3072], [((0, HEADS),), ((0, HEADS),)])
     program = Recorder(groups)
-    keys = KeyTimes(program, setting, groups, None)
+    keys = KeyTimes(program, setting, groups, ())
     [(variable, each)] = keys.crossing(0, 0, 1, 1)
     assert variable == program.tokens[1]
     assert each == pytest.approx(0.5 * KEY_BYTES / (2 * GB_S))
     setting, groups = lines([((0, 2),), ((0, 1),)], [1024, 3072], [((0, HEADS),), ((0, HEADS),)])
-    assert KeyTimes(Recorder(groups), setting, groups, None).crossing(0, 0, 1, 1) == []
+    assert KeyTimes(Recorder(groups), setting, groups, ()).crossing(0, 0, 1, 1) == []
 
 
 def test_queries_that_share_a_kv_head_may_be_on_several_units():
@@ -134,5 +103,5 @@ def test_queries_that_share_a_kv_head_may_be_on_several_units():
     setting, groups = lines(SHAPES, [1024, 3072], limits, model=model)
     program = Recorder(groups)
     # The only KV head is on both nodes.
-    assert KeyTimes(program, setting, groups, None).crossing(0, 0, 1, 1) == []
+    assert KeyTimes(program, setting, groups, ()).crossing(0, 0, 1, 1) == []
     assert np.isclose(setting.ratio, 4)

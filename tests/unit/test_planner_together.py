@@ -8,26 +8,29 @@ from megatron_hexi.errors import ClusterError
 from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.beside import Beside
 from megatron_hexi.planner.bound.columns import GroupTimes
+from megatron_hexi.planner.bound.packing import alike_stages
 from megatron_hexi.planner.bound.prices import token_prices
 from megatron_hexi.planner.bound.setting import Setting
 from megatron_hexi.planner.bound.together import Tries, suffices
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
-from tests.support.fleets import random_case, random_change, random_layouts, random_parallel_case, reproduce
+from tests.support.fleets import random_change, random_layouts, random_parallel_case, reproduce
 
 MANY = 10_000
 
 
-def layer_s(trial):
-    """Seconds of a layer of a trial of one replica: its passes, and a layer's part of the vocabulary."""
-    [stage] = trial.timing.stages
-    passes = sum(one.finish.max() for one in stage.passes)
-    return float(passes + (stage.logits + stage.logits_sum).max() / stage.layers)
+def layer_s(trial, weights):
+    """Seconds of a layer of a trial of one replica, on average of all stages, with the vocabulary."""
+    each = [
+        sum(one.finish.max() for one in stage.passes) + (stage.logits + stage.logits_sum).max() / stage.layers
+        for stage in trial.timing.stages
+    ]
+    return float(np.array(each) @ weights)
 
 
-def setting_of(fleet, trial, longest_s):
-    """What the groups of a trial have in common, and the shape and the tokens of each."""
+def settings_of(fleet, trial, time):
+    """What the groups of a trial have in common in a part of its time; the shape and the tokens of each."""
     classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
     place = {unit: number for number, one in enumerate(classes) for site in one.sites for unit in site}
     parts, shapes = [part for part in trial.layouts[0].parts if part.total], []
@@ -37,22 +40,23 @@ def setting_of(fleet, trial, longest_s):
             sites.setdefault((place[unit], fleet.units[unit].site), []).append(unit)
         shapes.append(tuple((number, len(units)) for (number, _), units in sorted(sites.items())))
     halves = trial.plan.exchange.parts > 1
-    span = (len(parts), len(parts))
-    alone = GroupTimes(fleet.job, classes, shapes, 1, span, (0.0, longest_s), halves)
-    return (
-        Setting(fleet.job, classes, halves, alone, longest_s),
-        shapes,
-        np.array([one.total for one in parts]),
-    )
+    span, count = (len(parts), len(parts)), trial.layouts[0].micro_batches
+    [*weights] = GroupTimes(fleet.job, classes, shapes, count, span, (0.0, 1.0), halves).weights
+    longest_s = time * layer_s(trial, weights)
+    alone = GroupTimes(fleet.job, classes, shapes, count, span, (0.0, longest_s), halves)
+    settings = [
+        Setting(fleet.job, classes, halves, alone, longest_s, stages)
+        for stages in alike_stages(fleet.job, classes)
+    ]
+    return settings, shapes, np.array([one.total for one in parts])
 
 
 def is_possible(fleet, trial, part=1.0, room=1.0):
     """Whether a trial's groups may do what they do in a part of its time, with some more tokens each."""
-    longest_s = part * layer_s(trial)
-    setting, shapes, tokens = setting_of(fleet, trial, longest_s)
+    settings, shapes, tokens = settings_of(fleet, trial, part)
     most = np.minimum(room * tokens, fleet.job.seq_length)
-    beside = Beside(setting, shapes, most, len(shapes)).most(range(len(shapes)))
-    return beside is not None and suffices(setting, shapes, beside, Tries(MANY))
+    beside = Beside(settings, shapes, most, len(shapes)).most(range(len(shapes)))
+    return beside is not None and suffices(settings, shapes, beside, Tries(MANY))
 
 
 def trials_of(seed, steps, **changes):
@@ -61,8 +65,6 @@ def trials_of(seed, steps, **changes):
     Random ones, and changes of the best.
     """
     text, known, job = random_parallel_case(seed, **changes)
-    if job.pipeline_parallel > 1:
-        text, known, job = random_case(seed, gpus=(3, 4, 5, 6))
     random = Random(seed)
     try:
         fleet = find_units(job, known)
@@ -105,5 +107,41 @@ def test_heads_and_tokens_of_a_site_share_its_memory(monkeypatch):
     [a_head] = alone.room_of_a_head(np.array([length]), np.zeros(1))
     for often, may in ((1.001, True), (0.999, False)):
         room = often * (length + heads * float(a_head[0])) / 8
-        monkeypatch.setattr(GroupTimes, "room", lambda _self, _place, room=room: room)
-        assert suffices(setting, [shape], np.array([length]), Tries(MANY)) == may, often
+        monkeypatch.setattr(GroupTimes, "rooms", lambda _self, _place, room=room: [room])
+        assert suffices([setting], [shape], np.array([length]), Tries(MANY)) == may, often
+
+
+def of_nodes(nodes, shapes, longest_s, **network):
+    """What groups of a cluster's units have in common in a time."""
+    fleet = find_units(tiny_job(seq_length=2**14), cluster(nodes, **network))
+    classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
+    span = (len(shapes), len(shapes))
+    alone = GroupTimes(fleet.job, classes, shapes, 1, span, (0.0, longest_s), False)
+    return Setting(fleet.job, classes, False, alone, longest_s)
+
+
+def test_units_of_two_groups_are_on_one_site_only_if_there_is_room_for_both():
+    # Four nodes of one GPU: keys of any two groups cross the network.
+    alone, pair = ((0, 1),), ((0, 2),)
+    setting = of_nodes([(name, "PLAIN", 1) for name in "abcd"], [alone], 1.0)
+    assert not setting.may_meet(alone[0], alone[0])
+    assert setting.bandwidth(alone[0], alone[0]) == 10e9
+    setting = of_nodes([(name, "PLAIN", 3) for name in "ab"], [alone, pair], 1.0)
+    assert setting.may_meet(alone[0], pair[0])
+    assert not setting.may_meet(pair[0], pair[0])
+    assert setting.bandwidth(alone[0], pair[0]) > 10e9
+    assert setting.bandwidth(pair[0], pair[0]) == 2 * 10e9
+
+
+def test_keys_on_their_way_take_memory(monkeypatch):
+    # Two groups of four units, and time for everything: of half of the sequence each.
+    nodes, shapes = [("a", "PLAIN", 4), ("b", "DOUBLE", 4)], [((0, 4),), ((1, 4),)]
+    setting = of_nodes(nodes, shapes, 1e3)
+    [taken] = setting.alone.taken
+    # The inner group sends all of its keys and gets half of the other's, and the other way round.
+    keys = max(taken.sent + taken.received / 2, taken.sent / 2 + taken.received)
+    for often, may in ((1.001, True), (0.999, False)):
+        room = often * setting.length / 2 * (1 + taken.attended + keys) / 4
+        monkeypatch.setattr(GroupTimes, "rooms", lambda _self, _place, room=room: [room])
+        tokens = np.full(2, setting.length / 2)
+        assert suffices([setting], shapes, tokens, Tries(MANY)) == may, often

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.planner.bound.group_lines import GroupLines
-from megatron_hexi.planner.bound.setting import Setting
+from megatron_hexi.planner.bound.setting import Setting, Units
 from megatron_hexi.planner.bound.site_times import Shape
 
 #: How often bounds are looked at again, as long as one of them moves by this part of the sequence.
@@ -26,16 +26,19 @@ _ROUNDING = 1e-6
 
 
 class Beside:
-    """Groups of some shapes, in the setting's longest time.
+    """Groups of some shapes, in the settings' longest time.
 
     Args:
-        setting: what groups have in common.
+        settings: what groups have in common, on pipeline stages that differ.
         shapes: all of them.
         most: tokens that each holds at most, [shapes].
         groups: how many there are at least.
     """
 
-    def __init__(self, setting: Setting, shapes: Sequence[Shape], most: Floats, groups: int) -> None:
+    def __init__(
+        self, settings: Sequence[Setting], shapes: Sequence[Shape], most: Floats, groups: int
+    ) -> None:
+        [setting, *_] = self._stages = settings
         self._all, self._shapes, self._most, self._groups = setting, shapes, most, groups
         self._seconds: dict[int, tuple[Floats, Floats]] = {}
         self._keys: dict[tuple[int, int], tuple[float, float]] = {}
@@ -65,7 +68,7 @@ class Beside:
                 ends = np.maximum(tokens[1:], low)
                 arriving = self._arriving(order[group], least, most, length - ends)
                 keys = np.maximum(arriving, sends[group] * np.maximum(tokens[:-1], low))
-                may = seconds + self._times * keys <= self._all.longest_s * (1 + _ROUNDING)
+                may = seconds + self._times * keys <= self._all.average_s * (1 + _ROUNDING)
                 may &= (tokens[1:] >= low * (1 - _ROUNDING)) & (tokens[:-1] <= high * (1 + _ROUNDING))
                 if not may.any():
                     return None
@@ -83,8 +86,15 @@ class Beside:
         if shape not in self._seconds:
             units, heads = self._shapes[shape], (0, self._all.heads)
             most = float(self._most[shape])
-            lines = GroupLines(self._all, units, 0.0, most, self._groups, (heads,) * len(units))
-            self._seconds[shape] = lines.grid, lines.without_attention()
+            stages = [
+                GroupLines(stage, units, 0.0, most, self._groups, (heads,) * len(units))
+                for stage in self._stages
+            ]
+            layers = sum(
+                stage.weight * lines.without_attention()
+                for stage, lines in zip(self._stages, stages, strict=True)
+            )
+            self._seconds[shape] = stages[0].grid, layers + stages[0].until_done(2)
         return self._seconds[shape]
 
     @staticmethod
@@ -110,24 +120,33 @@ class Beside:
     def _between(self, by: int, of: int) -> tuple[float, float]:
         """Seconds a token at least for a group to get keys of another one, and for that one to send them."""
         if (by, of) not in self._keys:
-            self._keys[by, of] = self._find_between(self._shapes[by], self._shapes[of])
+            stages = [
+                (stage.weight, self._find_between(stage, self._shapes[by], self._shapes[of]))
+                for stage in self._stages
+            ]
+            gets, sends = (sum(weight * both[way] for weight, both in stages) for way in (0, 1))
+            self._keys[by, of] = gets, sends
         return self._keys[by, of]
 
-    def _find_between(self, group: Shape, other: Shape) -> tuple[float, float]:
-        seen = 0.5 if self._all.causal else 1.0
-        size, there = seen * self._all.key_bytes, [place for place, _ in other]
+    @staticmethod
+    def _find_between(stage: Setting, group: Shape, other: Shape) -> tuple[float, float]:
+        size = stage.key_bytes * (0.5 if stage.causal else 1.0)
         # Sites of a group share the heads: all are done at once at best.
         lanes = 0.0
-        for here, units in group:
+        for here in group:
             if len(other) == 1:
-                lanes += self._all.bandwidth(here, units, *other[0])
+                lanes += stage.bandwidth(here, other[0])
             else:  # heads may be on the same site
-                lanes += inf if here in there else self._all.lanes(here, units)
+                lanes += inf if _meet(stage, here, other) else stage.lanes(*here)
         sends = 0.0
-        if len(other) == 1 and self._all.ratio == 1:
-            [(owner, owners)] = other
+        if len(other) == 1 and stage.ratio == 1:
             if len(group) == 1:
-                sends = size / self._all.bandwidth(*group[0], owner, owners)
-            elif all(here != owner for here, _ in group):
-                sends = size / self._all.lanes(owner, owners)
+                sends = size / stage.bandwidth(group[0], other[0])
+            elif not _meet(stage, other[0], group):
+                sends = size / stage.lanes(*other[0])
         return size / lanes, sends
+
+
+def _meet(stage: Setting, units: Units, group: Shape) -> bool:
+    """Whether units may be on a site with some of another group."""
+    return any(stage.may_meet(units, others) for others in group)

@@ -16,6 +16,7 @@ memory is left first, and what a site must hold follows from what the others hav
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from megatron_hexi.planner.bound.group_memory import GroupMemory
 from megatron_hexi.planner.bound.group_rates import seconds_a_token
 from megatron_hexi.planner.bound.inside import Inside, inside_of
 from megatron_hexi.planner.bound.site_times import Depth, Shape, SiteClass, SiteTimes, used
+from megatron_hexi.planner.room import Room
 
 #: X, as multiples of the least that holds the group's tokens: where intervals begin. The best interval is cut
 #: in two so often at most, and until it is narrow; the last one has no end, and is cut at a multiple.
@@ -34,6 +36,26 @@ _WAITS = (1.0, 1.1)
 _REFINED, _NARROW, _LAST = 9, 0.01, 2.0
 #: Times in which tokens are looked up, and the shortest of them as a part of the longest.
 _TIMES, _SHORTEST = 6_000, 1e-4
+
+
+class Taken(NamedTuple):
+    """Memory that a token takes, by what holding it does.
+
+    Args:
+        attended: inside attention.
+        received: where its keys and values are received in a step of the exchange.
+        sent: where they are sent.
+    """
+
+    attended: float
+    received: float
+    sent: float
+
+    @classmethod
+    def of(cls, room: Room, groups: int) -> Taken:
+        """In a replica of so many groups at least."""
+        each = room.each_attended(groups), room.each_received, room.each_sent
+        return cls(*(taken / room.each_held for taken in each))
 
 
 class GroupTimes:
@@ -66,6 +88,8 @@ class GroupTimes:
         #: Memory of each stage on each class of sites, beside the micro-batches that a pipeline keeps.
         kept = [site.rooms[min(micro_batches, len(site.rooms)) - 1] for site in classes]
         self._rooms = list(zip(*kept, strict=True))
+        # All classes are alike in what a token takes.
+        self.taken = [Taken.of(rooms[0], groups[0]) for rooms in self._rooms]
         self._heads, self._length = workload.local_heads, float(job.seq_length)
         self._half = 0.5 if workload.causal else 1.0
         # A KV head that two members have is sent by one of them.
@@ -73,27 +97,23 @@ class GroupTimes:
         # All micro-batches pass the slowest stage, and one of them the others: the last stage is taken.
         weights = np.ones(job.pipeline_parallel)
         weights[-1] += micro_batches - 1
+        #: What each stage is of a layer's time.
+        self.weights = weights / weights.sum()
         self._times = np.append(of_interest[1] * np.geomspace(_SHORTEST, 1, _TIMES), np.inf)
-        self._sites = [
-            SiteTimes(job, site, weights / weights.sum(), groups, halves, self._times) for site in classes
-        ]
+        self._sites = [SiteTimes(job, site, self.weights, groups, halves, self._times) for site in classes]
         #: Of a site with so many heads: their part, and what must at least move of a token, [H + 1, 1].
         self._parts = np.arange(self._heads + 1)[:, None] / self._heads
         self._mixed = self._parts * (1 - self._parts)
         self._a_token = seconds_a_token(shapes, self._sites, self._heads)
         self._used = used(shapes, len(classes))
 
-    def moving(self, place: int, units: int, outside: bool) -> tuple[float, float]:
-        """As of a class's `SiteTimes`."""
-        return self._sites[place].moving(units, outside)
-
     def held(self, place: int) -> float:
         """Tokens that a unit of a class holds at most in the longest time of interest."""
         return float(self._sites[place].held[-2])
 
-    def room(self, place: int) -> float:
-        """Tokens that a unit of a class has room for without heads, on the last pipeline stage."""
-        return self._rooms[-1][place].held_alone()
+    def rooms(self, place: int) -> list[float]:
+        """Tokens that a unit of a class has room for without heads, on each pipeline stage."""
+        return [rooms[place].held_alone() for rooms in self._rooms]
 
     def room_of_a_head(self, low: Floats, received: Floats) -> list[Floats]:
         """Tokens that a head takes the room of, in groups of some sizes, on each pipeline stage, [J].
@@ -103,15 +123,13 @@ class GroupTimes:
             received: tokens whose keys are there at once, at least, [J].
         """
         found = []
-        for rooms in self._rooms:
-            # All sites' are alike in what a token takes.
-            room = rooms[0]
-            taken = low * room.each_attended(self._groups)
+        for each in self.taken:
+            taken = low * each.attended
             if self._groups > 1:
-                taken = taken + received * room.each_received
+                taken = taken + received * each.received
                 if self._own_keys:
-                    taken = taken + self._half * low * room.each_sent
-            found.append(taken / self._heads / room.each_held)
+                    taken = taken + self._half * low * each.sent
+            found.append(taken / self._heads)
         return found
 
     def least(self, shape: Shape, tokens: Floats, depths: Sequence[Depth]) -> Floats:

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.plan.parts import BUSY_ROWS
+from megatron_hexi.planner.bound.columns import Taken
 from megatron_hexi.planner.bound.setting import Line, Pass, Setting, below
 from megatron_hexi.planner.bound.site_times import Shape, in_steps
 
@@ -80,8 +81,8 @@ class GroupLines:
         return seconds
 
     def without_attention(self) -> Floats:
-        """What it takes in all passes besides attention and exchange, [pieces]."""
-        seconds = self.until_done(2)
+        """What it takes in all passes besides attention, exchange and the vocabulary, [pieces]."""
+        seconds = np.zeros(_PIECES)
         for one in self._all.passes:
             seconds = seconds + one.times * self.begins(one)
             if self.on_one_site:
@@ -101,29 +102,44 @@ class GroupLines:
         busiest = np.ceil(heads / units) * float(self._a_head[number][way].min())
         return below(heads / self._all.heads, busiest)
 
+    def attention_beyond(self, number: int, way: int) -> Line:
+        """What the fewest heads of the busiest member take beyond that: a line in the group's tokens.
+
+        Of a product x y, x' y + x y' - x' y' is below it, where x' and y' are the least (McCormick 1976).
+        """
+        _, units = self.shape[number]
+        a_head = self._a_head[number][way]
+        return self.line(np.ceil(self.heads[number][0] / units) * (a_head - a_head.min()))
+
     def holds(self, number: int) -> tuple[float, float]:
         """Tokens that one of several sites holds, at least and at most."""
         return max(0.0, self.least - (sum(self._most_held) - self._most_held[number])), self._most_held[
             number
         ]
 
-    def room(self, number: int) -> float:
-        """Tokens that one of several sites has room for without heads."""
+    def rooms(self, number: int) -> list[float]:
+        """Tokens that one of several sites has room for without heads, on each pipeline stage."""
         place, units = self.shape[number]
-        return units * self._all.alone.room(place)
+        return [units * room for room in self._all.alone.rooms(place)]
 
-    def room_of_a_head(self, received: float) -> float:
+    @property
+    def taken(self) -> list[Taken]:
+        """Memory that a token takes, on each pipeline stage."""
+        return self._all.alone.taken
+
+    def room_of_a_head(self, received: float) -> list[float]:
         """Tokens that a head takes the room of, where keys of so many are received at once, at least."""
-        [each] = self._all.alone.room_of_a_head(np.array([self.least]), np.array([received]))
-        return float(each[0])
+        each = self._all.alone.room_of_a_head(np.array([self.least]), np.array([received]))
+        return [float(of_stage[0]) for of_stage in each]
 
     @cached_property
     def _most_held(self) -> list[float]:
         """Tokens of each of several sites at most, by time, and by memory beside the fewest heads."""
         a_head, most = self.room_of_a_head(0.0), list[float]()
         for number, ((place, units), (few, _)) in enumerate(zip(self.shape, self._limits, strict=True)):
-            by_time, by_memory = units * self._all.alone.held(place), self.room(number) - few * a_head
-            most.append(max(0.0, min(self.most, by_time, by_memory)))
+            by_time = units * self._all.alone.held(place)
+            by_memory = [room - few * each for room, each in zip(self.rooms(number), a_head, strict=True)]
+            most.append(max(0.0, min(self.most, by_time, *by_memory)))
         return most
 
     def site_begins(self, number: int, one: Pass) -> list[Line]:
@@ -139,7 +155,7 @@ class GroupLines:
     def moves(self, number: int) -> float:
         """Seconds of a pass's all-to-alls for each token that crosses the border of one of several sites."""
         place, units = self.shape[number]
-        return self._moving(place, units, outside=True)[0]
+        return self._all.moving(place, units, outside=True)[0]
 
     def moved(self, number: int) -> list[Line]:
         """A of one of several sites, f (1 - f) of all tokens at least: lines in its part f of the heads."""
@@ -157,7 +173,7 @@ class GroupLines:
         heads = self.heads[number]
         if units == 1 or not heads[0]:
             return Line(0.0, 0.0)
-        each, _ = self._moving(place, 1, outside=False)
+        each, _ = self._all.moving(place, 1, outside=False)
         a_head = [float(one.min()) for one in self._a_head[number]]
         longest = self._all.loads[0].again * a_head[0] + a_head[1]
         fewest = np.ceil(heads / units)
@@ -283,12 +299,6 @@ class GroupLines:
         """The smaller at both ends of each piece."""
         return np.minimum(values[:-1], values[1:])
 
-    def _moving(self, place: int, units: int, outside: bool) -> tuple[float, float]:
-        """Seconds a token of a pass's all-to-alls, and latency."""
-        passes = self._all.loads[place].again + 1
-        each, latency = self._all.alone.moving(place, units, outside)
-        return each / passes, latency / passes
-
     @cached_property
     def _left(self) -> float:
         """Seconds that are left for attention."""
@@ -309,7 +319,7 @@ class GroupLines:
     def _all_to_alls(self) -> Floats:
         """Those of a pass inside its only site, by the heads of the busiest member, [busiest, pieces]."""
         [(place, units)], part = self.shape, self._busiest / self._all.heads
-        each, latency = self._moving(place, 1, outside=False) if units > 1 else (0.0, 0.0)
+        each, latency = self._all.moving(place, 1, outside=False) if units > 1 else (0.0, 0.0)
         moved: Floats = each * part * (1 - part) * self._begin + latency
         return moved
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron_hexi.planner.bound.group_lines import GroupLines
 from megatron_hexi.planner.bound.rows import Rows, Term
-from megatron_hexi.planner.bound.setting import Setting
+from megatron_hexi.planner.bound.setting import Setting, Units
 
 
 class KeyTimes:
@@ -21,7 +21,7 @@ class KeyTimes:
         program: where rows go.
         setting: what groups have in common.
         groups: the groups.
-        order: their numbers, the outermost first; ``None``: any.
+        order: their numbers, the outermost first, as far as they are known.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class KeyTimes:
         program: Rows,
         setting: Setting,
         groups: Sequence[GroupLines],
-        order: Sequence[int] | None,
+        order: Sequence[int],
     ) -> None:
         self._program, self._all, self._groups, self._order = program, setting, groups, order
         self._known: dict[tuple[int, ...], list[Term]] = {}
@@ -44,11 +44,11 @@ class KeyTimes:
         users = group.members if group.on_one_site else float(units)
         if other.on_one_site:
             # Of a KV head that several members share, it is not known who sends it.
-            [(there, owners)] = other.shape
+            [owners] = other.shape
             is_known = group.on_one_site and self._all.ratio == 1
-            senders = other.members if is_known else float(owners)
-            bandwidth = self._all.bandwidth(here, users, there, senders)
-        elif any(there == here and other.heads[site][-1] for site, (there, _) in enumerate(other.shape)):
+            senders = other.members if is_known else float(owners[1])
+            bandwidth = self._all.bandwidth((here, units), owners, (users, senders))
+        elif any(other.heads[site][-1] for site in self._beside((here, units), other)):
             return 0.0
         else:
             bandwidth = self._all.lanes(here, users)
@@ -67,14 +67,34 @@ class KeyTimes:
         """Seconds for those of them that come from other sites."""
         return self.crossing(by, place, of, of)
 
-    def sent(self, of: int, users: Sequence[int]) -> list[Term]:
-        """Seconds for a group's keys to others; each KV head must be sent by the same unit."""
-        if self._all.ratio > 1 or not self._groups[of].on_one_site:
+    def sends(self, of: int, place: int, users: Sequence[int]) -> list[Term]:
+        """Seconds for a group's keys to others, or from one of its sites to other sites.
+
+        It is known only where each KV head is sent by the same unit.
+        """
+        if not self._knows_owners(of):
             return []
-        known = [user for user in users if self._groups[user].on_one_site]
         spread = [user for user in users if not self._groups[user].on_one_site]
-        alone = self._program.tokens[of], sum(self.between(user, 0, of) for user in known)
-        return [alone, *(term for user in spread for term in self.crossing(of, 0, user, of))]
+        if not self._groups[of].on_one_site:
+            return [term for user in users for term in self.crossing(of, place, user, of)]
+        each = sum(self.between(user, 0, of) for user in users if user not in spread)
+        alone = [(self._program.tokens[of], each)] if each else []
+        return [*alone, *(term for user in spread for term in self.crossing(of, 0, user, of))]
+
+    def is_between_counterparts(self, one: int, other: int) -> bool:
+        """Whether each head's keys travel between the units that have it, of two groups on one site each."""
+        return (
+            self._groups[one].on_one_site
+            and self._groups[other].on_one_site
+            and self._knows_owners(one)
+            and self._knows_owners(other)
+        )
+
+    def _knows_owners(self, number: int) -> bool:
+        """Whether it is known which unit of a group sends a KV head: no two have queries of it."""
+        return self._all.ratio == 1 or self._groups[number].shape[0][1] == 1 == len(
+            self._groups[number].shape
+        )
 
     def crossing(self, number: int, place: int, other: int, of: int) -> list[Term]:
         """Seconds of a site's units for keys that it gets from another group's other sites, or sends there.
@@ -98,7 +118,7 @@ class KeyTimes:
         (here, units), tokens = group.shape[place], self._program.tokens[of]
         seen = self.seen(number, other) if of == other else self.seen(other, number)
         each = seen * self._all.key_bytes / self._all.lanes(here, units)
-        beside = [site for site, (there, _) in enumerate(far.shape) if there == here]
+        beside = self._beside((here, units), far)
         if not beside and group.on_one_site:
             return [(tokens, each)]
         if far.on_one_site and beside:
@@ -121,10 +141,13 @@ class KeyTimes:
             self._program.above(time, [*terms, (tokens, each * beyond)], each * held * (at_zero - beyond))
         return [(time, 1.0)]
 
+    def _beside(self, units: Units, other: GroupLines) -> list[int]:
+        """Sites of a group on which the units of another one may be."""
+        return [site for site, others in enumerate(other.shape) if self._all.may_meet(units, others)]
+
     def seen(self, by: int, of: int) -> float:
         """The part of a group's keys that another one sees: half of those outside it, all inside it."""
         if not self._all.causal:
             return 1.0
-        if self._order is None:
-            return 0.5
-        return 1.0 if self._order.index(by) < self._order.index(of) else 0.5
+        known = [*self._order, of, by]  # who is not known to be outside may be inside
+        return 1.0 if known.index(by) < known.index(of) else 0.5

@@ -189,6 +189,25 @@ class Load:
         abroad = np.maximum(half * (part * length - site_tokens), seen - beside)
         return self.wire_seconds(self.units, seen, np.maximum(abroad, 0.0))
 
+    def moving(self, units: int, outside: bool, in_halves: bool) -> tuple[float, float]:
+        """All-to-alls of all passes: seconds a token, and latency.
+
+        Args:
+            units: that send or receive it together.
+            outside: to or from other sites, or else inside the site.
+            in_halves: whether one half of the queries hides.
+        """
+        links = self.links
+        lanes = (1 / self._job.tensor_parallel if links.shared else units) if outside else units
+        bandwidth = links.outside if outside else links.inside
+        size = self.token_bytes if in_halves else self.whole_token_bytes
+        latency = links.outside_s if outside else links.inside_s
+        return size / (bandwidth * lanes), 2 * (self.again + 1) * latency
+
+    def is_like(self, other: Load) -> bool:
+        """Whether a layer takes the same on another stage."""
+        return self.links == other.links and self._speeds == other._speeds
+
     def wire_seconds(self, units: Floats | int, seen: Floats, abroad: Floats) -> Floats:
         """One way of the exchange, for keys and values of all heads.
 

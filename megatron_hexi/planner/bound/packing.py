@@ -45,11 +45,11 @@ _FEW_SHAPES = 320
 #: What a group's depth among the nested ones costs (demand.price).
 _TILTS = (0.0, 0.5, 1.0)
 #: So many ways to pack whole groups are looked at at most; the bound is found to this part by them.
-_MOST_PACKINGS, _CLOSE = 400, 1e-3
+_MOST_PACKINGS, _CLOSE = 400, 1.5e-3
 #: Shapes that are worked out at once where there are more.
 _AT_ONCE = 8
-#: That is worth while where so much is left; so many programs of groups together are solved for a time.
-_WORTH, _TRIES = 0.005, 800
+#: That is worth while where so much is left; pairs of groups in programs that are solved for a time.
+_WORTH, _TRIES = 0.005, 12_000
 #: The bound is found to this part; what the linear program's rounding may take away.
 _PRECISION, _ROUNDING = 3e-4, 1e-6
 
@@ -102,12 +102,16 @@ class Packing:
         rows = job.seq_length * job.workload().local_heads / most
         self._halves: list[bool | None] = [None] if rows > _LARGE * 2 * BUSY_ROWS else [False, True]
         self._boxes = [_Box(span, groups, half) for half in self._halves for span, groups in boxes]
-        self._wholly = few and not several and job.pipeline_parallel == 1
+        self._wholly = few and not several
+        #: Pipeline stages, those together on which a layer takes the same.
+        self._stages = alike_stages(job, classes)
         self._of_interest = of_interest
         left = _OF_FEW if few else _WORKED_OUT
         self._worth = Worth(job, classes, self._shapes, turns, ring, of_interest, left)
         #: What no plan of a box stays below, by fractions of groups.
         self._least: dict[_Box, float] = {}
+        #: Whole groups that suffice in some time.
+        self._sufficed: dict[_Box, tuple[int, ...]] = {}
 
     def least_s(self) -> float:
         """Seconds that no plan stays below: by fractions of groups."""
@@ -119,14 +123,16 @@ class Packing:
 
     def wholly_least_s(self, longest_s: float) -> float:
         """The same by whole groups, where these are few, up to a time; after `least_s`."""
-        found = longest_s
-        # What allows most comes first: of the others it is enough that they allow no more.
-        for box in sorted(self._boxes, key=lambda box: self._least[box]):
-            least = self._least[box]
-            if self._wholly and longest_s > (1 + _WORTH) * least:
-                least = self._least_of(box, self._wholly_suffices, least, found, _CLOSE)
-            found = min(found, least)
-        return found
+        low, high = min(self._least.values()), longest_s
+        if not self._wholly or high <= (1 + _WORTH) * low:
+            return min(low, high)
+        while high - low > _CLOSE * high:
+            middle = (low + high) / 2
+            # What was enough in more time comes first, then what allows most by fractions.
+            boxes = sorted(self._boxes, key=lambda box: (box not in self._sufficed, self._least[box]))
+            may = any(self._least[box] < middle and self._wholly_suffices(middle, box) for box in boxes)
+            low, high = (low, middle) if may else (middle, high)
+        return low
 
     @staticmethod
     def _least_of(
@@ -143,18 +149,22 @@ class Packing:
     def _wholly_suffices(self, iteration_s: float, box: _Box) -> bool:
         """Whether whole groups may hold all tokens in the time, as far as these are looked at."""
         [way] = self._ways(box)
-        layer_s = self._worth.layer_s(iteration_s, way[0])
-        setting = Setting(self._job, self._classes, way[2], self._worth.group_times(way), layer_s)
-        packed = self._packings(setting, iteration_s, box.span, way)
+        layer_s, times = self._worth.layer_s(iteration_s, way[0]), self._worth.group_times(way)
+        settings = [
+            Setting(self._job, self._classes, way[2], times, layer_s, stages) for stages in self._stages
+        ]
+        packed = self._packings(settings, iteration_s, box.span, way)
         if packed is None:
             return True
-        tries = Tries(_TRIES)
-        return any(
-            suffices(setting, [self._shapes[shape] for shape in one], most, tries) for one, most in packed
-        )
+        tries, before = Tries(_TRIES), self._sufficed.pop(box, None)
+        for one, most in sorted(packed, key=lambda of_one: of_one[0] != before):
+            if suffices(settings, [self._shapes[shape] for shape in one], most, tries):
+                self._sufficed[box] = one
+                return True
+        return False
 
     def _packings(
-        self, setting: Setting, iteration_s: float, span: Span, way: Way
+        self, settings: Sequence[Setting], iteration_s: float, span: Span, way: Way
     ) -> list[tuple[tuple[int, ...], Floats]] | None:
         """Every way to pack whole groups that may hold all tokens, and what each of them holds at most.
 
@@ -166,7 +176,7 @@ class Packing:
             if program.solve(worth)[0] < self._tokens * (1 - _ROUNDING):
                 return []
             prices = program.prices()
-            beside = Beside(setting, self._shapes, worth / way[0], span[0])
+            beside = Beside(settings, self._shapes, worth / way[0], span[0])
             packed = packings(
                 self._worth.used, self._units, span, worth, self._tokens, prices, beside.most, _MOST_PACKINGS
             )
@@ -235,6 +245,19 @@ class Packing:
                 self._worth.work_out(shape, ways[place[0]])
                 found = self._worth.of_one(iteration_s, shape, ways[place[0]], tilt)
                 worth[place], worked[place] = min(worth[place], found), True
+
+
+def alike_stages(job: Job, classes: Sequence[SiteClass]) -> list[list[int]]:
+    """Pipeline stages by what a layer takes on them, whatever the units."""
+    found: list[list[int]] = []
+    for stage in range(job.pipeline_parallel):
+        for alike in found:
+            if all(site.loads[stage].is_like(site.loads[alike[0]]) for site in classes):
+                alike.append(stage)
+                break
+        else:
+            found.append([stage])
+    return found
 
 
 def packable(classes: Sequence[SiteClass]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.planner.bound.arrivals import Arrivals, Start
 from megatron_hexi.planner.bound.group_lines import GroupLines
 from megatron_hexi.planner.bound.key_times import KeyTimes
 from megatron_hexi.planner.bound.rows import Rows, Term, scaled
@@ -28,7 +29,7 @@ class PassRows:
         setting: what groups have in common.
         groups: the groups.
         keys: what these take.
-        order: numbers of the groups, the outermost first; ``None``: any.
+        order: numbers of the groups, the outermost first, as far as they are known.
         one: the pass.
         roughly: leave out what follows from when each group's keys are posted: fewer rows.
     """
@@ -39,7 +40,7 @@ class PassRows:
         setting: Setting,
         groups: Sequence[GroupLines],
         keys: KeyTimes,
-        order: Sequence[int] | None,
+        order: Sequence[int],
         one: Pass,
         roughly: bool,
     ) -> None:
@@ -48,7 +49,7 @@ class PassRows:
         # Keys go out again in the backward pass, and their gradients come home.
         self._times = 1 + one.way
         self._parts = min(group.parts for group in groups)
-        self._end = program.time(one.times)
+        self._end = program.time(one.times * setting.weight)
         #: X of each group, and its all-to-alls where it is on several sites.
         self._begins = [program.time() for _ in groups]
         self._moves = [program.time() for _ in groups]
@@ -64,7 +65,7 @@ class PassRows:
             self._taking_turns(number)
             for other in self._others(number):
                 self._late(number, other)
-        if order is not None:
+        if len(order) == len(groups):
             self._in_order(order)
 
     def _alone(self, number: int) -> None:
@@ -88,8 +89,11 @@ class PassRows:
             line = group.moved_inside(site)
             above(moves, [(held, line.slope)], line.at_zero)
             self._border(number, site)
+            more = group.attention_beyond(site, self._way)
             for line in group.attention(site, self._way):
-                above(self._end, [(begins, 1.0), (moves, 1.0), (part, line.slope)], line.at_zero)
+                terms = [(begins, 1.0), (moves, 1.0), (part, line.slope)]
+                above(self._end, terms, line.at_zero)
+                above(self._end, [*terms, self._of(number, more)], line.at_zero + more.at_zero)
 
     def _border(self, number: int, site: int) -> None:
         """A site that holds T of G tokens and has a part f of the heads sends (1 - f) T, and gets f (G - T).
@@ -121,16 +125,10 @@ class PassRows:
                 self._after(number, place, number, scaled(self._times, away))
 
     def _sent(self, number: int) -> None:
-        """Keys to all other groups, or from each site to others; each KV head is sent by the same unit."""
-        if self._all.ratio > 1:
-            return
-        group, users = self._groups[number], self._others(number)
-        if group.on_one_site:
-            self._after(number, 0, number, scaled(self._times, self._keys.sent(number, users)))
-            return
-        for place in range(len(group.shape)):
-            away = [term for user in users for term in self._keys.crossing(number, place, user, number)]
-            self._after(number, place, number, scaled(self._times, away))
+        """Keys to all other groups, or from each site to others."""
+        for place in range(len(self._groups[number].shape)):
+            keys = self._keys.sends(number, place, self._others(number))
+            self._after(number, place, number, scaled(self._times, keys))
 
     def _late(self, number: int, of: int) -> None:
         """Another group's keys, that are posted late, and the attention to them."""
@@ -146,8 +144,8 @@ class PassRows:
         """Keys from other sites and the attention to them, in so many steps."""
         group = self._groups[number]
         others = [of for of in self._others(number) if self._groups[of].on_one_site]
-        for place, (here, _) in enumerate(group.shape):
-            away = [of for of in others if self._groups[of].shape[0][0] != here]
+        for place, units in enumerate(group.shape):
+            away = [of for of in others if not self._all.may_meet(units, self._groups[of].shape[0])]
             keys = sum(self._groups[of].least for of in away)
             each = min((self._keys.between(number, place, of) for of in away), default=0.0)
             # Gradients of a step go home after it: then an empty last step is best.
@@ -177,23 +175,17 @@ class PassRows:
             self._after(number, 0, number, arriving, by_work * work)
 
     def _in_order(self, order: Sequence[int]) -> None:
-        """In step s a group uses the keys of the group s places before it, and its own are used s places on.
-
-        Keys are received in the order of steps, and sent in that order; attention to them and to those of
-        later steps follows.
-        """
-        count = len(order)
+        """What follows when the keys of a step are there: attention to them and to those of later steps."""
+        arrivals = Arrivals(self._program, self._groups, self._keys, order, self._posted)
         for turn, number in enumerate(order):
-            sources = [order[(turn - step) % count] for step in range(1, count)]
-            for step, source in enumerate(sources, start=1):
-                users = [order[(turn - step + on) % count] for on in range(1, step + 1)]
-                sent, later = self._keys.sent(source, users), sources[step - 1 :]
-                for place in range(len(self._groups[number].shape)):
-                    keys = [term for of in sources[:step] for term in self._keys.needed(number, place, of)]
-                    self._step(number, place, number, keys, later)
-                    self._step(number, place, source, sent, later)
+            sources = arrivals.sources(turn)
+            for place in range(len(self._groups[number].shape)):
+                for step in range(1, len(order)):
+                    self._step(number, place, arrivals.at[number, place, step], sources[step - 1 :])
+                # Gradients of keys go home over the same wire.
+                self._after(number, place, number, scaled(self._times, arrivals.takes[number, place]))
 
-    def _step(self, number: int, place: int, end: int, terms: Sequence[Term], sources: Sequence[int]) -> None:
+    def _step(self, number: int, place: int, arrived: Start, sources: Sequence[int]) -> None:
         """What follows when the keys of the first of some sources are there: attention, and gradients home.
 
         Of the very first step, a part is left; and its gradients are, where it is the last one too.
@@ -203,17 +195,14 @@ class PassRows:
         keys = sum(self._groups[source].least for source in sources[1:])
         keys += self._groups[sources[0]].least / parts
         seconds = group.work(place, self._way, keys)
-        self._after(number, place, end, terms, seconds)
+        self._following(number, place, arrived, (), seconds)
         if self._way == 1:
-            (posts, begins), (leaves, ends) = self._posted[end], self._left[last]
+            (start, begins), (leaves, ends) = arrived, self._left[last]
             (variable, each), at_zero = self._lasts(number, place, seconds)
             often = 1 / (parts if len(sources) == 1 else 1)
             back = scaled(often, self._keys.needed(number, place, last))
-            self._program.above(
-                self._end,
-                [*posts, *terms, (variable, each), *back, *leaves],
-                begins + at_zero + ends,
-            )
+            terms = [*start, (variable, each), *back, *leaves]
+            self._program.above(self._end, terms, begins + at_zero + ends)
 
     def _after(
         self, number: int, place: int, posted: int, terms: Sequence[Term], seconds: Floats | float = 0.0
@@ -227,14 +216,20 @@ class PassRows:
             terms: what it waits for besides.
             seconds: what follows, of the site if that had all heads; [pieces] or a number.
         """
-        group, (start, at_zero) = self._groups[number], self._posted[posted]
+        self._following(number, place, self._posted[posted], terms, seconds)
+
+    def _following(
+        self, number: int, place: int, start: Start, terms: Sequence[Term], seconds: Floats | float
+    ) -> None:
+        """The same from any start on."""
+        group, (before, at_zero) = self._groups[number], start
         if group.on_one_site:
             term, lasts = self._lasts(number, place, seconds + group.leaves(self._way))
-            self._program.above(self._end, [*start, *terms, term], at_zero + lasts)
+            self._program.above(self._end, [*before, *terms, term], at_zero + lasts)
         else:
             term, lasts = self._lasts(number, place, seconds)
             leaves = self._moves[number], self._all.after[self._way]
-            self._program.above(self._end, [*start, *terms, leaves, term], at_zero + lasts)
+            self._program.above(self._end, [*before, *terms, leaves, term], at_zero + lasts)
 
     def _lasts(self, number: int, place: int, seconds: Floats | float) -> tuple[Term, float]:
         """What a site takes that takes so long with all heads, [pieces] or a number."""

@@ -22,7 +22,7 @@ class Rows(Protocol):
     parts: list[list[int]]
     held: list[list[int]]
 
-    def time(self, count: int = 0) -> int:
+    def time(self, count: float = 0.0) -> int:
         """A time, that counts so often."""
 
     def above(self, time: int, terms: Sequence[Term], at_least: float = 0.0) -> None:

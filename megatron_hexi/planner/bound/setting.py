@@ -16,6 +16,8 @@ from megatron_hexi.plan.parts import BUSY_ROWS, MOST_PARTS
 from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.site_times import SiteClass, held_in
 
+#: Units of a group on a site: their class, and how many.
+Units = tuple[int, int]
 #: Times and numbers of tokens in which tokens are looked up, and the shortest time as a part of the longest.
 _TIMES, _SIZES, _SHORTEST = 6_000, 12_000, 1e-4
 
@@ -37,14 +39,18 @@ class Line:
 
 
 class Setting:
-    """What all groups have in common, on one pipeline stage.
+    """What all groups have in common, on pipeline stages that are alike.
+
+    Times are those of a layer on average of all stages. The vocabulary, which only the last one has, comes
+    with its part of that.
 
     Args:
         job: the job.
         classes: of sites.
         halves: whether all-to-alls travel in two; ``None``: whatever is better.
         alone: times of groups that are alone.
-        longest_s: of a layer; what takes longer is of no interest.
+        longest_s: of a layer, on average; what takes longer is of no interest.
+        stages: of the pipeline.
     """
 
     def __init__(
@@ -54,10 +60,15 @@ class Setting:
         halves: bool | None,
         alone: GroupTimes,
         longest_s: float,
+        stages: Sequence[int] = (0,),
     ) -> None:
         workload = job.workload()
-        self.loads, self.alone = [site.loads[0] for site in classes], alone
-        self._sites = [site.count for site in classes]
+        self.loads, self.alone = [site.loads[stages[0]] for site in classes], alone
+        #: What these stages are of a layer's time; and the longest of theirs, if the others took none.
+        self.weight = float(alone.weights[list(stages)].sum())
+        self.average_s, self.longest_s = longest_s, longest_s / self.weight
+        self._last, self._in_halves = [site.loads[-1] for site in classes], halves is not False
+        self._classes = classes
         self.length, self.heads, self.width = float(job.seq_length), workload.local_heads, job.tensor_parallel
         self.causal, self.ratio = workload.causal, workload.queries_per_kv
         self.key_bytes = self.loads[0].key_bytes
@@ -72,29 +83,43 @@ class Setting:
         whole = columns + keys if halves is not False else 2 * columns + keys
         #: The part before attention, and the part after it, forward and backward.
         self.before, self.after = (with_keys / whole, without / whole), (without / whole, with_keys / whole)
-        self.times = longest_s * np.geomspace(_SHORTEST, 1, _TIMES)
+        self.times = self.longest_s * np.geomspace(_SHORTEST, 1, _TIMES)
         #: Tokens that a unit of each class is done with in these: forward, backward, with the vocabulary.
         self.held = [self._of_class(place) for place in range(len(classes))]
 
-    @property
-    def longest_s(self) -> float:
-        """Of a layer."""
-        return float(self.times[-1])
+    def may_meet(self, one: Units, other: Units) -> bool:
+        """Whether units of two groups may be on the same site: there is room for both."""
+        return one[0] == other[0] and one[1] + other[1] <= self._classes[one[0]].size
 
-    def bandwidth(self, here: int, units: float, there: int, others: float) -> float:
-        """Bytes/s at most from so many units of a class to so many of another, of another group."""
-        outside = min(self.lanes(here, units), self.lanes(there, others))
-        if here != there:
+    def bandwidth(self, one: Units, other: Units, busy: tuple[float, float] | None = None) -> float:
+        """Bytes/s at most from units of a group to units of another one.
+
+        Args:
+            one: units of the one group.
+            other: of the other.
+            busy: so many as are as busy as if their group's heads were spread evenly; ``None``: all.
+        """
+        (here, units), (there, others) = one, other
+        many, more = busy or (units, others)
+        outside = min(self.lanes(here, many), self.lanes(there, more))
+        if not self.may_meet(one, other):
             return outside
-        inside = self.loads[here].links.inside * min(units, others)
+        inside = self.loads[here].links.inside * min(many, more)
         # Groups of a class may be on one site or on two.
-        return inside if self._sites[here] == 1 else max(inside, outside)
+        return inside if self._classes[here].count == 1 else max(inside, outside)
+
+    def moving(self, place: int, units: int, outside: bool) -> tuple[float, float]:
+        """All-to-alls of a pass: seconds a token that so many units of a class move, and latency."""
+        load = self.loads[place]
+        each, latency = load.moving(units, outside, self._in_halves)
+        return each / (load.again + 1), latency / (load.again + 1)
 
     def _of_class(self, place: int) -> list[Floats]:
         sizes = np.geomspace(1, 2 * self.length, _SIZES)
         load, found = self.loads[place], []
         forward, backward = load.pass_seconds(sizes)
-        for seconds in (forward, backward, load.logits_seconds(sizes) + np.zeros(_SIZES)):
+        logits = self.alone.weights[-1] * self._last[place].logits_seconds(sizes)
+        for seconds in (forward, backward, logits + np.zeros(_SIZES)):
             found.append(held_in(self.times, sizes, seconds))
         return found
 

@@ -186,12 +186,8 @@ class SiteTimes:
         """Seconds a token that so many units send to or receive from other sites (or units), and latency."""
         each = latency = 0.0
         for weight, load in self._stages:
-            links = load.links
-            lanes = (1 / self._job.tensor_parallel if links.shared else units) if outside else units
-            bandwidth = links.outside if outside else links.inside
-            size = load.whole_token_bytes if self._halves is False else load.token_bytes
-            each += weight * size / (bandwidth * lanes)
-            latency += weight * 2 * (load.again + 1) * (links.outside_s if outside else links.inside_s)
+            seconds, waits = load.moving(units, outside, in_halves=self._halves is not False)
+            each, latency = each + weight * seconds, latency + weight * waits
         return each, latency
 
     def _attention(
