@@ -218,6 +218,10 @@ def _flops(results: Mapping[str, Result]) -> Target | None:
     if not found:
         return None
     short = [name for name, ratio in found.items() if ratio < FLOPS]
+    # What the mixed side's best conceivable plan would have beside the homogeneous side's plan.
+    gaps = {name: one.ours.gap for name, one in results.items() if one.ours is not None}
+    reach = {name: ratio * (1 + gaps[name]) for name, ratio in found.items()}
+    beyond = sum(reach[name] < FLOPS for name in short)
     sides = {
         cell.name: f"{_of_ceiling(results[cell.name])}; homogeneous: {_of_ceiling(results[other_side(cell)])}"
         for cell in mixed_cells(results)
@@ -226,9 +230,10 @@ def _flops(results: Mapping[str, Result]) -> Target | None:
     return Target(
         f"FLOP-matched: mixed over homogeneous, per achieved FLOP, at least {FLOPS}",
         f"{len(found) - len(short)} of {len(found)} cells; {min(found.values()):.3f} to "
-        f"{max(found.values()):.3f} ({len(ratios) - len(found)} more where a side does not fit)",
+        f"{max(found.values()):.3f} ({len(ratios) - len(found)} more where a side does not fit); in {beyond} "
+        "of the others no plan of the mixed side can reach it",
         not short,
-        tuple(f"{name}: {found[name]:.3f}, {sides[name]}" for name in short),
+        tuple(f"{name}: {found[name]:.3f}, at most {reach[name]:.3f}; {sides[name]}" for name in short),
     )
 
 

@@ -63,7 +63,7 @@ _TURNS = 32
 #: Times between the bound and what is known to be possible for which groupings are named.
 _AIMS = 5
 #: Up to so many choices of a replica's units are looked at.
-_MOST_REPLICAS = 100
+_MOST_REPLICAS = 150
 
 
 @dataclass(frozen=True)
