@@ -17,7 +17,7 @@ from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import random_change, random_layouts, random_parallel_case, reproduce
 
-MANY = 10_000
+MANY = 1_000_000
 
 
 def layer_s(trial, weights):
@@ -41,12 +41,11 @@ def settings_of(fleet, trial, time):
         shapes.append(tuple((number, len(units)) for (number, _), units in sorted(sites.items())))
     halves = trial.plan.exchange.parts > 1
     span, count = (len(parts), len(parts)), trial.layouts[0].micro_batches
-    [*weights] = GroupTimes(fleet.job, classes, shapes, count, span, (0.0, 1.0), halves).weights
+    weights = GroupTimes(fleet.job, classes, shapes, count, span, (0.0, 1.0), halves).weights
     longest_s = time * layer_s(trial, weights)
     alone = GroupTimes(fleet.job, classes, shapes, count, span, (0.0, longest_s), halves)
     settings = [
-        Setting(fleet.job, classes, halves, alone, longest_s, stages)
-        for stages in alike_stages(fleet.job, classes)
+        Setting(fleet.job, classes, halves, alone, longest_s, stages) for stages in alike_stages(classes)
     ]
     return settings, shapes, np.array([one.total for one in parts])
 

@@ -103,7 +103,7 @@ class GroupLines:
         return below(heads / self._all.heads, busiest)
 
     def attention_beyond(self, number: int, way: int) -> Line:
-        """What the fewest heads of the busiest member take beyond that: a line in the group's tokens.
+        """What Y of a site grows by with the group's tokens, by its fewest heads: a line in these tokens.
 
         Of a product x y, x' y + x y' - x' y' is below it, where x' and y' are the least (McCormick 1976).
         """

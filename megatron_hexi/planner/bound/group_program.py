@@ -87,13 +87,12 @@ class GroupProgram:
             self.parts.append(parts)
             self.held.append(held)
         self._vocabulary(groups)
-        for place, (setting, groups) in enumerate(stages):
-            keys = KeyTimes(self, setting, groups, order)
-            if not place:
-                for number in range(len(groups)):
-                    self._share_memory(groups, number, keys)
-            for one in setting.passes:
-                PassRows(self, setting, groups, keys, order, one, roughly)
+        keys = [KeyTimes(self, *stage, order) for stage in stages]
+        for number in range(len(groups)):
+            self._share_memory(groups, number, keys[0])
+        for stage, of_stage in zip(stages, keys, strict=True):
+            for one in stage.setting.passes:
+                PassRows(self, *stage, of_stage, order, one, roughly)
 
     def time(self, count: float = 0.0) -> int:
         """A time, that counts so often."""

@@ -104,7 +104,7 @@ class Packing:
         self._boxes = [_Box(span, groups, half) for half in self._halves for span, groups in boxes]
         self._wholly = few and not several
         #: Pipeline stages, those together on which a layer takes the same.
-        self._stages = alike_stages(job, classes)
+        self._stages = alike_stages(classes)
         self._of_interest = of_interest
         left = _OF_FEW if few else _WORKED_OUT
         self._worth = Worth(job, classes, self._shapes, turns, ring, of_interest, left)
@@ -247,10 +247,10 @@ class Packing:
                 worth[place], worked[place] = min(worth[place], found), True
 
 
-def alike_stages(job: Job, classes: Sequence[SiteClass]) -> list[list[int]]:
+def alike_stages(classes: Sequence[SiteClass]) -> list[list[int]]:
     """Pipeline stages by what a layer takes on them, whatever the units."""
     found: list[list[int]] = []
-    for stage in range(job.pipeline_parallel):
+    for stage in range(len(classes[0].loads)):
         for alike in found:
             if all(site.loads[stage].is_like(site.loads[alike[0]]) for site in classes):
                 alike.append(stage)
