@@ -84,7 +84,7 @@ def _parts(
 
 
 def _targets(found: Sequence[Target]) -> str:
-    rows = [[one.asked, one.measured, "yes" if one.met else "**no**"] for one in found]
+    rows = [[one.asked, one.measured, one.verdict] for one in found]
     parts = [words.table(("asked for", "came out", "met"), rows, words=(0, 1, 2))]
     for one in found:
         if one.short:

@@ -58,12 +58,19 @@ class Target:
         measured: in words.
         met: whether.
         short: the cells that are short of it, each with what bounds it.
+        proven: whether the bound is short of it, too, in all of these.
     """
 
     asked: str
     measured: str
     met: bool
     short: tuple[str, ...] = ()
+    proven: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """Whether it is met, in words."""
+        return "yes" if self.met else "where the bound allows it" if self.proven else "**no**"
 
 
 def cells_of(results: Mapping[str, Result], **fields: object) -> list[tuple[Cell, Result]]:
@@ -205,6 +212,7 @@ def _ceiling(asked: str, cells: Sequence[tuple[Cell, Result]]) -> Target | None:
         measured,
         not short,
         tuple(f"{name}: {_of_ceiling(results[name])}" for name in short),
+        proven=len(bounded) == len(short),
     )
 
 
@@ -234,6 +242,7 @@ def _flops(results: Mapping[str, Result]) -> Target | None:
         "of the others no plan of the mixed side can reach it",
         not short,
         tuple(f"{name}: {found[name]:.3f}, at most {reach[name]:.3f}; {sides[name]}" for name in short),
+        proven=beyond == len(short),
     )
 
 
@@ -287,6 +296,7 @@ def findings(results: Mapping[str, Result]) -> list[str]:
     """The targets, for the terminal."""
     lines = []
     for target in targets(results):
-        lines.append(f"{'met  ' if target.met else 'SHORT'} {target.asked}: {target.measured}")
+        verdict = "met  " if target.met else "bound" if target.proven else "SHORT"
+        lines.append(f"{verdict} {target.asked}: {target.measured}")
         lines += [f"        {line}" for line in target.short]
     return lines

@@ -10,20 +10,29 @@ from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.search import DomainSearch, grouping_of
 from megatron_hexi.planner.solver import refine
 from megatron_hexi.planner.trial import Judge, Trial
-from megatron_hexi.planner.tune import tune
+from megatron_hexi.planner.tune import Effort, tune
 from megatron_hexi.planner.units import Fleet
 
+#: Where the bound leaves more than this part to be found, a plan is improved.
+LEFT = 0.01
 #: Groupings of more than a handful of units and up to so many are changed at random.
 _FEW_ENOUGH = 96
 #: Of so few, some are left out and others come in.
 _FEW_TO_CHOOSE = 40
-#: Layouts that differ in their groups are tuned by so many trials each; the best of them by so many more, or
-#: of more units than this by fewer.
-_RIVALS, _AT_FIRST = 6, 60
-_FEW_TO_TUNE, _AT_LAST, _OF_MANY = 128, 300, 30
+#: Layouts that differ in their groups are tuned: so many of the best, then fewer of them longer, by smaller
+#: steps; so many trials at most, and so many for each unit without a gain.
+_COARSE, _FINE = (0.005, 0.02, 0.06, 0.2, 0.5), (0.001, 0.003, 0.01, 0.05, 0.3)
+_ROUNDS = ((8, 150, 4, _COARSE), (3, 600, 10, _COARSE), (2, 3000, 25, _FINE), (1, 3000, 25, _FINE))
+#: A trial takes about as the square of units: of more than this, so many fewer layouts are timed.
+_UNITS, _LEAST_TRIALS = 40, 30
+#: The bound leaves so much to be found, as a part of the time, that all of it is worth looking for; where it
+#: leaves less, patience is less, but this part of it at least.
+_MUCH, _LITTLE = 0.03, 0.2
+
+_Groups = frozenset[frozenset[frozenset[int]]]
 
 
-def improve(judge: Judge, fleet: Fleet, best: Trial, groupings: Sequence[Grouping]) -> Trial:
+def improve(judge: Judge, fleet: Fleet, best: Trial, groupings: Sequence[Grouping], least_s: float) -> Trial:
     """The best that random changes come by: as good as `best` or better.
 
     Which of some groupings is the best shows when each is tuned: those that wait for keys gain most.
@@ -33,26 +42,28 @@ def improve(judge: Judge, fleet: Fleet, best: Trial, groupings: Sequence[Groupin
         fleet: all units.
         best: the best so far.
         groupings: of all units as one replica, that are worth a look (those that the bound names).
+        least_s: an iteration that no plan passes.
     """
-    alone = [best] if len(best.layouts) == 1 else []
-    rivals = dict[frozenset[frozenset[int]], Trial]()
-    for trial in sorted([*alone, *_changed(judge, fleet, best, groupings)], key=lambda trial: trial.order):
-        if len(rivals) < _RIVALS:
-            rivals.setdefault(_groups(trial), trial)
-    found = [best, *rivals.values()]
-    if len(rivals) > 1:
-        found = [best, *(tune(judge, trial, _AT_FIRST) for trial in rivals.values())]
-    winner = min(found, key=lambda trial: trial.order)
-    budget = _AT_LAST if len(winner.fleet.units) <= _FEW_TO_TUNE else _OF_MANY
-    tuned = tune(judge, winner, budget)
+    rivals = dict[_Groups, Trial]()
+    for trial in sorted([best, *_changed(judge, fleet, best, groupings)], key=lambda trial: trial.order):
+        rivals.setdefault(_groups(trial), trial)
+    field = list(rivals.values())
+    units = len(best.fleet.units)
+    scale = min(1.0, _UNITS / units) ** 2
+    worth = min(1.0, max(_LITTLE, (best.iteration_s / least_s - 1 - LEFT) / (_MUCH - LEFT)))
+    for series, (count, trials, patience, steps) in enumerate(_ROUNDS):
+        effort = Effort(max(_LEAST_TRIALS, int(scale * trials)), int(worth * patience * units), steps, series)
+        field = [tune(judge, trial, effort) for trial in sorted(field, key=lambda one: one.order)[:count]]
+    tuned = min(field, key=lambda trial: trial.order)
     return best if tuned is best else refine(judge, tuned).trial
 
 
-def _groups(trial: Trial) -> frozenset[frozenset[int]]:
-    """The GPUs of each group."""
+def _groups(trial: Trial) -> _Groups:
+    """The GPUs of each group of each replica."""
     units = trial.fleet.units
     return frozenset(
-        frozenset(units[unit].gpus[0][0] for unit in part.units) for part in trial.layouts[0].parts
+        frozenset(frozenset(units[unit].gpus[0][0] for unit in part.units) for part in layout.parts)
+        for layout in trial.layouts
     )
 
 

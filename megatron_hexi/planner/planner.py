@@ -16,7 +16,7 @@ from megatron_hexi.planner.baselines import Baseline, find_baselines
 from megatron_hexi.planner.bound import Bound, LowerBound
 from megatron_hexi.planner.choose import fleets
 from megatron_hexi.planner.guess import FirstGuess
-from megatron_hexi.planner.improve import improve
+from megatron_hexi.planner.improve import LEFT, improve
 from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.replicas import ReplicaSearch, equal_deals, free_deals
@@ -29,8 +29,6 @@ from megatron_hexi.planner.units import Fleet, find_units
 
 #: Of up to so many units, `auto` also tries equal replicas on every set of them.
 _FEW_UNITS = 8
-#: Where the bound leaves more than this part to be found, the plan is improved.
-_LEFT = 0.01
 
 
 def find_plan(
@@ -78,10 +76,10 @@ def find_plan(
     lower = LowerBound(fleet, data_parallel, best.iteration_s)
     bound = lower.roughly()
     if not quick:
-        if best.iteration_s > (1 + _LEFT) * bound.iteration_s:
+        if best.iteration_s > (1 + LEFT) * bound.iteration_s:
             tell("changes", 0, 1)
             named = _named(fleet, best, bound, data_parallel)
-            best = improve(judge, fleet, best, named)
+            best = improve(judge, fleet, best, named, bound.iteration_s)
         tell("proof", 0, 1)
         bound = lower.closely(best.iteration_s)
     return _planned(fleet, best, bound, baselines, judge.trials, begun)

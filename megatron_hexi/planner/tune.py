@@ -2,68 +2,117 @@
 
 Where keys bound a plan, an inner group and an outer one of the same units do not want the same: they see and
 send different parts of the others' keys, and wait for each other's. So tokens of one group, tokens and heads
-inside one, the order of groups, and who is in which are changed, one at a time: a change is kept, and made
-again, if the cost model likes it.
+inside one, the order of groups, and who is in which are changed, one at a time (moves.py): a change is kept,
+and made again twice as far, if the cost model likes it. Groups that stand in another order, or have other
+units, are out of step until they have other tokens: these are moved before it is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from math import exp
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.deal import deal_tokens
-from megatron_hexi.planner.layout import Layout, Part
+from megatron_hexi.planner.layout import units_by_rank
+from megatron_hexi.planner.moves import Change, Parts, drawn, shared
 from megatron_hexi.planner.trial import Judge, Trial
-from megatron_hexi.planner.units import Fleet
 
-#: Logarithms of the factors by which tokens are changed.
-_STEPS = (0.005, 0.02, 0.06, 0.2, 0.5)
-#: How often what is changed where there are several groups: their order, tokens of one, two units exchanged;
-#: and tokens inside a group. Else, it is heads.
-_ORDER, _TOKENS, _UNITS, _INSIDE = 0.3, 0.3, 0.15, 0.2
 #: What is less than this part faster is as fast.
 _LEAST = 1e-6
+#: What takes less than this factor of the best's time is levelled, so often at most: groups have tokens by
+#: when they are done, to one of these powers.
+_ALMOST, _LEVELLINGS, _EXPONENTS = 1.01, 2, (0.5, 1.0)
 
-_Parts = tuple[Part, ...]
-_Change = Callable[[_Parts], _Parts]
+
+@dataclass(frozen=True)
+class Effort:
+    """What tuning may take.
+
+    Args:
+        trials: layouts to time at most.
+        patience: of them, one after the other, that are no better before it ends.
+        steps: logarithms of the factors by which tokens are changed.
+        series: of random numbers.
+    """
+
+    trials: int
+    patience: int
+    steps: tuple[float, ...]
+    series: int
 
 
-def tune(judge: Judge, trial: Trial, most: int) -> Trial:
-    """The best that is found with at most so many more layouts timed.
+def tune(judge: Judge, trial: Trial, effort: Effort) -> Trial:
+    """The best that is found.
 
     Replicas that are alike are changed alike.
 
     Args:
-        judge: times them.
+        judge: times layouts.
         trial: where changes begin.
-        most: layouts.
+        effort: how long to look.
     """
-    end, chance = judge.trials + most, Random(0)
-    alike = _alike(trial)
-
-    def keep(change: _Change, replicas: Sequence[int]) -> bool:
-        nonlocal trial
-        layouts = list(trial.layouts)
-        for number in replicas:
-            layouts[number] = replace(layouts[number], parts=change(layouts[number].parts))
-        if tuple(layouts) == trial.layouts or judge.trials >= end:
-            return False
-        other = judge.try_out(trial.fleet, layouts, trial.window)
-        better = (other.excess, other.iteration_s * (1 + _LEAST)) < trial.order
-        trial = other if better else trial
-        return better
-
-    for _ in range(most):
-        replicas = chance.choice(alike)
-        change, again = _drawn(chance, trial.fleet, trial.layouts[replicas[0]])
-        while keep(change, replicas) and again:
-            pass
+    chance, alike = Random(effort.series), _alike(trial)
+    end, gained = judge.trials + effort.trials, judge.trials
+    for _ in range(effort.trials):
+        if judge.trials >= min(end, gained + effort.patience):
+            break
+        replicas, exponent = chance.choice(alike), chance.choice(_EXPONENTS)
+        move = drawn(chance, trial.fleet, trial.layouts[replicas[0]], effort.steps)
+        while judge.trials < end:
+            other = _changed(judge, trial, replicas, move.change)
+            if other is not None and move.further is None:
+                other = _levelled(judge, other, trial, replicas, exponent, end)
+            if other is None or not _is_better(other, trial):
+                break
+            trial, gained = other, judge.trials
+            if move.further is None:
+                break
+            move = move.further()
     return trial
+
+
+def _is_better(one: Trial, other: Trial) -> bool:
+    return (one.excess, one.iteration_s * (1 + _LEAST)) < other.order
+
+
+def _changed(judge: Judge, trial: Trial, replicas: Sequence[int], change: Change) -> Trial | None:
+    """The trial with some replicas changed; ``None`` if that changes nothing."""
+    layouts = list(trial.layouts)
+    for number in replicas:
+        layouts[number] = replace(layouts[number], parts=change(layouts[number].parts))
+    if tuple(layouts) == trial.layouts:
+        return None
+    return judge.try_out(trial.fleet, layouts, trial.window)
+
+
+def _levelled(
+    judge: Judge, trial: Trial, rival: Trial, replicas: Sequence[int], exponent: float, end: int
+) -> Trial:
+    """The trial with tokens moved to groups that are done early, if it is almost as good as its rival."""
+    for _ in range(_LEVELLINGS):
+        is_close = trial.excess <= rival.excess and trial.iteration_s < _ALMOST * rival.iteration_s
+        if not is_close or _is_better(trial, rival) or judge.trials >= end:
+            break
+        other = _changed(judge, trial, replicas, _by_end(trial, exponent))
+        if other is None or not _is_better(other, trial):
+            break
+        trial = other
+    return trial
+
+
+def _by_end(trial: Trial, exponent: float) -> Change:
+    """Fewer tokens for groups that are done late with all passes of a layer, on the slowest stage."""
+    stages = [sum(one.finish for one in stage.passes) for stage in trial.timing.stages]
+    units = units_by_rank(trial.fleet, trial.layouts)
+    # A group may have nothing to do.
+    done = dict(zip(units, np.maximum(np.max(stages, axis=0), 1e-30), strict=True))
+
+    def change(parts: Parts) -> Parts:
+        return shared(parts, np.array([part.total / done[part.units[0]] ** exponent for part in parts]))
+
+    return change
 
 
 def _alike(trial: Trial) -> list[list[int]]:
@@ -73,114 +122,3 @@ def _alike(trial: Trial) -> list[list[int]]:
         kinds = tuple(tuple(units[unit].kind for unit in part.units) for part in layout.parts)
         alike.setdefault((kinds, layout.micro_batches), []).append(number)
     return list(alike.values())
-
-
-def _drawn(chance: Random, fleet: Fleet, layout: Layout) -> tuple[_Change, bool]:
-    """A change, and whether it is worth making again."""
-    parts, move = layout.parts, chance.random()
-    if len(parts) == 1:
-        move = chance.uniform(_ORDER + _TOKENS + _UNITS, 1)
-    else:
-        one, other = chance.sample(range(len(parts)), 2)
-        if move < _ORDER:
-            return (_exchanged(one, other) if chance.random() < 0.5 else _moved(one, other)), False
-        if move < _ORDER + _TOKENS:
-            return _scaled(one, _factor(chance)), True
-        if move < _ORDER + _TOKENS + _UNITS:
-            here, there = (chance.randrange(len(parts[group].units)) for group in (one, other))
-            return _units_exchanged((one, here), (other, there)), False
-    group = chance.randrange(len(parts))
-    units = parts[group].units
-    places = range(len(units))
-    if move < _ORDER + _TOKENS + _UNITS + _INSIDE:
-        some: Sequence[int] = chance.sample(places, chance.randint(1, max(1, len(places) - 1)))
-        if chance.random() < 0.5:
-            sites = [fleet.units[unit].site for unit in units]
-            some = [place for place in places if sites[place] == sites[some[0]]]
-        return _scaled_inside(group, some, _factor(chance)), True
-    return _head_moved(group, chance.choice(places), chance.choice(places)), True
-
-
-def _factor(chance: Random) -> float:
-    return exp(chance.choice((-1, 1)) * chance.choice(_STEPS))
-
-
-def _exchanged(one: int, other: int) -> _Change:
-    def change(parts: _Parts) -> _Parts:
-        order = list(parts)
-        order[one], order[other] = order[other], order[one]
-        return tuple(order)
-
-    return change
-
-
-def _moved(one: int, to: int) -> _Change:
-    def change(parts: _Parts) -> _Parts:
-        order = list(parts)
-        order.insert(to, order.pop(one))
-        return tuple(order)
-
-    return change
-
-
-def _scaled(group: int, factor: float) -> _Change:
-    """More or fewer tokens in a group."""
-
-    def change(parts: _Parts) -> _Parts:
-        weights = np.array([float(part.total) for part in parts])
-        weights[group] *= factor
-        totals = deal_tokens(sum(part.total for part in parts), weights)
-        return tuple(
-            replace(part, tokens=deal_tokens(total, _weights(part)))
-            for part, total in zip(parts, totals, strict=True)
-        )
-
-    return change
-
-
-def _scaled_inside(group: int, members: Sequence[int], factor: float) -> _Change:
-    """More or fewer tokens on some members of a group, in place of the others'."""
-
-    def change(parts: _Parts) -> _Parts:
-        weights = _weights(parts[group])
-        weights[members] *= factor
-        tokens = deal_tokens(parts[group].total, weights)
-        return _with(parts, group, replace(parts[group], tokens=tokens))
-
-    return change
-
-
-def _weights(part: Part) -> Floats:
-    # A group may have no tokens at all.
-    return np.array(part.tokens, dtype=float) + 1e-9
-
-
-def _units_exchanged(one: tuple[int, int], other: tuple[int, int]) -> _Change:
-    """Two units, by group and place, do each other's part."""
-
-    def change(parts: _Parts) -> _Parts:
-        (here, place), (there, where) = one, other
-        mine, theirs = parts[here], parts[there]
-        changed = _with_unit(mine, place, theirs.units[where]), _with_unit(theirs, where, mine.units[place])
-        return _with(_with(parts, here, changed[0]), there, changed[1])
-
-    return change
-
-
-def _with_unit(part: Part, place: int, unit: int) -> Part:
-    return replace(part, units=(*part.units[:place], unit, *part.units[place + 1 :]))
-
-
-def _head_moved(group: int, giver: int, taker: int) -> _Change:
-    def change(parts: _Parts) -> _Parts:
-        heads = list(parts[group].heads)
-        count = min(1, heads[giver])
-        heads[giver] -= count
-        heads[taker] += count
-        return _with(parts, group, replace(parts[group], heads=tuple(heads)))
-
-    return change
-
-
-def _with(parts: _Parts, group: int, part: Part) -> _Parts:
-    return (*parts[:group], part, *parts[group + 1 :])

@@ -172,6 +172,30 @@ def test_targets_that_are_missed_say_so():
     assert "66.7 % of the ceiling, the bound 83.3 %" in missed["certified gap at most 5 % below"].short[0]
 
 
+@pytest.mark.parametrize(
+    ("ours", "bound", "verdict"),
+    [(144, 146, "yes"), (100, 142, "where the bound allows it"), (100, 143, "**no**")],
+)
+def test_what_the_bound_rules_out_is_told_from_what_is_missed(ours, bound, verdict):
+    # The ceiling is 150 tokens/s, 95 % of it 142.5.
+    found = {target.asked: target for target in targets(results_of("simulation", ours=ours, bound=bound))}
+    assert found["at least 95 % of the ceiling at 1M tokens"].verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("ours", "bound", "verdict"),
+    [(99, 120, "yes"), (90, 97, "where the bound allows it"), (90, 99, "**no**")],
+)
+def test_mixed_pairs_that_cannot_keep_up_are_told_from_those_that_do_not(ours, bound, verdict):
+    results = results_of("flops")
+    mixed = {cell.name for cell in suite() if cell.suite == "flops" and "mixed" in cell.cluster}
+    results |= {
+        name: one for name, one in results_of("flops", ours=ours, bound=bound).items() if name in mixed
+    }
+    [found] = [target for target in targets(results) if target.asked.startswith("FLOP-matched")]
+    assert found.verdict == verdict
+
+
 def test_the_page_is_a_function_of_the_results(tmp_path):
     results: dict[str, Result] = {}
     for name in ("testbed", "simulation", "kernel", "flops"):

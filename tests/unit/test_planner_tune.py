@@ -16,10 +16,14 @@ from megatron_hexi.planner.polish import polish
 from megatron_hexi.planner.rates import Rates
 from megatron_hexi.planner.search import DomainSearch
 from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.tune import tune
+from megatron_hexi.planner.tune import Effort, tune
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import random_fleets, random_layouts
+
+
+def _effort(trials, patience=10**6):
+    return Effort(trials, patience, steps=(0.005, 0.02, 0.06, 0.2, 0.5), series=0)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -32,7 +36,7 @@ def test_tuning_is_never_worse_keeps_to_its_budget_and_deals_everything_once(rep
         judge = Judge(fleet)
         trial = judge.try_out(fleet, random_layouts(random, fleet, replicas), 2)
         before = judge.trials
-        tuned = tune(judge, trial, 40)
+        tuned = tune(judge, trial, _effort(40))
         assert tuned.order <= trial.order
         assert judge.trials <= before + 40
         better, number = better + (tuned.order < trial.order), number + 1
@@ -41,7 +45,7 @@ def test_tuning_is_never_worse_keeps_to_its_budget_and_deals_everything_once(rep
             assert all(sum(part.heads) == fleet.job.workload().local_heads for part in new.parts)
             assert all(count >= 0 for part in new.parts for count in (*part.tokens, *part.heads))
             assert (old.units, old.micro_batches) == (new.units, new.micro_batches)
-        assert tune(judge, trial, 40).plan == tuned.plan
+        assert tune(judge, trial, _effort(40)).plan == tuned.plan
     assert better > number / 2 > 4, (better, number)
 
 
@@ -49,7 +53,7 @@ def test_without_a_budget_nothing_changes():
     fleet = find_units(tiny_job(), cluster([("a", "DOUBLE", 1), ("b", "PLAIN", 1)]))
     judge = Judge(fleet)
     trial = judge.try_out(fleet, [Layout((Part((0, 1), (4000, 96), (4, 0)),), 1)], 1)
-    assert tune(judge, trial, 0) is trial
+    assert tune(judge, trial, _effort(0)) is trial
 
 
 def test_replicas_that_are_alike_stay_alike():
@@ -58,7 +62,7 @@ def test_replicas_that_are_alike_stay_alike():
     layouts = [Layout((Part((first, first + 1), (8000, 192), (3, 1)),), 1) for first in (0, 2)]
     judge = Judge(fleet)
     trial = judge.try_out(fleet, layouts, 1)
-    tuned = tune(judge, trial, 100)
+    tuned = tune(judge, trial, _effort(100))
     one, other = ([(part.tokens, part.heads) for part in layout.parts] for layout in tuned.layouts)
     assert one == other
     assert tuned.iteration_s < 0.8 * trial.iteration_s
@@ -71,7 +75,7 @@ def test_groups_of_one_kind_get_different_shares_where_keys_are_waited_for():
     judge = Judge(fleet)
     layout = FirstGuess(fleet, Rates(fleet)).layout(fleet.sites, 1)
     polished = polish(judge, judge.try_out(fleet, [layout], 2), 60)
-    tuned = tune(judge, polished, 300)
+    tuned = tune(judge, polished, _effort(300))
     assert len({part.total for part in tuned.layouts[0].parts}) > 1
     assert tuned.iteration_s < 0.98 * polished.iteration_s
 
@@ -108,6 +112,36 @@ def test_an_improved_plan_is_as_good_or_better_and_the_same_again():
         for _ in range(2):
             judge = Judge(one)
             best = DomainSearch(judge, one, together).run()
-            found.append(improve(judge, one, best, ()))
+            found.append(improve(judge, one, best, (), 0.5 * best.iteration_s))
             assert found[-1].order <= best.order
         assert found[0].plan == found[1].plan
+
+
+def test_patience_ends_it_and_longer_efforts_are_no_worse():
+    fleet = find_units(
+        tiny_job(seq_length=2**15), cluster([(name, "PLAIN", 2) for name in "abc"], bandwidth=2)
+    )
+    layout = FirstGuess(fleet, Rates(fleet)).layout(fleet.sites, 1)
+    spent, taken = [], []
+    for patience in (5, 50, 10**6):
+        judge = Judge(fleet)
+        trial = judge.try_out(fleet, [layout], 2)
+        taken.append(tune(judge, trial, _effort(400, patience)).iteration_s)
+        spent.append(judge.trials - 1)
+    assert spent[0] < spent[1] < spent[2] == 400
+    assert taken[0] >= taken[1] >= taken[2]
+
+
+def test_tokens_follow_where_groups_change_places(monkeypatch):
+    # As many layouts are timed either way: whether tokens are moved before a change is judged decides.
+    fleet = find_units(
+        tiny_job(seq_length=2**18), cluster([("a", "DOUBLE", 2), ("b", "PLAIN", 2)], bandwidth=50)
+    )
+    layout = FirstGuess(fleet, Rates(fleet)).layout(((0, 2), (1,), (3,)), 1)
+    judge = Judge(fleet)
+    trial = judge.try_out(fleet, [layout], 2)
+    taken = []
+    for levellings in (0, 2):
+        monkeypatch.setattr("megatron_hexi.planner.tune._LEVELLINGS", levellings)
+        taken.append([tune(judge, trial, replace(_effort(60), series=s)).iteration_s for s in range(4)])
+    assert sum(taken[1]) < 0.9985 * sum(taken[0])
