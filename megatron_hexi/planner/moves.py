@@ -44,22 +44,22 @@ def drawn(chance: Random, fleet: Fleet, layout: Layout, steps: Sequence[float]) 
         layout: what is changed.
         steps: logarithms of the factors by which tokens may be changed.
     """
-    parts, move = layout.parts, chance.random()
+    parts, draw = layout.parts, chance.random()
     if len(parts) == 1:
-        move = chance.uniform(_ORDER + _TOKENS + _UNITS, 1)
+        draw = chance.uniform(_ORDER + _TOKENS + _UNITS, 1)
     else:
         one, other = chance.sample(range(len(parts)), 2)
-        if move < _ORDER:
+        if draw < _ORDER:
             return Move(_exchanged(one, other) if chance.random() < 0.5 else _moved(one, other))
-        if move < _ORDER + _TOKENS:
+        if draw < _ORDER + _TOKENS:
             return _scaled(one, _step(chance, steps))
-        if move < _ORDER + _TOKENS + _UNITS:
+        if draw < _ORDER + _TOKENS + _UNITS:
             here, there = (chance.randrange(len(parts[group].units)) for group in (one, other))
             return Move(_units_exchanged((one, here), (other, there)))
     group = chance.randrange(len(parts))
     units = parts[group].units
     places = range(len(units))
-    if move < _ORDER + _TOKENS + _UNITS + _INSIDE:
+    if draw < _ORDER + _TOKENS + _UNITS + _INSIDE:
         some: Sequence[int] = chance.sample(places, chance.randint(1, max(1, len(places) - 1)))
         if chance.random() < 0.5:
             sites = [fleet.units[unit].site for unit in units]

@@ -13,7 +13,8 @@ beside.py, together.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from math import comb, inf, prod
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from megatron_hexi.plan.parts import BUSY_ROWS
 from megatron_hexi.planner.bound.beside import Beside
 from megatron_hexi.planner.bound.demand import Span
 from megatron_hexi.planner.bound.gradients import Ring
+from megatron_hexi.planner.bound.halving import least_sufficient
 from megatron_hexi.planner.bound.placing import placed
 from megatron_hexi.planner.bound.program import Program
 from megatron_hexi.planner.bound.setting import Setting
@@ -117,34 +119,27 @@ class Packing:
         """Seconds that no plan stays below: by fractions of groups."""
         least, found = self._of_interest
         for box in self._boxes:
-            self._least[box] = self._least_of(box, self._suffices, least, found, _PRECISION)
+            self._least[box] = found
+            if least < found and self._suffices(found, box):
+                self._least[box] = least_sufficient(
+                    partial(self._suffices, box=box), least, found, _PRECISION
+                )
             found = min(found, self._least[box])
         return found
 
     def wholly_least_s(self, longest_s: float) -> float:
         """The same by whole groups, where these are few, up to a time; after `least_s`."""
-        low, high = min(self._least.values()), longest_s
-        if not self._wholly or high <= (1 + _WORTH) * low:
-            return min(low, high)
-        while high - low > _CLOSE * high:
-            middle = (low + high) / 2
-            # What was enough in more time comes first, then what allows most by fractions.
-            boxes = sorted(self._boxes, key=lambda box: (box not in self._sufficed, self._least[box]))
-            may = any(self._least[box] < middle and self._wholly_suffices(middle, box) for box in boxes)
-            low, high = (low, middle) if may else (middle, high)
-        return low
+        low = min(self._least.values())
+        if not self._wholly or longest_s <= (1 + _WORTH) * low:
+            return min(low, longest_s)
+        return least_sufficient(self._any_suffices, low, longest_s, _CLOSE)
 
-    @staticmethod
-    def _least_of(
-        box: _Box, suffices: Callable[[float, _Box], bool], low: float, high: float, precision: float
-    ) -> float:
-        """Seconds, between two, that no plan of a box stays below, to this part."""
-        if low >= high or not suffices(high, box):
-            return high
-        while high - low > precision * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if suffices(middle, box) else (middle, high)
-        return low
+    def _any_suffices(self, iteration_s: float) -> bool:
+        # What was enough in more time comes first, then what allows most by fractions.
+        boxes = sorted(self._boxes, key=lambda box: (box not in self._sufficed, self._least[box]))
+        return any(
+            self._least[box] < iteration_s and self._wholly_suffices(iteration_s, box) for box in boxes
+        )
 
     def _wholly_suffices(self, iteration_s: float, box: _Box) -> bool:
         """Whether whole groups may hold all tokens in the time, as far as these are looked at."""

@@ -19,6 +19,7 @@ from ortools.sat.python import cp_model
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.planner.bound.gradients import Ring
+from megatron_hexi.planner.bound.halving import least_sufficient
 from megatron_hexi.planner.bound.site_times import Shape, used
 
 #: The bound is found to this part.
@@ -69,10 +70,7 @@ class Replicas:
             low: known already.
             high: an iteration that is known to be possible.
         """
-        while high - low > _PRECISION * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self._suffices(middle) else (middle, high)
-        return low
+        return least_sufficient(self._suffices, low, high, _PRECISION)
 
     def _suffices(self, iteration_s: float) -> bool:
         """Whether replicas may take all micro-batches in the time."""
