@@ -219,9 +219,9 @@ def test_gradients_are_known_to_wait_for_keys_on_the_wire():
 def test_of_one_gpu_it_is_its_work_at_the_best_rates():
     job, known = tiny_job(global_batch_size=3), cluster([("a", "PLAIN", 1)])
     planned = find_plan(job, known)
-    work = planned.cost.iteration_s - planned.cost.phases.optimizer
-    assert planned.bound.iteration_s == pytest.approx(work)
-    assert planned.gap == pytest.approx(planned.cost.phases.optimizer / work)
+    assert planned.cost.phases.optimizer > 0.01 * planned.cost.iteration_s
+    assert planned.bound.iteration_s == pytest.approx(planned.cost.iteration_s)
+    assert planned.gap == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -3,15 +3,22 @@
 from random import Random
 
 import numpy as np
+import pytest
 
+from megatron_hexi.cost import Job
+from megatron_hexi.cost.presets import presets
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.beside import Beside
 from megatron_hexi.planner.bound.columns import GroupTimes
+from megatron_hexi.planner.bound.gradients import least_ring
+from megatron_hexi.planner.bound.group_lines import GroupLines
+from megatron_hexi.planner.bound.group_program import GroupProgram, Stage
 from megatron_hexi.planner.bound.packing import alike_stages
 from megatron_hexi.planner.bound.prices import token_prices
-from megatron_hexi.planner.bound.setting import Setting
+from megatron_hexi.planner.bound.setting import Rings, Setting
 from megatron_hexi.planner.bound.together import Tries, suffices
+from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
@@ -44,8 +51,11 @@ def settings_of(fleet, trial, time):
     weights = GroupTimes(fleet.job, classes, shapes, count, span, (0.0, 1.0), halves).weights
     longest_s = time * layer_s(trial, weights)
     alone = GroupTimes(fleet.job, classes, shapes, count, span, (0.0, longest_s), halves)
+    ring = least_ring(fleet, trial.iteration_s, crosses=True)
+    rings = Rings.of(fleet.job, ring, time * trial.iteration_s, count)
     settings = [
-        Setting(fleet.job, classes, halves, alone, longest_s, stages) for stages in alike_stages(classes)
+        Setting(fleet.job, classes, halves, alone, longest_s, stages, rings)
+        for stages in alike_stages(classes)
     ]
     return settings, shapes, np.array([one.total for one in parts])
 
@@ -94,6 +104,24 @@ def check(seeds, steps):
 
 def test_no_layout_whatever_is_faster():
     assert check(range(60), 12) > 150
+
+
+@pytest.mark.parametrize(("waited", "may"), [(0.9, False), (0.5, False), (0.0, True)])
+def test_gradients_hide_where_all_to_alls_leave_the_wire_free(waited, may):
+    # One group of two nodes: three quarters of tokens and heads here, a quarter there. Of what it waits for
+    # gradients and weights, some is known to be needed: the time without it is too short.
+    job = Job(presets()["gpt-3b"], 2**14, recompute="full")
+    nodes = [("a", "H100-SXM-80GB", 4), ("b", "A100-SXM-80GB", 4)]
+    fleet = find_units(job, cluster(nodes, bandwidth=10))
+    part = Part(tuple(range(8)), (3072,) * 4 + (1024,) * 4, (6,) * 4 + (2,) * 4)
+    trial = Judge(fleet).try_out(fleet, [Layout((part,), 8)], 1)
+    gradients = trial.timing.phases.gradients
+    assert gradients > 0.05 * trial.iteration_s
+    [setting], [shape], [tokens] = settings_of(fleet, trial, 1 + 1e-6)
+    ring = least_ring(fleet, trial.iteration_s, crosses=True)
+    setting.rings = Rings.of(job, ring, trial.iteration_s * (1 + 1e-6) - waited * gradients, 8)
+    lines = GroupLines(setting, shape, float(tokens), float(tokens), 1, ((24, 24), (8, 8)))
+    assert GroupProgram([Stage(setting, [lines])], ()).suffices() is may
 
 
 def test_heads_and_tokens_of_a_site_share_its_memory(monkeypatch):

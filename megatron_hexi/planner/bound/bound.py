@@ -15,11 +15,12 @@ groups needs units that each pick a piece (n, h), with h / (H n) adding up to N,
 Everything else is relaxed; the sum is bounded by Lagrangian duality with one multiplier for N, and tau
 found by branch and bound over N (demand.py).
 
-Gradients and weights go round in rings that hide behind the last backward and the first forward pass, in the
-time that these leave the wire free. All units wait for the busiest wire, so plans are told apart by what uses
-it most: no unit's all-to-alls and keys take more than that, and every unit waits for a ring that hides in the
-rest only. In a pipeline all stages repeat a layout: a unit's time is that of all its stages, the slowest of
-them in all micro-batches, and the wire is free for the ring.
+The optimizer's step comes after all that. Gradients and weights go round in rings that hide behind the last
+backward and the first forward pass, in the time that these leave the wire free. All units wait for the
+busiest wire, so plans are told apart by what uses it most: no unit's all-to-alls and keys take more than
+that, and every unit waits for a ring that hides in the rest only. In a pipeline all stages repeat a layout:
+a unit's time is that of all its stages, the slowest of them in all micro-batches, and the wire is free for
+the ring.
 
 Shards are laid out as the nested zigzag, so a group's attention area is its tokens x S / 2. A piece holds the
 same part of its group's tokens as of its heads: one that does not must send the difference over its

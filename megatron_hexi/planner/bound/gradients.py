@@ -1,4 +1,4 @@
-"""The least that any plan waits for gradients and weights: part of the lower bound."""
+"""The least that any plan waits for gradients, weights and the optimizer: part of the lower bound."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import inf
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.compute import device_speeds, token_times
+from megatron_hexi.cost.compute import device_speeds, optimizer_seconds, token_times
 from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
 from megatron_hexi.planner.links import Links, best_links
 from megatron_hexi.planner.rates import Rates
@@ -67,23 +67,36 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ring:
-    """Gradients and weights going round in rings over all units, at their best.
+    """Gradients and weights going round in rings over all units, at their best, and the optimizer's step.
 
     Args:
         seconds: both together.
         shown: what cannot hide at all.
         share: of a micro-batch's time, the most that they can hide behind.
         forward: whether they hide behind a forward pass too.
+        gradients: their part of both.
+        step: seconds of the optimizer.
     """
 
     seconds: float = 0.0
     shown: float = 0.0
     share: float = 0.0
     forward: bool = True
+    gradients: float = 1.0
+    step: float = 0.0
+
+    @property
+    def behind(self) -> list[tuple[int, float]]:
+        """Passes, 0 forward and 1 backward, and the seconds of what can hide behind each."""
+        if not self.share:
+            return []
+        if not self.forward:
+            return [(1, self.seconds)]
+        return [(1, self.gradients * self.seconds), (0, (1 - self.gradients) * self.seconds)]
 
     def wait_s(self, micro_batch_s: float) -> float:
         """Seconds that they add to an iteration with micro-batches that long, at least."""
-        return max(self.shown, self.seconds - self.share * micro_batch_s)
+        return self.step + max(self.shown, self.seconds - self.share * micro_batch_s)
 
     def may_show(self, micro_batch_s: float) -> bool:
         """Whether a plan whose other traffic leaves the wire free most of the time might wait for them."""
@@ -94,6 +107,7 @@ class Ring:
 
         In a pipeline the ring may hide behind any stage: its passes take an iteration's part at most.
         """
+        iteration_s -= self.step
         if stages > 1:
             shown = max(self.shown, self.seconds - self.share * iteration_s / count)
             return (iteration_s - shown) / (count + stages - 1)
@@ -114,10 +128,10 @@ class Ring:
             wire: the least and the most that uses the wire, as parts of what there is time for.
             stages: of the pipeline.
         """
-        whole = (iteration_s - self.shown) / count
+        whole = (iteration_s - self.step - self.shown) / count
         if stages > 1 or not self.may_show(whole):
             return Limits(self.micro_batch_s(iteration_s, count, stages), count=count)
-        free = iteration_s - self.seconds
+        free = iteration_s - self.step - self.seconds
         return Limits(whole, count - self.share, free, (wire[0] * free, wire[1] * free), self.forward)
 
 
@@ -133,8 +147,9 @@ def least_ring(fleet: Fleet, found_s: float, crosses: bool) -> Ring:
     """
     job = fleet.job
     units = _fewest_units(fleet, found_s)
+    step = _least_step(fleet)
     if units < 2:
-        return Ring()
+        return Ring(step=step)
     again = {"none": 0, "selective": 0, "full": 1}[job.recompute]
     share = 1 - (again + (0 if job.distributed_optimizer else 1)) * _forward_share(fleet)
     gradient = GRADIENT_BYTES[job.precision]
@@ -146,7 +161,25 @@ def least_ring(fleet: Fleet, found_s: float, crosses: bool) -> Ring:
     )
     seconds = (units - 1) / units * (gradient + weight) * each
     shown = seconds / job.stage_layers if job.overlap_gradients else seconds
-    return Ring(seconds, shown, share if job.overlap_gradients else 0.0, job.distributed_optimizer)
+    return Ring(
+        seconds=seconds,
+        shown=shown,
+        share=share if job.overlap_gradients else 0.0,
+        forward=job.distributed_optimizer,
+        gradients=gradient / (gradient + weight),
+        step=step,
+    )
+
+
+def _least_step(fleet: Fleet) -> float:
+    """Seconds of the optimizer's step: of the fastest kind, and shared by all units."""
+    job, steps = fleet.job, list[float]()
+    for stage in range(job.pipeline_parallel):
+        params = stage_params(job, stage)
+        shard = params / len(fleet.units) if job.distributed_optimizer else float(params)
+        speeds = [device_speeds(kind.devices[stage], job) for kind in fleet.kinds]
+        steps.append(min(optimizer_seconds(one, job, params, shard) for one in speeds))
+    return max(steps)
 
 
 def _bandwidth(fleet: Fleet, stage: int, units: int, crosses: bool) -> float:

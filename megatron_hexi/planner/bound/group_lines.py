@@ -80,6 +80,10 @@ class GroupLines:
         seconds: Floats = self._all.after[way] * self._all_to_alls.min(axis=0)
         return seconds
 
+    def wire_inside(self) -> Line:
+        """All-to-alls of a group on one site with what hides of them, latency aside: a line in its tokens."""
+        return self.line(self._all.whole_ratio * self._moved_alone.min(axis=0))
+
     def without_attention(self) -> Floats:
         """What it takes in all passes besides attention, exchange and the vocabulary, [pieces]."""
         seconds = np.zeros(_PIECES)
@@ -318,9 +322,16 @@ class GroupLines:
     @cached_property
     def _all_to_alls(self) -> Floats:
         """Those of a pass inside its only site, by the heads of the busiest member, [busiest, pieces]."""
+        [(place, units)] = self.shape
+        latency = self._all.moving(place, 1, outside=False)[1] if units > 1 else 0.0
+        return self._moved_alone + latency
+
+    @cached_property
+    def _moved_alone(self) -> Floats:
+        """The same without latency."""
         [(place, units)], part = self.shape, self._busiest / self._all.heads
-        each, latency = self._all.moving(place, 1, outside=False) if units > 1 else (0.0, 0.0)
-        moved: Floats = each * part * (1 - part) * self._begin + latency
+        each = self._all.moving(place, 1, outside=False)[0] if units > 1 else 0.0
+        moved: Floats = each * part * (1 - part) * self._begin
         return moved
 
     def _until(self, held: Floats, tokens: Floats) -> Floats:

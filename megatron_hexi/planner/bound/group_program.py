@@ -9,6 +9,8 @@ every other group a, it takes at least
     X_a + a's keys, and the attention to them, in so many steps                                        (late)
     what is known of when the keys of a step are there, and the attention from there on      (steps, in order)
 
+Once in all micro-batches, gradients and weights show in what all-to-alls and keys leave of a pass's wire.
+
 X: until all members are done with their tokens; nobody sends keys before that. How many of a group's keys
 another one sees follows from which of them is outside of the other. All of that are lines in the groups'
 tokens and in f, or above one between the least and the most tokens that groups may have. In a pipeline,
@@ -71,6 +73,8 @@ class GroupProgram:
         self._units: list[float] = []
         self._counts: list[float] = []
         self._longest_s, self._length, self._heads = setting.average_s, setting.length, setting.heads
+        #: Longest times that there are, where what shows of gradients and weights counts too.
+        self._limit = setting.rings.longest_s / setting.average_s if setting.rings else 1.0
         heads = [_heads([stage.groups[number] for stage in stages]) for number in range(len(groups))]
         self._possible = all(few <= many for sites in heads for few, many in sites)
         if not self._possible:
@@ -120,11 +124,12 @@ class GroupProgram:
                 goal.SetCoefficient(variable, count)
         # There is always an answer: times may be as long as they like.
         solved = self._solver.Solve() == pywraplp.Solver.OPTIMAL
-        return not solved or bool(goal.Value() <= 1 + _ROUNDING)
+        return not solved or bool(goal.Value() <= self._limit + _ROUNDING)
 
     def most(self) -> Floats:
         """Tokens that each group holds at most in the longest time; the program is of no use after this."""
-        limit, goal = self._solver.Constraint(-inf, 1 + _ROUNDING), self._solver.Objective()
+        limit = self._solver.Constraint(-inf, self._limit + _ROUNDING)
+        goal = self._solver.Objective()
         for variable, count in zip(self._variables, self._counts, strict=True):
             if count:
                 limit.SetCoefficient(variable, count)

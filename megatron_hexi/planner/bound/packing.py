@@ -29,7 +29,7 @@ from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.halving import least_sufficient
 from megatron_hexi.planner.bound.placing import placed
 from megatron_hexi.planner.bound.program import Program
-from megatron_hexi.planner.bound.setting import Setting
+from megatron_hexi.planner.bound.setting import Rings, Setting
 from megatron_hexi.planner.bound.site_times import Shape, SiteClass
 from megatron_hexi.planner.bound.together import Tries, suffices
 from megatron_hexi.planner.bound.whole import packings
@@ -47,7 +47,7 @@ _FEW_SHAPES = 320
 #: What a group's depth among the nested ones costs (demand.price).
 _TILTS = (0.0, 0.5, 1.0)
 #: So many ways to pack whole groups are looked at at most; the bound is found to this part by them.
-_MOST_PACKINGS, _CLOSE = 400, 1.5e-3
+_MOST_PACKINGS, _CLOSE = 800, 1.5e-3
 #: Shapes that are worked out at once where there are more.
 _AT_ONCE = 8
 #: That is worth while where so much is left; pairs of groups in programs that are solved for a time.
@@ -107,7 +107,7 @@ class Packing:
         self._wholly = few and not several
         #: Pipeline stages, those together on which a layer takes the same.
         self._stages = alike_stages(classes)
-        self._of_interest = of_interest
+        self._of_interest, self._ring = of_interest, ring
         left = _OF_FEW if few else _WORKED_OUT
         self._worth = Worth(job, classes, self._shapes, turns, ring, of_interest, left)
         #: What no plan of a box stays below, by fractions of groups.
@@ -145,8 +145,10 @@ class Packing:
         """Whether whole groups may hold all tokens in the time, as far as these are looked at."""
         [way] = self._ways(box)
         layer_s, times = self._worth.layer_s(iteration_s, way[0]), self._worth.group_times(way)
+        rings = Rings.of(self._job, self._ring, iteration_s, way[0])
         settings = [
-            Setting(self._job, self._classes, way[2], times, layer_s, stages) for stages in self._stages
+            Setting(self._job, self._classes, way[2], times, layer_s, stages, rings)
+            for stages in self._stages
         ]
         packed = self._packings(settings, iteration_s, box.span, way)
         if packed is None:

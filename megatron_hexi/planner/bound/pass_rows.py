@@ -14,7 +14,7 @@ from megatron_hexi.planner.bound.arrivals import Arrivals, Start
 from megatron_hexi.planner.bound.group_lines import GroupLines
 from megatron_hexi.planner.bound.key_times import KeyTimes
 from megatron_hexi.planner.bound.rows import Rows, Term, scaled
-from megatron_hexi.planner.bound.setting import Line, Pass, Setting
+from megatron_hexi.planner.bound.setting import Line, Pass, Rings, Setting
 from megatron_hexi.planner.bound.site_times import in_steps
 
 #: How much longer attention takes than keys, as multiples of what it does at least, where a line is laid.
@@ -59,6 +59,9 @@ class PassRows:
             self._alone(number)
             self._received(number)
             self._sent(number)
+        if setting.rings and one.tokens:
+            for seconds in (seconds for way, seconds in setting.rings.behind if way == one.way):
+                self._hides(setting.rings, seconds)
         if roughly:
             return
         for number in range(len(groups)):
@@ -129,6 +132,28 @@ class PassRows:
         for place in range(len(self._groups[number].shape)):
             keys = self._keys.sends(number, place, self._others(number))
             self._after(number, place, number, scaled(self._times, keys))
+
+    def _hides(self, rings: Rings, seconds: float) -> None:
+        """Gradients or weights hide in what all-to-alls and keys leave of the wire, on the busiest units.
+
+        Of a layer's t seconds show the longer of its own last part and t - (pass - wire), once in all
+        micro-batches (cost/stage.py).
+        """
+        above, shows = self._program.above, self._program.time(1 / rings.turns)
+        moves, keys = self._program.time(), self._program.time()
+        for number, group in enumerate(self._groups):
+            others = self._others(number)
+            for place in range(len(group.shape)):
+                needed = [term for of in others for term in self._keys.needed(number, place, of)]
+                for terms in (needed, self._keys.sends(number, place, others)):
+                    above(keys, scaled(self._times, terms))
+            if group.on_one_site:
+                line = group.wire_inside()
+                above(moves, [self._of(number, line)], line.at_zero)
+            else:
+                above(moves, [(self._moves[number], self._all.whole_ratio)])
+        above(shows, (), seconds / rings.layers)
+        above(shows, [(moves, 1.0), (keys, 1.0), (self._end, -1.0)], seconds)
 
     def _late(self, number: int, of: int) -> None:
         """Another group's keys, that are posted late, and the attention to them."""

@@ -14,6 +14,7 @@ from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.plan.parts import BUSY_ROWS, MOST_PARTS
 from megatron_hexi.planner.bound.columns import GroupTimes
+from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.site_times import SiteClass, held_in
 
 #: Units of a group on a site: their class, and how many.
@@ -28,6 +29,31 @@ class Pass(NamedTuple):
     times: int
     way: int
     tokens: bool
+
+
+class Rings(NamedTuple):
+    """Gradients and weights, which hide behind a layer's passes where these leave the wire free.
+
+    Args:
+        behind: passes, 0 forward and 1 backward, and a layer's part of the seconds that are to hide.
+        layers: the part of one of them shows at any rate.
+        turns: micro-batches that they are waited for once in.
+        longest_s: of a layer, what shows of them included; on average of all micro-batches.
+    """
+
+    behind: Sequence[tuple[int, float]]
+    layers: int
+    turns: int
+    longest_s: float
+
+    @classmethod
+    def of(cls, job: Job, ring: Ring, iteration_s: float, count: int) -> Rings | None:
+        """Behind a replica of so many micro-batches; ``None``: nothing hides, or it is a pipeline's."""
+        if job.pipeline_parallel > 1 or not ring.behind:
+            return None
+        layers = job.stage_layers
+        behind = [(way, seconds / layers) for way, seconds in ring.behind]
+        return cls(behind, layers, count, (iteration_s - ring.step) / (count * layers))
 
 
 @dataclass(frozen=True)
@@ -51,6 +77,7 @@ class Setting:
         alone: times of groups that are alone.
         longest_s: of a layer, on average; what takes longer is of no interest.
         stages: of the pipeline.
+        rings: of gradients and weights; ``None``: what shows of them has been taken off.
     """
 
     def __init__(
@@ -61,12 +88,13 @@ class Setting:
         alone: GroupTimes,
         longest_s: float,
         stages: Sequence[int] = (0,),
+        rings: Rings | None = None,
     ) -> None:
         workload = job.workload()
         self.loads, self.alone = [site.loads[stages[0]] for site in classes], alone
         #: What these stages are of a layer's time; and the longest of theirs, if the others took none.
         self.weight = float(alone.weights[list(stages)].sum())
-        self.average_s, self.longest_s = longest_s, longest_s / self.weight
+        self.average_s, self.longest_s, self.rings = longest_s, longest_s / self.weight, rings
         self._last, self._in_halves = [site.loads[-1] for site in classes], halves is not False
         self._classes = classes
         self.length, self.heads, self.width = float(job.seq_length), workload.local_heads, job.tensor_parallel
@@ -81,6 +109,8 @@ class Setting:
         columns, keys = workload.local_heads, 2 * workload.local_kv_heads
         with_keys, without = (keys, 0) if halves is not False else (columns + keys, columns)
         whole = columns + keys if halves is not False else 2 * columns + keys
+        #: How much longer all-to-alls use a wire than what shows of them.
+        self.whole_ratio = (2 * columns + keys) / whole
         #: The part before attention, and the part after it, forward and backward.
         self.before, self.after = (with_keys / whole, without / whole), (without / whole, with_keys / whole)
         self.times = self.longest_s * np.geomspace(_SHORTEST, 1, _TIMES)
