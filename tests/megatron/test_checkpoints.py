@@ -81,7 +81,7 @@ for folder in sys.argv[2:]:
     state = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
     model.load_state_dict(state["model"])
     loaded.append(dict(model.named_parameters()))
-apart = {name: (tensor - loaded[1][name]).abs().max().item() for name, tensor in loaded[0].items()}
+apart = {name: (tensor - loaded[1][name]).square().mean().sqrt().item() for name, tensor in loaded[0].items()}
 keys = [set(FileSystemReader(folder).read_metadata().state_dict_metadata) for folder in sys.argv[2:]]
 ours = [name for name in vars(saved) if "hexi" in name]
 more = sorted(keys[1] - keys[0])
@@ -114,4 +114,6 @@ def test_stock_megatron_loads_what_a_plan_saved(saved, forks, references, tmp_pa
     ] == []  # of a rank
     assert found["ours"] == ["hexi_plan"]
     assert len(found["apart"]) > 10
-    assert max(found["apart"].values()) < 1e-5
+    # Two steps of Adam move each weight by 1e-3 or so: also where its gradient is next to nothing, and rounding
+    # decides which way.
+    assert max(found["apart"].values()) < 1e-6
