@@ -47,7 +47,7 @@ def test_training_goes_on_under_any_plan_and_parallelism(case: Case, name, saved
     assert log.grad_norms == pytest.approx(whole.grad_norms[2:], rel=1e-5)
 
 
-# Megatron alone: loads each checkpoint into its own model, and says how far the weights are apart.
+# Megatron alone: loads each checkpoint into its own model, and says how far the weights are apart (RMS).
 STOCK = """
 import json, sys
 sys.modules["megatron_hexi"] = None  # importing it is an ImportError from now on
@@ -81,7 +81,9 @@ for folder in sys.argv[2:]:
     state = dist_checkpointing.load({"model": model.sharded_state_dict()}, folder)
     model.load_state_dict(state["model"])
     loaded.append(dict(model.named_parameters()))
-apart = {name: (tensor - loaded[1][name]).square().mean().sqrt().item() for name, tensor in loaded[0].items()}
+apart = {
+    name: (tensor - loaded[1][name]).square().mean().sqrt().item() for name, tensor in loaded[0].items()
+}
 keys = [set(FileSystemReader(folder).read_metadata().state_dict_metadata) for folder in sys.argv[2:]]
 ours = [name for name in vars(saved) if "hexi" in name]
 more = sorted(keys[1] - keys[0])
