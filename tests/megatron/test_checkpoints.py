@@ -116,6 +116,6 @@ def test_stock_megatron_loads_what_a_plan_saved(saved, forks, references, tmp_pa
     ] == []  # of a rank
     assert found["ours"] == ["hexi_plan"]
     assert len(found["apart"]) > 10
-    # Two steps of Adam move each weight by 1e-3 or so: also where its gradient is next to nothing, and rounding
-    # decides which way.
+    # Two steps of Adam move each weight by 1e-3 or so: also where its gradient is next to nothing, and
+    # rounding decides which way.
     assert max(found["apart"].values()) < 1e-6
