@@ -2,7 +2,7 @@
 
 A quarter of the GPUs is of each of four models, 8 a node, 25 GB/s between nodes for each GPU; a million
 tokens. Each plan is found in a process of its own, so that one's peak of memory is not another's: as `hexi
-plan` finds it, and with `--quick`.
+plan` finds it, and with `--thorough`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Row:
         model: a preset.
         tensor_parallel: GPUs of a unit.
         seq_length: context.
-        quick: whether random changes and the closer proof are left out.
+        thorough: whether it was looked longer.
         planning_s: wall time of `find_plan`.
         cpu_s: processor time of the same.
         peak_mib: by how much the process's peak of memory grew meanwhile.
@@ -56,7 +56,7 @@ class Row:
     model: str
     tensor_parallel: int
     seq_length: int
-    quick: bool
+    thorough: bool
     planning_s: float
     cpu_s: float
     peak_mib: float
@@ -80,28 +80,28 @@ def mixed_cluster(gpus: int) -> Cluster:
         return read_cluster(path)
 
 
-def measure(gpus: int, model: str, tensor_parallel: int, seq_length: int, quick: bool) -> Row:
+def measure(gpus: int, model: str, tensor_parallel: int, seq_length: int, thorough: bool) -> Row:
     """Plan once, in this process."""
     cluster = mixed_cluster(gpus)
     job = Job(read_model(model), seq_length, tensor_parallel=tensor_parallel, recompute="full")
     peak, begun, busy = _peak_mib(), time.perf_counter(), time.process_time()
     trials = gap = None
     try:
-        planned = find_plan(job, cluster, quick=quick)
+        planned = find_plan(job, cluster, thorough=thorough)
         trials, gap = planned.trials, planned.gap
     except NothingFitsError:
         pass
     taken, used = time.perf_counter() - begun, time.process_time() - busy
     grown = _peak_mib() - peak
-    return Row(gpus, model, tensor_parallel, seq_length, quick, taken, used, grown, trials, gap)
+    return Row(gpus, model, tensor_parallel, seq_length, thorough, taken, used, grown, trials, gap)
 
 
 def measure_all(gpus: Sequence[int], seq_length: int) -> list[Row]:
     """Every size with every model, each in a process of its own, one after the other."""
     rows = []
-    for size, (model, width), quick in itertools.product(gpus, MODELS, (False, True)):
+    for size, (model, width), thorough in itertools.product(gpus, MODELS, (False, True)):
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            rows.append(pool.submit(measure, size, model, width, seq_length, quick).result())
+            rows.append(pool.submit(measure, size, model, width, seq_length, thorough).result())
     return rows
 
 
@@ -120,13 +120,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return 0
-    print("  GPUs  model    TP         planning      CPU  memory    layouts    gap")
+    print("  GPUs  model    TP             planning      CPU  memory    layouts    gap")
     for row in rows:
         end = "nothing fits" if row.gap is None else f"{row.trials:7d}  {row.gap:5.1%}"
+        how = "--thorough" if row.thorough else ""
         print(
-            f"{row.gpus:6d}  {row.model:8} {row.tensor_parallel:1d}  {'--quick' if row.quick else '':7} "
-            f"{row.planning_s:6.2f} s "
-            f"{row.cpu_s:6.2f} s  {row.peak_mib:4.0f} MiB  {end}"
+            f"{row.gpus:6d}  {row.model:8} {row.tensor_parallel:1d}  {how:10} "
+            f"{row.planning_s:6.2f} s {row.cpu_s:6.2f} s  {row.peak_mib:4.0f} MiB  {end}"
         )
     return 0
 

@@ -67,7 +67,9 @@ def measure(cell: Cell, plans: Path | None = None) -> tuple[Result, float]:
     job = replace(job, tensor_parallel=unit[0], pipeline_parallel=unit[1])
     begun = time.perf_counter()
     try:
-        planned = find_plan(job, cluster, data_parallel=cell.data_parallel, with_baselines=True)
+        planned = find_plan(
+            job, cluster, data_parallel=cell.data_parallel, with_baselines=True, thorough=True
+        )
     except NothingFitsError as problem:
         return rounded(replace(result, why_not=str(problem))), time.perf_counter() - begun
     seconds = time.perf_counter() - begun

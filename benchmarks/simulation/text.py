@@ -86,7 +86,7 @@ own split tables and buffers on torch's meta tensors (shapes without contents). 
 send or receive, to or from each rank in each step, has exactly the bytes that the cost model counted; one
 byte more or less fails the run ([wire.py](../../benchmarks/simulation/wire.py)).""",
     "times": """\
-Seconds to plan one cell, baselines included, on the machine that wrote this page: two shared cores, two
+Seconds to plan one cell with `--thorough`, baselines included, on the machine that wrote this page: two shared cores, two
 cells at a time. These differ by machine; all else on this page does not.""",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_hexi.planner.budget import Budget
 from megatron_hexi.planner.groupings import EXHAUSTIVE
 from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.search import DomainSearch, grouping_of
@@ -15,16 +16,10 @@ from megatron_hexi.planner.units import Fleet
 
 #: Where the bound leaves more than this part to be found, a plan is improved.
 LEFT = 0.01
-#: Groupings of more than a handful of units and up to so many are changed at random.
-_FEW_ENOUGH = 96
-#: Of so few, some are left out and others come in.
+#: Of so few units that groupings are changed, some are left out and others come in.
 _FEW_TO_CHOOSE = 40
-#: Layouts that differ in their groups are tuned: so many of the best, then fewer of them longer, by smaller
-#: steps; so many trials at most, and so many for each unit without a gain.
-_COARSE, _FINE = (0.005, 0.02, 0.06, 0.2, 0.5), (0.001, 0.003, 0.01, 0.05, 0.3)
-_ROUNDS = ((8, 150, 4, _COARSE), (3, 600, 10, _COARSE), (2, 3000, 25, _FINE), (1, 3000, 25, _FINE))
-#: A trial takes about as the square of units: of more than this, so many fewer layouts are timed.
-_UNITS, _LEAST_TRIALS = 40, 30
+#: Less tuning than that is not worth while.
+_LEAST_TRIALS = 30
 #: The bound leaves so much to be found, as a part of the time, that all of it is worth looking for; where it
 #: leaves less, patience is less, but this part of it at least.
 _MUCH, _LITTLE = 0.03, 0.2
@@ -32,7 +27,9 @@ _MUCH, _LITTLE = 0.03, 0.2
 _Groups = frozenset[frozenset[frozenset[int]]]
 
 
-def improve(judge: Judge, fleet: Fleet, best: Trial, groupings: Sequence[Grouping], least_s: float) -> Trial:
+def improve(
+    judge: Judge, fleet: Fleet, best: Trial, groupings: Sequence[Grouping], least_s: float, budget: Budget
+) -> Trial:
     """The best that random changes come by: as good as `best` or better.
 
     Which of some groupings is the best shows when each is tuned: those that wait for keys gain most.
@@ -43,17 +40,21 @@ def improve(judge: Judge, fleet: Fleet, best: Trial, groupings: Sequence[Groupin
         best: the best so far.
         groupings: of all units as one replica, that are worth a look (those that the bound names).
         least_s: an iteration that no plan passes.
+        budget: how long to look.
     """
     rivals = dict[_Groups, Trial]()
-    for trial in sorted([best, *_changed(judge, fleet, best, groupings)], key=lambda trial: trial.order):
+    found = [best, *_changed(judge, fleet, best, groupings, budget)]
+    for trial in sorted(found, key=lambda trial: trial.order):
         rivals.setdefault(_groups(trial), trial)
     field = list(rivals.values())
     units = len(best.fleet.units)
-    scale = min(1.0, _UNITS / units) ** 2
+    # A trial takes about as the square of units.
+    scale = min(1.0, budget.tuned / units) ** 2
     worth = min(1.0, max(_LITTLE, (best.iteration_s / least_s - 1 - LEFT) / (_MUCH - LEFT)))
-    for series, (count, trials, patience, steps) in enumerate(_ROUNDS):
-        effort = Effort(max(_LEAST_TRIALS, int(scale * trials)), int(worth * patience * units), steps, series)
-        field = [tune(judge, trial, effort) for trial in sorted(field, key=lambda one: one.order)[:count]]
+    for series, (count, trials, patience, steps) in enumerate(budget.tunings):
+        effort = Effort(max(budget.trials, int(scale * trials)), int(worth * patience * units), steps, series)
+        if effort.trials >= _LEAST_TRIALS:
+            field = [tune(judge, trial, effort) for trial in sorted(field, key=lambda one: one.order)[:count]]
     tuned = min(field, key=lambda trial: trial.order)
     return best if tuned is best else refine(judge, tuned).trial
 
@@ -67,24 +68,28 @@ def _groups(trial: Trial) -> _Groups:
     )
 
 
-def _changed(judge: Judge, fleet: Fleet, best: Trial, groupings: Sequence[Grouping]) -> list[Trial]:
+def _changed(
+    judge: Judge, fleet: Fleet, best: Trial, groupings: Sequence[Grouping], budget: Budget
+) -> list[Trial]:
     """What changes of the best grouping come by, and of those that the bound names.
 
     For few units, since each layout takes its time.
     """
     alone = replace(fleet, job=replace(fleet.job, data_parallel=1))
+    micro_batches = fleet.job.global_batch_size // fleet.job.micro_batch_size
     starts: list[tuple[Fleet, Sequence[Grouping], bool]] = []
-    if len(best.layouts) == 1:
+    if len(best.layouts) == 1 and budget.walks:
         starts.append((best.fleet, [grouping_of(best)], False))
     if groupings:
         starts.append((alone, groupings, False))
-    if len(best.layouts) == 1 and len(fleet.units) <= _FEW_TO_CHOOSE:
+    if len(best.layouts) == 1 and budget.walks and len(fleet.units) <= _FEW_TO_CHOOSE:
         number = {unit.gpus: place for place, unit in enumerate(fleet.units)}
         units = [number[unit.gpus] for unit in best.fleet.units]
         here = tuple(tuple(units[unit] for unit in group) for group in grouping_of(best))
         starts.append((alone, [here], True))
-    found, micro_batches = list[Trial](), fleet.job.global_batch_size // fleet.job.micro_batch_size
+    found = list[Trial]()
     for part, candidates, partly in starts:
-        if EXHAUSTIVE < len(part.units) <= _FEW_ENOUGH:
-            found += DomainSearch(judge, part, micro_batches).wander(candidates, partly)
+        if EXHAUSTIVE < len(part.units) <= budget.walked:
+            search = DomainSearch(judge, part, micro_batches)
+            found += search.wander(candidates, budget.walks, partly)
     return found

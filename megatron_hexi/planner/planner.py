@@ -14,6 +14,7 @@ from megatron_hexi.plan import Estimate, Provenance
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines
 from megatron_hexi.planner.bound import Bound, LowerBound
+from megatron_hexi.planner.budget import SHORT, THOROUGH, Budget
 from megatron_hexi.planner.choose import fleets
 from megatron_hexi.planner.guess import FirstGuess
 from megatron_hexi.planner.improve import LEFT, improve
@@ -37,7 +38,7 @@ def find_plan(
     *,
     data_parallel: int | None = 1,
     with_baselines: bool = False,
-    quick: bool = False,
+    thorough: bool = False,
     progress: Progress | None = None,
 ) -> Planned:
     """The best plan found, never slower than a baseline, with a proof of how far from the best it can be.
@@ -47,8 +48,8 @@ def find_plan(
         cluster: where it runs.
         data_parallel: replicas, equal in size and share; ``None``: as many as are best, equal or not.
         with_baselines: time every baseline, also those that cannot win.
-        quick: stop at what the search lists and at the bound by fractions of groups: neither random changes
-            nor whole groups are looked at, which take most of the time.
+        thorough: look much longer for a better plan and a closer proof: random changes of groupings besides,
+            and more of everything (budget.py).
         progress: told how far it is.
 
     Raises:
@@ -73,15 +74,15 @@ def find_plan(
     if not best.fits:
         raise nothing_fits(fleet, best)
     tell("bound", 0, 1)
-    lower = LowerBound(fleet, data_parallel, best.iteration_s)
+    budget = THOROUGH if thorough else SHORT
+    lower = LowerBound(fleet, data_parallel, best.iteration_s, budget.proof)
     bound = lower.roughly()
-    if not quick:
-        if best.iteration_s > (1 + LEFT) * bound.iteration_s:
-            tell("changes", 0, 1)
-            named = _named(fleet, best, bound, data_parallel)
-            best = improve(judge, fleet, best, named, bound.iteration_s)
-        tell("proof", 0, 1)
-        bound = lower.closely(best.iteration_s)
+    if best.iteration_s > (1 + LEFT) * bound.iteration_s:
+        tell("changes", 0, 1)
+        named = _named(fleet, best, lower, data_parallel, budget)
+        best = improve(judge, fleet, best, named, bound.iteration_s, budget)
+    tell("proof", 0, 1)
+    bound = lower.closely(best.iteration_s)
     return _planned(fleet, best, bound, baselines, judge.trials, begun)
 
 
@@ -139,12 +140,16 @@ def _search(judge: Judge, fleet: Fleet, data_parallel: int | None, tell: Progres
     return best
 
 
-def _named(fleet: Fleet, best: Trial, rough: Bound, data_parallel: int | None) -> tuple[Grouping, ...]:
-    """Groupings that the bound does not rule out to be faster."""
-    named = rough.groupings
+def _named(
+    fleet: Fleet, best: Trial, lower: LowerBound, data_parallel: int | None, budget: Budget
+) -> tuple[Grouping, ...]:
+    """Groupings that the bound does not rule out to be faster; of many units they are not looked at."""
+    if len(fleet.units) > budget.walked:
+        return ()
+    named = lower.groupings()
     if data_parallel is None and len(best.layouts) == 1:
         # Of one replica, other groupings hold most than of as many as one likes.
-        named += LowerBound(fleet, 1, best.iteration_s).roughly().groupings
+        named += LowerBound(fleet, 1, best.iteration_s, budget.proof).groupings()
     return tuple(dict.fromkeys(named))
 
 

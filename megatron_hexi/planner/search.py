@@ -59,9 +59,9 @@ _MENDS = (_WINDOW, 1, 1)
 _ROUNDS = 3
 #: Waiting for keys that is worth another order, as a part of the time.
 _WAITING = 0.005
-#: Random changes at most, and at most without one that is kept; so many times from each start. What takes
-#: less than a factor of the best's time is worth balancing; of what is found, so many groupings are kept.
-_STEPS, _PATIENCE, _WALKS, _WORTH_BALANCING, _FOUND = 400, 100, 4, 1.03, 4
+#: Random changes at most, and at most without one that is kept. What takes less than a factor of the best's
+#: time is worth balancing; of what is found, so many groupings are kept.
+_STEPS, _PATIENCE, _WORTH_BALANCING, _FOUND = 400, 100, 1.03, 4
 
 
 class DomainSearch:
@@ -91,22 +91,25 @@ class DomainSearch:
             self._descend()
         return self._finish(polished)
 
-    def wander(self, groupings: Sequence[Grouping], partly: bool = False) -> list[Trial]:
+    def wander(self, groupings: Sequence[Grouping], walks: int, partly: bool = False) -> list[Trial]:
         """The best that random changes of groupings come by, and what promised most.
 
         Changes begin at the one that promises most, and at the one that is best in the end.
 
         Args:
             groupings: where changes begin, of all units.
+            walks: series of changes from each start; without any, the groupings themselves are looked at.
             partly: units may be left out, there and on the way.
         """
         budget = _polish_budget(len(self._fleet.units))
         tried = [self._try(grouping) for grouping in groupings]
+        if not walks:
+            return [self._finish()]
         balanced = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in tried]
         ended = [polish(self._judge, trial, budget) for trial in balanced]
         starts = grouping_of(min(tried, key=_promise)), grouping_of(min(ended, key=_order))
         for start in dict.fromkeys(starts):
-            for walk in range(_WALKS):
+            for walk in range(walks):
                 self._walk(start, partly, Random(walk // 2), balancing=walk % 2 == 1)
         found = [balance(self._judge, self._rates, trial, _ROUNDS) for trial in self._most_promising(_FOUND)]
         return [*ended, self._finish(), *found]

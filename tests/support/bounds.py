@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from megatron_hexi.planner.bound import Bound, LowerBound
+from megatron_hexi.planner.budget import THOROUGH, Proof
 from megatron_hexi.planner.units import Fleet
 
+#: As a thorough look has it, but for the time that it takes.
+PROOF = THOROUGH.proof._replace(programs=6_000)
 
-def lower_bound(fleet: Fleet, data_parallel: int | None, found_s: float) -> Bound:
+
+def lower_bound(fleet: Fleet, data_parallel: int | None, found_s: float, proof: Proof = PROOF) -> Bound:
     """By whole groups too, up to an iteration that is known to be possible."""
-    return LowerBound(fleet, data_parallel, found_s).closely(found_s)
+    return LowerBound(fleet, data_parallel, found_s, proof).closely(found_s)

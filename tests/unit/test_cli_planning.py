@@ -37,6 +37,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+#: Of the made up plan.
+LEFT = "note: a gap of 25.0% is left; --thorough looks longer for a better plan and a closer proof\n"
+
+
 @pytest.fixture
 def hexi(folder, monkeypatch, capsys):
     """Calls ``hexi WORDS…`` in that folder."""
@@ -48,8 +52,8 @@ def asked(monkeypatch):
     """Puts a planner without a search in place; what it was asked."""
     calls = []
 
-    def find_plan(job, cluster, *, data_parallel=1, with_baselines=False, quick=False, progress=None):
-        calls.append((job, data_parallel, with_baselines, quick, progress))
+    def find_plan(job, cluster, *, data_parallel=1, with_baselines=False, thorough=False, progress=None):
+        calls.append((job, data_parallel, with_baselines, thorough, progress))
         baselines = [baseline("ring", 1000.0), baseline("ulysses", why_not="no")] if with_baselines else []
         return make_planned(job, cluster, [[[3] * 4, [1] * 4]], baselines=baselines, notes=["it was made up"])
 
@@ -59,7 +63,7 @@ def asked(monkeypatch):
 
 def test_plan_writes_the_plan_and_reports(hexi, asked):
     code, out, err = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml")
-    assert (code, err) == (0, "wrote plan.yaml\n")
+    assert (code, err) == (0, LEFT + "wrote plan.yaml\n")
     plan = read_plan("plan.yaml")
     assert (plan.ranks, plan.workload.seq_length) == (8, 16384)
     for words in (
@@ -75,7 +79,7 @@ def test_plan_writes_the_plan_and_reports(hexi, asked):
 def test_plan_as_json_is_one_document(hexi, asked):
     code, out, err = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--json")
     document = json.loads(out)
-    assert (code, err) == (0, "wrote plan.yaml\n")
+    assert (code, err) == (0, LEFT + "wrote plan.yaml\n")
     assert (document["plan"], document["cluster"]) == ("plan.yaml", "cluster.yaml")
     assert document["digest"] == plan_digest(read_plan("plan.yaml"))
     assert document["job"]["model"] == "gpt-3b"
@@ -98,21 +102,21 @@ def test_every_option_reaches_the_planner(hexi, asked):
         "--kernel": ("kernel", "flash-attn-2"),
     }
     given = [word for name, (_, value) in words.items() for word in (name, value)]
-    flags = ["--no-distributed-optimizer", "--no-overlap-gradients", "--no-sequence-parallel", "--quick"]
+    flags = ["--no-distributed-optimizer", "--no-overlap-gradients", "--no-sequence-parallel", "--thorough"]
     assert hexi("compare", "cluster.yaml", *JOB, *given, *flags, "--data-parallel", "auto").code == 0
-    ((job, replicas, with_baselines, quick, progress),) = asked
+    ((job, replicas, with_baselines, thorough, progress),) = asked
     assert {field: getattr(job, field) for field, _ in words.values()} == dict(words.values())
     assert (job.model.name, job.seq_length) == ("gpt-3b", 16384)
     switches = job.distributed_optimizer, job.overlap_gradients, job.sequence_parallel
     assert switches == (False, False, False)
-    assert (replicas, with_baselines, quick, progress) == (None, True, True, None)
+    assert (replicas, with_baselines, thorough, progress) == (None, True, True, None)
 
 
 def test_defaults(hexi, asked):
     assert (
         hexi("plan", "cluster.yaml", "--model", "gpt-3b", "--seq-length", 4096, "-o", "plan.yaml").code == 0
     )
-    ((job, replicas, with_baselines, quick, _),) = asked
+    ((job, replicas, with_baselines, thorough, _),) = asked
     assert (job.micro_batch_size, job.global_batch_size, job.recompute, job.precision) == (
         1,
         8,
@@ -122,7 +126,7 @@ def test_defaults(hexi, asked):
     assert job.distributed_optimizer
     assert job.overlap_gradients
     assert job.sequence_parallel
-    assert (replicas, with_baselines, quick) == (1, False, False)
+    assert (replicas, with_baselines, thorough) == (1, False, False)
 
 
 def test_data_parallel_as_a_number(hexi, asked):
@@ -132,7 +136,7 @@ def test_data_parallel_as_a_number(hexi, asked):
 
 def test_compare_reports_every_baseline(hexi, asked):
     code, out, err = hexi("compare", "cluster.yaml", *JOB, "--picture", "out.png")
-    assert (code, err) == (0, "drew out.png\n")
+    assert (code, err) == (0, LEFT + "drew out.png\n")
     for words in ("hexi", "ring", "1.00x", "ulysses", "ceiling"):
         assert words in out
     assert Path("out.png").read_bytes().startswith(b"\x89PNG")
@@ -141,7 +145,7 @@ def test_compare_reports_every_baseline(hexi, asked):
 def test_compare_as_json(hexi, asked):
     code, out, err = hexi("compare", "cluster.yaml", *JOB, "--json")
     document = json.loads(out)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, LEFT)
     assert [(one["name"], one["why_not"]) for one in document["results"]] == [
         ("hexi", None),
         ("ring", None),
@@ -153,7 +157,7 @@ def test_compare_as_json(hexi, asked):
 
 def test_plan_draws_who_holds_what(hexi, asked):
     result = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--picture", "plan.svg")
-    assert (result.code, result.err) == (0, "wrote plan.yaml\ndrew plan.svg\n")
+    assert (result.code, result.err) == (0, LEFT + "wrote plan.yaml\ndrew plan.svg\n")
     assert "<svg" in Path("plan.svg").read_text()
 
 

@@ -17,7 +17,7 @@ def test_it_runs_and_says_what_it_measured():
     words = [sys.executable, "-m", "benchmarks.planning", "--gpus", "16", "--seq-length", "65536", "--json"]
     done = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True)
     rows = json.loads(done.stdout)
-    assert [(row["gpus"], row["model"], row["tensor_parallel"], row["quick"]) for row in rows] == [
+    assert [(row["gpus"], row["model"], row["tensor_parallel"], row["thorough"]) for row in rows] == [
         (16, "gpt-7b", 1, False),
         (16, "gpt-7b", 1, True),
         (16, "gpt-13b", 2, False),
@@ -31,7 +31,7 @@ def test_it_runs_and_says_what_it_measured():
 
 
 def test_a_job_that_does_not_fit_is_a_row_too():
-    assert measure(16, "gpt-7b", 1, 2**22, quick=True).gap is None
+    assert measure(16, "gpt-7b", 1, 2**22, thorough=True).gap is None
 
 
 def test_clusters_are_a_quarter_of_each_model():

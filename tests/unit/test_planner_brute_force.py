@@ -29,31 +29,34 @@ class Found:
 
     seed: int
     digest: str
+    short_s: float
     planned_s: float
     best_s: float
     bound_s: float
 
     @property
     def ratio(self):
-        return self.planned_s / self.best_s if self.best_s < math.inf else 1.0
+        """Of the worse of a short and a thorough look to the best."""
+        return max(self.short_s, self.planned_s) / self.best_s if self.best_s < math.inf else 1.0
 
 
 def search(seed, budget, gpus):
     _, cluster, job = random_case(seed, gpus)
-    bound_s, planned_s = 0.0, math.inf
+    bound_s, planned_s, short_s = 0.0, math.inf, math.inf
     try:
-        planned = find_plan(job, cluster)
+        planned = find_plan(job, cluster, thorough=True)
         bound_s, planned_s = planned.bound.iteration_s, planned.cost.iteration_s
+        short_s = find_plan(job, cluster).cost.iteration_s
     except NothingFitsError:
         pass
     better = BruteForce(job, cluster, planned_s * (1 - WORTH), budget).run()
     best_s = better[0] if better else planned_s
-    return Found(seed, cluster_digest(cluster) + repr(job), planned_s, best_s, bound_s)
+    return Found(seed, cluster_digest(cluster) + repr(job), short_s, planned_s, best_s, bound_s)
 
 
 class LooserBound(LowerBound):
-    def __init__(self, fleet, data_parallel, found_s):
-        super().__init__(fleet, data_parallel, LOOSER * found_s)
+    def __init__(self, fleet, data_parallel, found_s, proof):
+        super().__init__(fleet, data_parallel, LOOSER * found_s, proof)
 
     def closely(self, found_s):
         return super().closely(LOOSER * found_s)

@@ -8,6 +8,7 @@ import pytest
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.plan.parts import BUSY_ROWS
+from megatron_hexi.planner.bound import LowerBound
 from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.gradients import Ring
@@ -16,6 +17,7 @@ from megatron_hexi.planner.bound.packing import Packing, packable, shapes_of
 from megatron_hexi.planner.bound.placing import placed
 from megatron_hexi.planner.bound.program import Program
 from megatron_hexi.planner.bound.site_times import SiteClass, in_steps
+from megatron_hexi.planner.budget import THOROUGH
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.links import best_links
 from megatron_hexi.planner.room import Room
@@ -193,8 +195,8 @@ def test_units_without_memory_for_tokens_are_packed_for_nothing():
     fleet = find_units(tiny_job(seq_length=2**14), cluster([(name, "PLAIN", 1) for name in "abc"]))
     classes = site_classes(fleet)
     full = SiteClass([[2]], classes[2].loads, [[Room(fleet.job, 0, 0.0, 3)]])
-    packing = Packing(fleet.job, [*classes[:2], full], [1], False, Ring(), (1e-3, 1.0))
-    both = Packing(fleet.job, classes[:2], [1], False, Ring(), (1e-3, 1.0))
+    packing = Packing(fleet.job, [*classes[:2], full], [1], False, Ring(), (1e-3, 1.0), THOROUGH.proof)
+    both = Packing(fleet.job, classes[:2], [1], False, Ring(), (1e-3, 1.0), THOROUGH.proof)
     loose = [packed.least_s() for packed in (packing, both)]
     assert loose[0] == pytest.approx(loose[1], rel=0.01)
     close = [packed.wholly_least_s(1.0) for packed in (packing, both)]
@@ -203,9 +205,9 @@ def test_units_without_memory_for_tokens_are_packed_for_nothing():
 
 def test_groups_that_hold_most_become_groupings_of_all_units():
     fleet = find_units(tiny_job(seq_length=2**16), cluster([("fast", "DOUBLE", 2), ("slow", "PLAIN", 4)]))
-    found = lower_bound(fleet, 1, 100.0)
-    assert found.groupings
-    for grouping in found.groupings:
+    found = LowerBound(fleet, 1, 100.0, THOROUGH.proof).groupings()
+    assert found
+    for grouping in found:
         assert len(grouping) > 1
         assert sorted(unit for group in grouping for unit in group) == list(range(6))
 

@@ -8,6 +8,7 @@ import pytest
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import Job, read_model
 from megatron_hexi.planner import find_plan
+from megatron_hexi.planner.budget import THOROUGH
 from megatron_hexi.planner.guess import FirstGuess
 from megatron_hexi.planner.improve import improve
 from megatron_hexi.planner.layout import Layout, Part
@@ -95,13 +96,14 @@ def test_who_is_outside_is_found_where_it_matters():
     assert min(others) < 0.9 * first
 
 
-def test_what_is_left_out_of_a_quick_plan_makes_it_no_worse():
-    known = cluster([("a", "DOUBLE", 2), ("b", "DOUBLE", 2), ("c", "PLAIN", 3)], bandwidth=5)
-    job = tiny_job(seq_length=2**18)
-    quick, found = (find_plan(job, known, quick=asked) for asked in (True, False))
-    assert found.cost.iteration_s < 0.97 * quick.cost.iteration_s
-    assert quick.trials < found.trials / 4
-    assert quick.bound.iteration_s <= found.bound.iteration_s <= found.cost.iteration_s
+def test_a_longer_look_finds_a_better_plan_and_a_closer_proof():
+    # Eight H100 and four A100: groups that only random changes come by.
+    known = read_cluster(Path("benchmarks/simulation/clusters/testbed-12.yaml"))
+    job = Job(read_model("gpt-7b"), 2**15, recompute="full")
+    short, found = (find_plan(job, known, thorough=asked) for asked in (False, True))
+    assert found.cost.iteration_s < 0.99 * short.cost.iteration_s
+    assert short.trials < found.trials / 4
+    assert short.bound.iteration_s < found.bound.iteration_s <= found.cost.iteration_s
 
 
 def test_an_improved_plan_is_as_good_or_better_and_the_same_again():
@@ -112,7 +114,7 @@ def test_an_improved_plan_is_as_good_or_better_and_the_same_again():
         for _ in range(2):
             judge = Judge(one)
             best = DomainSearch(judge, one, together).run()
-            found.append(improve(judge, one, best, (), 0.5 * best.iteration_s))
+            found.append(improve(judge, one, best, (), 0.5 * best.iteration_s, THOROUGH))
             assert found[-1].order <= best.order
         assert found[0].plan == found[1].plan
 

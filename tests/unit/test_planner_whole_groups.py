@@ -14,6 +14,7 @@ from megatron_hexi.planner.bound.program import Program
 from megatron_hexi.planner.bound.setting import Line, below
 from megatron_hexi.planner.bound.site_times import in_steps
 from megatron_hexi.planner.bound.whole import packings
+from megatron_hexi.planner.budget import THOROUGH
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
 
@@ -108,5 +109,5 @@ def test_the_bound_comes_closer_and_stays_below(length, bandwidth):
     job = tiny_job(seq_length=length, recompute="full")
     fleet = find_units(job, cluster(NODES, bandwidth=bandwidth))
     best = find_plan(job, fleet.cluster).cost.iteration_s
-    bound = LowerBound(fleet, 1, 1.1 * best)
+    bound = LowerBound(fleet, 1, 1.1 * best, THOROUGH.proof)
     assert 1.1 * bound.roughly().iteration_s < bound.closely(1.1 * best).iteration_s <= best

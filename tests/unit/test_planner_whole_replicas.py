@@ -14,6 +14,7 @@ from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.prices import Prices
 from megatron_hexi.planner.bound.replicas import Replicas
+from megatron_hexi.planner.budget import THOROUGH
 from megatron_hexi.planner.units import find_units
 from tests.support.bounds import lower_bound
 from tests.support.costs import cluster
@@ -93,15 +94,14 @@ def test_a_pipeline_s_replicas_are_asked_for_each_number_of_micro_batches():
     assert set(asked) == {2}
 
 
-def test_replicas_by_themselves_bound_what_groups_of_any_let_pass(monkeypatch):
+def test_replicas_by_themselves_bound_what_groups_of_any_let_pass():
     # Eight sequences on six GPUs: parts of a sequence would do better.
     nodes = [("a", "H100-SXM-80GB", 4), ("b", "A100-SXM-80GB", 2)]
     job = Job(presets()["gpt-3b"], 2**14, recompute="full", global_batch_size=8)
     fleet = find_units(job, cluster(nodes, bandwidth=25))
     found_s = find_plan(job, cluster(nodes, bandwidth=25), data_parallel=None).cost.iteration_s
     by_replicas = lower_bound(fleet, None, found_s).iteration_s
-    monkeypatch.setattr(bounds, "_MOST_REPLICAS", 0)
-    by_groups = lower_bound(fleet, None, found_s).iteration_s
+    by_groups = lower_bound(fleet, None, found_s, THOROUGH.proof._replace(replicas=0)).iteration_s
     assert by_groups < by_replicas <= found_s
 
 
@@ -111,7 +111,7 @@ def test_whole_groups_bound_replicas_more_closely():
     job = Job(presets()["gpt-3b"], 2**15, recompute="full", global_batch_size=2)
     fleet = find_units(job, cluster(nodes, bandwidth=25))
     found_s = find_plan(job, cluster(nodes, bandwidth=25), data_parallel=None).cost.iteration_s
-    bound = LowerBound(fleet, None, found_s)
+    bound = LowerBound(fleet, None, found_s, THOROUGH.proof)
     assert 1.05 * bound.roughly().iteration_s < bound.closely(found_s).iteration_s <= found_s
 
 
@@ -120,7 +120,8 @@ def test_as_many_replicas_as_are_best_are_no_slower_than_one():
     nodes = [("a", "H100-SXM-80GB", 4), ("b", "A100-SXM-80GB", 2), ("c", "L40S-48GB", 2)]
     job = Job(presets()["gpt-3b"], 2**18, recompute="full", global_batch_size=4)
     known = cluster(nodes, bandwidth=25)
-    one, free = (find_plan(job, known, data_parallel=count).cost.iteration_s for count in (1, None))
+    plans = [find_plan(job, known, data_parallel=count, thorough=True) for count in (1, None)]
+    one, free = (planned.cost.iteration_s for planned in plans)
     assert free <= one * (1 + 1e-9)
 
 

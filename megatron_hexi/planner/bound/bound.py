@@ -51,6 +51,7 @@ from megatron_hexi.planner.bound.piece import Pieces
 from megatron_hexi.planner.bound.prices import Prices, token_prices
 from megatron_hexi.planner.bound.replicas import Replicas
 from megatron_hexi.planner.bound.site_times import Shape, SiteClass
+from megatron_hexi.planner.budget import Proof
 from megatron_hexi.planner.choose import single_sites
 from megatron_hexi.planner.layout import Grouping
 from megatron_hexi.planner.links import Links, best_links
@@ -61,10 +62,6 @@ from megatron_hexi.planner.units import Fleet
 _CLOSE = 0.01
 #: Up to so many micro-batches of a replica are looked at one by one; beyond, communication is left out.
 _TURNS = 32
-#: Times between the bound and what is known to be possible for which groupings are named.
-_AIMS = 5
-#: Up to so many choices of a replica's units are looked at.
-_MOST_REPLICAS = 150
 
 
 @dataclass(frozen=True)
@@ -74,12 +71,10 @@ class Bound:
     Args:
         iteration_s: seconds.
         reason: what it counts, one sentence for people.
-        groupings: of all units, that it does not rule out to be as fast as that.
     """
 
     iteration_s: float
     reason: str
-    groupings: tuple[Grouping, ...] = ()
 
 
 class LowerBound:
@@ -91,17 +86,22 @@ class LowerBound:
         fleet: the units.
         data_parallel: replicas, equal; ``None``: as many as a plan likes.
         found_s: an iteration that is known to be possible; the bound need not be higher.
+        proof: what it may take.
     """
 
-    def __init__(self, fleet: Fleet, data_parallel: int | None, found_s: float) -> None:
+    def __init__(self, fleet: Fleet, data_parallel: int | None, found_s: float, proof: Proof) -> None:
         several = len(fleet.sites) > 1
-        self._cases = [_Case(fleet, data_parallel, found_s, crosses=several)]
+        self._cases = [_Case(fleet, data_parallel, found_s, several, proof)]
         if several:
-            self._cases += [_Case(site, data_parallel, found_s, False) for site in single_sites(fleet)]
+            self._cases += [_Case(site, data_parallel, found_s, False, proof) for site in single_sites(fleet)]
 
     def roughly(self) -> Bound:
         """By pieces and by fractions of groups."""
-        return self._least([case.rough for case in self._cases])
+        return min((case.rough for case in self._cases), key=_seconds)
+
+    def groupings(self) -> tuple[Grouping, ...]:
+        """Of all units as one replica: those that it does not rule out to be fast, where these are few."""
+        return self._cases[0].groupings()
 
     def closely(self, found_s: float) -> Bound:
         """By whole groups besides, where units can form few shapes of them: that takes longer.
@@ -109,12 +109,11 @@ class LowerBound:
         Args:
             found_s: an iteration that is known to be possible by now; the bound need not be higher.
         """
-        return self._least([case.closely(found_s) for case in self._cases])
+        return min((case.closely(found_s) for case in self._cases), key=_seconds)
 
-    @staticmethod
-    def _least(cases: Sequence[Bound]) -> Bound:
-        # Groupings of one site's units are numbered by that site: those of all units are given.
-        return replace(min(cases, key=lambda bound: bound.iteration_s), groupings=cases[0].groupings)
+
+def _seconds(bound: Bound) -> float:
+    return bound.iteration_s
 
 
 class _Case:
@@ -125,15 +124,20 @@ class _Case:
         data_parallel: replicas, equal; ``None``: as many as a plan likes.
         found_s: an iteration that is known to be possible.
         crosses: whether plans cross sites.
+        proof: what it may take.
     """
 
-    def __init__(self, fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool) -> None:
+    def __init__(
+        self, fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool, proof: Proof
+    ) -> None:
         job = fleet.job
         together = job.global_batch_size // job.micro_batch_size
         turns = together // data_parallel if data_parallel else 1
         ring = least_ring(fleet, found_s, crosses)
+        #: Of all replicas together, and of each by itself.
         self._packing: Packing | None = None
         self._replicas: Callable[..., Replicas] | None = None
+        self._data_parallel, self._found_s, self._aims = data_parallel, found_s, proof.aims
 
         plain_s = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
         plain = Bound(min(found_s, plain_s + ring.wait_s(plain_s / turns)), "compute at the best rates")
@@ -153,26 +157,31 @@ class _Case:
         # With several stages, the ceiling also counts GPUs that wait for another stage.
         least_s = plain_s if job.pipeline_parallel == 1 else 0.0
         least_s = demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
-        groupings: tuple[Grouping, ...] = ()
         classes = _classes(demand.sites)
         if least_s < found_s * (1 - _CLOSE) and not demand.more_turns and packable(classes):
-            packing = Packing(job, classes, demand.turns, demand.several, ring, (least_s, found_s))
+            of_interest = least_s, found_s
+            self._packing = Packing(job, classes, demand.turns, demand.several, ring, of_interest, proof)
             choices = _choices(fleet, classes, data_parallel) if demand.several else ()
-            if demand.several and len(choices) <= _MOST_REPLICAS:
-                self._replicas = partial(_replicas, fleet, classes, choices, demand, found_s, {})
+            if demand.several and len(choices) <= proof.replicas:
+                self._replicas = partial(_replicas, fleet, classes, choices, demand, found_s, {}, proof)
                 least_s = self._replicas(closely=False).least_s(least_s, found_s)
             else:
-                least_s, self._packing = packing.least_s(), packing
-            # Replicas that are given have groups of their own.
-            aims = np.linspace(least_s, found_s, _AIMS).tolist() if data_parallel in (None, 1) else ()
-            groupings = tuple(dict.fromkeys(one for aim in aims for one in packing.groupings(aim)))
-        counted = Bound(least_s, "compute and communication", groupings)
-        self.rough = max(plain, counted, key=lambda bound: bound.iteration_s)
+                least_s = self._packing.least_s()
+        counted = Bound(least_s, "compute and communication")
+        self.rough = max(plain, counted, key=_seconds)
+
+    def groupings(self) -> tuple[Grouping, ...]:
+        """Of all units as one replica, that hold most by fractions of groups, where these are few."""
+        # Replicas that are given have groups of their own.
+        if self._packing is None or self._data_parallel not in (None, 1):
+            return ()
+        aims = np.linspace(self.rough.iteration_s, self._found_s, self._aims).tolist()
+        return tuple(dict.fromkeys(one for aim in aims for one in self._packing.groupings(aim)))
 
     def closely(self, found_s: float) -> Bound:
         """By whole groups besides."""
         least_s = self.rough.iteration_s
-        if self._packing:
+        if self._packing and not self._replicas:
             least_s = max(least_s, self._packing.wholly_least_s(found_s))
         if self._replicas and least_s < found_s:
             least_s = self._replicas(closely=True).least_s(least_s, found_s)
@@ -207,6 +216,7 @@ def _replicas(
     demand: Demand,
     longest_s: float,
     packings: dict[tuple[int, int], Packing],
+    proof: Proof,
     closely: bool,
 ) -> Replicas:
     """Replicas on such units.
@@ -218,6 +228,7 @@ def _replicas(
         demand: what there is to do.
         longest_s: an iteration that is known to be possible.
         packings: what has been looked at before, by the number of a shape and micro-batches.
+        proof: what each may take.
         closely: whether to look at whole groups too.
     """
     job, ring, stages = fleet.job, demand.ring, fleet.job.pipeline_parallel
@@ -230,7 +241,7 @@ def _replicas(
         passes = turns + stages - 1
         if (number, count) not in packings:
             most_s = passes * ring.micro_batch_s(longest_s, count, stages)
-            packings[number, count] = _alone(parts[number], turns, len(fleet.units), most_s)
+            packings[number, count] = _alone(parts[number], turns, len(fleet.units), most_s, proof)
         return packings[number, count].suffices(passes * each_s, closely)
 
     units = [site.size * site.count for site in classes]
@@ -244,12 +255,12 @@ def _members(classes: Sequence[SiteClass], shape: Shape) -> list[int]:
     return [unit for place, units in shape for unit in next(sites[place])[:units]]
 
 
-def _alone(fleet: Fleet, micro_batches: int, shards: int, longest_s: float) -> Packing:
+def _alone(fleet: Fleet, micro_batches: int, shards: int, longest_s: float, proof: Proof) -> Packing:
     """A replica on all of a fleet's units, beside others."""
     job = replace(fleet.job, data_parallel=1, global_batch_size=micro_batches * fleet.job.micro_batch_size)
     alone, crosses = replace(fleet, job=job), len(fleet.sites) > 1
     classes = _classes(_sites(alone, crosses, Prices((1.0,), {}, {}), shards))
-    return Packing(job, classes, [micro_batches], False, Ring(), (0.0, longest_s))
+    return Packing(job, classes, [micro_batches], False, Ring(), (0.0, longest_s), proof)
 
 
 def _classes(sites: Iterable[Site]) -> list[SiteClass]:

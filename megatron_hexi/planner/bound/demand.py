@@ -6,6 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isqrt
 
 import numpy as np
@@ -23,10 +24,11 @@ _LATER = (0.2, 1.0)
 _ROUNDING = 1e-9
 #: What a group's depth among the nested ones may be: anything, or one of these intervals.
 ANY_DEPTH = [(0.0, 1.0)]
-DEPTHS = [(number / 8, (number + 1) / 8) for number in range(8)]
-_TILTS = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9)
+DEPTHS = [(number / 16, (number + 1) / 16) for number in range(16)]
+#: The highest price of depth that is looked at.
+_STEEPEST = 0.9
 #: Depths are looked at where they change what can be done by this part.
-_MATTERS = 0.003
+_MATTERS = 0.001
 #: Sections of the interval in which the price of a group is sought.
 _SECTIONS = 18
 #: Where between the prices by time and by memory scarce memory is priced.
@@ -197,7 +199,8 @@ class Demand:
             offers = [self._offers(site, seconds, box, depths, holding=True) for site in self.sites]
         most, part = min((price(offers, box.groups, depths, part, 0.0), part) for part in parts)
         if len(depths) > 1:
-            most = min(most, *(price(offers, box.groups, depths, part, tilt) for tilt in _TILTS[1:]))
+            tilted = partial(price, offers, box.groups, depths, part)
+            most = min(most, least(tilted, 0.0, _STEEPEST))
         return most / self.tokens * (1 + _ROUNDING)
 
     def _offers(

@@ -115,6 +115,13 @@ class GroupLines:
         a_head = self._a_head[number][way]
         return self.line(np.ceil(self.heads[number][0] / units) * (a_head - a_head.min()))
 
+    def merging(self, number: int, way: int) -> tuple[float, float]:
+        """What a site's busiest member merges: seconds for a token of the group, and for another's keys."""
+        place, units = self.shape[number]
+        heads = self._busiest[0, 0] if self.on_one_site else np.ceil(self.heads[number][0] / units)
+        queries, keys = self._all.loads[place].a_merge(way)
+        return float(heads) * queries, float(heads) * keys
+
     def holds(self, number: int) -> tuple[float, float]:
         """Tokens that one of several sites holds, at least and at most."""
         return max(0.0, self.least - (sum(self._most_held) - self._most_held[number])), self._most_held[

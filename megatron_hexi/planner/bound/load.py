@@ -73,10 +73,16 @@ class Load:
         self._move_seconds = self.token_bytes / links.outside if links.outside else 0.0
 
     def part(
-        self, limits: Limits, tokens: Floats, attended: Floats, groups: int, wire: Floats | float
+        self,
+        limits: Limits,
+        tokens: Floats,
+        attended: Floats,
+        groups: int,
+        depth: float,
+        wire: Floats | float,
     ) -> Floats:
         """The part of the limits that a layer takes; grows with the tokens and with what is attended."""
-        attention = self.attention(attended / self.share, groups)
+        attention = self.attention(attended / self.share, groups, depth)
         forward, backward = np.maximum(attention[0], wire), np.maximum(attention[1], 2 * wire)
         reached = rates(self._speeds.matmul, self._job.micro_batch_size * tokens)
         token = self.pass_seconds(tokens, reached)
@@ -132,14 +138,20 @@ class Load:
         logits = logits_times(self._speeds, job, job.micro_batch_size * tokens, reached)
         return (logits.forward + logits.backward) / job.stage_layers
 
-    def attention(self, group: Floats, groups: int) -> tuple[Floats, Floats]:
+    def attention(self, group: Floats, groups: int, depth: float) -> tuple[Floats, Floats]:
         """Forward and backward pass of the busiest member."""
-        own, far = self.head_times(group, groups)
+        own, far = self.head_times(group, groups, depth)
         forward, backward = (self._most_heads * (a + b) for a, b in zip(own, far, strict=True))
         return forward, backward
 
-    def head_times(self, group: Floats, groups: int) -> tuple[Times, Times]:
-        """One head: the group's own block, and rectangles with merging."""
+    def head_times(self, group: Floats, groups: int, depth: Floats | float = 1.0) -> tuple[Times, Times]:
+        """One head: the group's own block, and rectangles with merging.
+
+        Args:
+            group: tokens of groups.
+            groups: how many there are at least.
+            depth: where their middle is among the nested ones at most.
+        """
         job, speeds = self._job, self._speeds
         others = np.maximum(job.seq_length - group, 0.0)
         own = own_block_times(speeds, job, group, self._causal)
@@ -148,7 +160,7 @@ class Load:
         keys = others / 2 if self._causal else others
         far = rectangle_times(self._best, job, group, np.maximum(keys, 1e-9))
         merges = self.merges(group, groups)
-        gradients = keys_merge_times(speeds, job, keys) / self.ratio
+        gradients = keys_merge_times(speeds, job, self.keys_seen(group, depth)) / self.ratio
         return own, Times(far.forward + merges.forward, far.backward + merges.backward + gradients)
 
     def merges(self, group: Floats, groups: int) -> Times:
@@ -157,6 +169,16 @@ class Load:
         # another group.
         steps = np.where(self._job.seq_length > group, max(groups - 1, 1), 0)
         return merge_times(self._speeds, self._job, group * steps * self.shown)
+
+    def a_merge(self, way: int) -> tuple[float, float]:
+        """One head's merging, forward (0) or backward (1): seconds for a query in a step, and for a key.
+
+        `head_times` has the least of it: half of all tokens in each step.
+        """
+        one = np.ones(1)
+        queries = merge_times(self._speeds, self._job, one)[way]
+        keys = keys_merge_times(self._speeds, self._job, one) / self.ratio if way else np.zeros(1)
+        return float(queries[0]), float(keys[0])
 
     def _all_to_all(self) -> tuple[Floats, Floats]:
         """Seconds a token and latency of what is not hidden, all passes.

@@ -34,24 +34,23 @@ from megatron_hexi.planner.bound.site_times import Shape, SiteClass
 from megatron_hexi.planner.bound.together import Tries, suffices
 from megatron_hexi.planner.bound.whole import packings
 from megatron_hexi.planner.bound.worth import ONE, Way, Worth
+from megatron_hexi.planner.budget import Proof
 from megatron_hexi.planner.layout import Grouping
 
-#: Up to so many shapes are packed, and so many times one of them is worked out; of few shapes, for plans of
-#: each number of groups, so many.
+#: Up to so many shapes are packed.
 _MOST_SHAPES = 1300
-_WORKED_OUT, _OF_FEW = 400, 800
 #: Groups whose busiest member has so many times the rows that are worth cutting in two are never too small.
 _LARGE = 4
 #: Of so few shapes, plans of three groups are looked at by themselves, and whole groups are packed.
 _FEW_SHAPES = 320
 #: What a group's depth among the nested ones costs (demand.price).
-_TILTS = (0.0, 0.5, 1.0)
-#: So many ways to pack whole groups are looked at at most; the bound is found to this part by them.
-_MOST_PACKINGS, _CLOSE = 800, 1.5e-3
+_TILTS = (0.0, 0.003, 0.006, 0.012, 0.5, 1.0)
+#: The bound is found to this part by ways to pack whole groups.
+_CLOSE = 1.5e-3
 #: Shapes that are worked out at once where there are more.
 _AT_ONCE = 8
-#: That is worth while where so much is left; pairs of groups in programs that are solved for a time.
-_WORTH, _TRIES = 0.005, 12_000
+#: That is worth while where so much is left.
+_WORTH = 0.005
 #: The bound is found to this part; what the linear program's rounding may take away.
 _PRECISION, _ROUNDING = 3e-4, 1e-6
 
@@ -80,6 +79,7 @@ class Packing:
         several: whether there are several replicas.
         ring: of gradients.
         of_interest: seconds of an iteration that no plan stays below, and such that are known to be possible.
+        proof: what it may take.
     """
 
     def __init__(
@@ -90,8 +90,9 @@ class Packing:
         several: bool,
         ring: Ring,
         of_interest: tuple[float, float],
+        proof: Proof,
     ) -> None:
-        self._job, self._classes, self._turns = job, classes, turns
+        self._job, self._classes, self._turns, self._proof = job, classes, turns, proof
         self._tokens = float(job.seq_length * (job.global_batch_size // job.micro_batch_size))
         self._shapes = list(shapes_of(classes))
         self._units = [site.size * site.count for site in classes]
@@ -108,7 +109,7 @@ class Packing:
         #: Pipeline stages, those together on which a layer takes the same.
         self._stages = alike_stages(classes)
         self._of_interest, self._ring = of_interest, ring
-        left = _OF_FEW if few else _WORKED_OUT
+        left = proof.few_shapes if few else proof.shapes
         self._worth = Worth(job, classes, self._shapes, turns, ring, of_interest, left)
         #: What no plan of a box stays below, by fractions of groups.
         self._least: dict[_Box, float] = {}
@@ -153,7 +154,7 @@ class Packing:
         packed = self._packings(settings, iteration_s, box.span, way)
         if packed is None:
             return True
-        tries, before = Tries(_TRIES), self._sufficed.pop(box, None)
+        tries, before = Tries(self._proof.programs), self._sufficed.pop(box, None)
         for one, most in sorted(packed, key=lambda of_one: of_one[0] != before):
             if suffices(settings, [self._shapes[shape] for shape in one], most, tries):
                 self._sufficed[box] = one
@@ -175,7 +176,14 @@ class Packing:
             prices = program.prices()
             beside = Beside(settings, self._shapes, worth / way[0], span[0])
             packed = packings(
-                self._worth.used, self._units, span, worth, self._tokens, prices, beside.most, _MOST_PACKINGS
+                self._worth.used,
+                self._units,
+                span,
+                worth,
+                self._tokens,
+                prices,
+                beside.most,
+                self._proof.packings,
             )
             open_ = sorted({shape for one, _ in packed.found for shape in one if not worked[shape]})
             if not open_ and not packed.complete:

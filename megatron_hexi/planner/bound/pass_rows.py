@@ -77,7 +77,7 @@ class PassRows:
         begins, moves = self._begins[number], self._moves[number]
         if group.on_one_site:
             line = group.by_itself(self._one)
-            above(self._end, [self._of(number, line)], line.at_zero)
+            above(self._end, [self._of(number, line), *self._merging(number, 0)], line.at_zero)
             return
         line = group.line(group.begins(self._one))
         above(begins, [self._of(number, line)], line.at_zero)
@@ -92,11 +92,28 @@ class PassRows:
             line = group.moved_inside(site)
             above(moves, [(held, line.slope)], line.at_zero)
             self._border(number, site)
-            more = group.attention_beyond(site, self._way)
+            more, merging = group.attention_beyond(site, self._way), self._merging(number, site)
             for line in group.attention(site, self._way):
-                terms = [(begins, 1.0), (moves, 1.0), (part, line.slope)]
+                terms = [(begins, 1.0), (moves, 1.0), (part, line.slope), *merging]
                 above(self._end, terms, line.at_zero)
                 above(self._end, [*terms, self._of(number, more)], line.at_zero + more.at_zero)
+
+    def _merging(self, number: int, site: int) -> list[Term]:
+        """What a site merges besides half of all queries and keys in each step.
+
+        A group that is known to be outside of another one sees all of its keys, and that one sees it with all
+        of its queries.
+        """
+        half = 0.5 if self._all.causal else 1.0
+        queries, keys = self._groups[number].merging(site, self._way)
+        inside = sum(self._keys.seen(of, number) - half for of in self._others(number))
+        return [
+            (self._program.tokens[number], queries * inside),
+            *(
+                (self._program.tokens[of], keys * (self._keys.seen(number, of) - half))
+                for of in self._others(number)
+            ),
+        ]
 
     def _border(self, number: int, site: int) -> None:
         """A site that holds T of G tokens and has a part f of the heads sends (1 - f) T, and gets f (G - T).

@@ -66,7 +66,9 @@ class Pieces:
         if limits.whole <= 0 or (limits.and_wire is not None and limits.and_wire <= 0):
             nothing = np.zeros(len(self.share))
             return nothing, nothing
-        free = self._filling.last("free", self._whole, lambda most: self._part(limits, most, most, groups))
+        free = self._filling.last(
+            "free", self._whole, lambda most: self._part(limits, most, most, groups, depth)
+        )
         tokens = np.zeros(len(free))
         for least, most in _beside(self.size) if several else [(self.size, self.size)]:
             # A replica has a sequence: with so many units of it on a site, each holds its part at most.
@@ -83,16 +85,16 @@ class Pieces:
         spare = (tokens >= self._whole) & (self._heads < self._all_heads)
         if spare.any():
             more = self._filling.last(
-                "held", self._most_held, lambda most: self._part(limits, most, self._whole, groups)
+                "held", self._most_held, lambda most: self._part(limits, most, self._whole, groups, depth)
             )
             held = np.where(spare, np.maximum(more, tokens), tokens)
         short = held > self._room_beside(limits, tokens, groups)
         if not short.any():
             return held, tokens
-        beside, attended = self._instead(limits, groups)
+        beside, attended = self._instead(limits, groups, depth)
         return np.where(short, beside, held), np.where(short, attended, tokens)
 
-    def _instead(self, limits: Limits, groups: int) -> tuple[Floats, Floats]:
+    def _instead(self, limits: Limits, groups: int, depth: float) -> tuple[Floats, Floats]:
         """Where memory is full: fewer tokens held, and as many attended to as there is time for then.
 
         What other sites' tokens bring has to come over the site's links. Memory leaves less room to hold
@@ -104,7 +106,7 @@ class Pieces:
             attended = self._filling.last(
                 "attended",
                 np.minimum(self._whole, room),
-                lambda most, held=held: self._part(limits, held, most, groups),  # type: ignore[misc]
+                lambda most, held=held: self._part(limits, held, most, groups, depth),  # type: ignore[misc]
             )
             held = np.maximum(0.0, self._room_beside(limits, attended, groups))
         return held, attended
@@ -142,11 +144,11 @@ class Pieces:
         if limits.and_wire is None and all(
             (wire <= forward).all() and (2 * wire <= backward).all()
             for load, wire in zip(self.loads, wires, strict=True)
-            for forward, backward in [load.attention(free / self.share, groups)]
+            for forward, backward in [load.attention(free / self.share, groups, depth)]
         ):
             return free
         return self._filling.last(
-            "exchanging", free, lambda most: self._part(limits, most, most, groups, wires)
+            "exchanging", free, lambda most: self._part(limits, most, most, groups, depth, wires)
         )
 
     def _part(
@@ -155,13 +157,14 @@ class Pieces:
         tokens: Floats,
         attended: Floats,
         groups: int,
+        depth: float,
         wires: Sequence[Floats] | None = None,
     ) -> Floats:
         """The part of the limits that a layer of each stage takes together."""
         each: Sequence[Floats | float] = wires or [0.0] * len(self.loads)
         return limits.through(
             [
-                load.part(limits, tokens, attended, groups, wire)
+                load.part(limits, tokens, attended, groups, depth, wire)
                 for load, wire in zip(self.loads, each, strict=True)
             ]
         )

@@ -213,9 +213,9 @@ class SiteTimes:
         shallowest, deepest = (np.repeat(ends, len(tokens[0])) for ends in zip(*depths, strict=True))
         whole = np.zeros((len(heads), len(low)))
         for weight, load in self._stages:
-            ends = [load.head_times(end, self._groups) for end in tokens]
+            ends = [load.head_times(end, self._groups, deepest) for end in (low, high)]
             own, far = (
-                [busiest * np.tile(np.minimum(a, b), len(depths)) for a, b in zip(*both, strict=True)]
+                [busiest * np.minimum(a, b) for a, b in zip(*both, strict=True)]
                 for both in zip(*ends, strict=True)
             )
             forward, backward = own[0] + far[0], own[1] + far[1]

@@ -18,12 +18,13 @@ from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.site_times import Shape, SiteClass, used
 
 #: Bounds of tokens between which a shape's time is worked out, as parts of the most by its rates: close
-#: together above a half, where shapes of the optimum are.
+#: together above a half, where shapes of the optimum are, and closest where these are at long contexts.
 _BOUNDS = np.concatenate(
     [
         np.geomspace(0.005, 0.1, 8, endpoint=False),
         np.geomspace(0.1, 0.5, 40, endpoint=False),
-        np.linspace(0.5, 1, 81),
+        np.linspace(0.5, 0.85, 56, endpoint=False),
+        np.linspace(0.85, 1, 161),
     ]
 )
 #: Where a group may be among the nested ones.

@@ -1,0 +1,95 @@
+"""What looking for a better plan, and for a closer proof, may take.
+
+In counts, never in seconds: the same input gives the same bytes on any machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+#: Logarithms of the factors by which tuning changes tokens.
+_COARSE, _FINE = (0.005, 0.02, 0.06, 0.2, 0.5), (0.001, 0.003, 0.01, 0.05, 0.3)
+
+
+class Tuning(NamedTuple):
+    """A round of tuning (tune.py).
+
+    Args:
+        layouts: that differ in their groups, the best of them.
+        trials: layouts that are timed for each at most.
+        patience: of them for each unit, one after the other, that are no better before it ends.
+        steps: logarithms of the factors by which tokens are changed.
+    """
+
+    layouts: int
+    trials: int
+    patience: int
+    steps: tuple[float, ...]
+
+
+class Proof(NamedTuple):
+    """The lower bound (bound/).
+
+    Args:
+        shapes: of groups that are worked out at most, where there are many.
+        few_shapes: likewise, where there are few, for plans of each number of groups.
+        replicas: choices of a replica's units up to which each is looked at by itself.
+        packings: ways to pack whole groups up to which each is looked at by itself.
+        programs: pairs of groups in the linear programs that are solved for a time.
+        aims: times for which groupings are named that it does not rule out.
+    """
+
+    shapes: int
+    few_shapes: int
+    replicas: int
+    packings: int
+    programs: int
+    aims: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """All of it.
+
+    Args:
+        walks: series of random changes of groupings, from each start.
+        walked: up to so many units, groupings are changed at random, or looked at because the bound names
+            them.
+        tunings: rounds of tuning, one after the other.
+        tuned: units of a layout; of more, as many fewer trials are made as each takes longer.
+        trials: of a round of tuning, at least.
+        proof: what the lower bound may take.
+    """
+
+    walks: int
+    walked: int
+    tunings: tuple[Tuning, ...]
+    tuned: int
+    trials: int
+    proof: Proof
+
+
+#: About half a second up to 128 GPUs.
+SHORT = Budget(
+    walks=0,
+    walked=16,
+    tunings=(Tuning(2, 150, 4, _COARSE), Tuning(1, 150, 10, _FINE)),
+    tuned=16,
+    trials=0,
+    proof=Proof(shapes=40, few_shapes=120, replicas=30, packings=20, programs=300, aims=2),
+)
+#: Seconds, and up to a minute and a half.
+THOROUGH = Budget(
+    walks=4,
+    walked=96,
+    tunings=(
+        Tuning(8, 150, 4, _COARSE),
+        Tuning(3, 600, 10, _COARSE),
+        Tuning(2, 3000, 25, _FINE),
+        Tuning(1, 3000, 25, _FINE),
+    ),
+    tuned=40,
+    trials=150,
+    proof=Proof(shapes=400, few_shapes=1200, replicas=150, packings=800, programs=50_000, aims=5),
+)
