@@ -32,6 +32,7 @@ class Proof(NamedTuple):
     """The lower bound (bound/).
 
     Args:
+        depths: intervals of a group's depth among the nested ones, for pieces of groups.
         shapes: of groups that are worked out at most, where there are many.
         few_shapes: likewise, where there are few, for plans of each number of groups.
         replicas: choices of a replica's units up to which each is looked at by itself.
@@ -40,6 +41,7 @@ class Proof(NamedTuple):
         aims: times for which groupings are named that it does not rule out.
     """
 
+    depths: int
     shapes: int
     few_shapes: int
     replicas: int
@@ -77,9 +79,9 @@ SHORT = Budget(
     tunings=(Tuning(2, 150, 4, _COARSE), Tuning(1, 150, 10, _FINE)),
     tuned=16,
     trials=0,
-    proof=Proof(shapes=40, few_shapes=120, replicas=30, packings=20, programs=300, aims=2),
+    proof=Proof(depths=2, shapes=40, few_shapes=120, replicas=30, packings=20, programs=300, aims=2),
 )
-#: Seconds, and up to a minute and a half.
+#: Seconds, and up to two minutes.
 THOROUGH = Budget(
     walks=4,
     walked=96,
@@ -91,5 +93,5 @@ THOROUGH = Budget(
     ),
     tuned=40,
     trials=150,
-    proof=Proof(shapes=400, few_shapes=1200, replicas=150, packings=800, programs=50_000, aims=5),
+    proof=Proof(depths=16, shapes=400, few_shapes=1200, replicas=150, packings=800, programs=50_000, aims=5),
 )

@@ -25,6 +25,8 @@ from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import random_change, random_layouts, random_parallel_case, reproduce
 
 MANY = 1_000_000
+#: Of three groups, the outermost first.
+ORDER = (0, 1, 2)
 
 
 def layer_s(trial, weights):
@@ -172,3 +174,22 @@ def test_keys_on_their_way_take_memory(monkeypatch):
         monkeypatch.setattr(GroupTimes, "rooms", lambda _self, _place, room=room: [room])
         tokens = np.full(2, setting.length / 2)
         assert suffices([setting], shapes, tokens, Tries(MANY)) == may, often
+
+
+@pytest.mark.parametrize(
+    ("order", "time", "may"), [((), 0.98, True), (ORDER, 0.9995, False), (ORDER, 1, True)]
+)
+def test_who_merges_what_follows_from_the_order(order, time, may):
+    # Three groups of one unit, keys for nothing: the innermost merges all of its queries in both steps, the
+    # outermost gradients of all keys that it gets. Without an order, half of that is known.
+    nodes, tokens = [(name, "PLAIN", 1) for name in "abc"], (10_928, 10_920, 10_920)
+    fleet = find_units(tiny_job(seq_length=sum(tokens)), cluster(nodes, bandwidth=1e6))
+    heads = fleet.job.workload().local_heads
+    parts = tuple(Part((unit,), (held,), (heads,)) for unit, held in enumerate(tokens))
+    trial = Judge(fleet).try_out(fleet, [Layout(parts, fleet.job.global_batch_size)], 2)
+    [setting], shapes, _ = settings_of(fleet, trial, time * (1 + 1e-6))
+    lines = [
+        GroupLines(setting, shape, held, held, 3, ((heads, heads),))
+        for shape, held in zip(shapes, tokens, strict=True)
+    ]
+    assert GroupProgram([Stage(setting, lines)], order).suffices() is may

@@ -6,7 +6,8 @@ units that hold n t of the group's tokens and h of its H heads. Whatever else th
     token work of t tokens a unit
   + all-to-alls: a unit's tokens times the heads that it does not have itself, over its links
   + for each pass the longer of
-      attention: ceil(h / n) heads of the group's tokens: own block, rectangles, merging
+      attention: ceil(h / n) heads of the group's tokens: own block, rectangles, merging (gradients of as
+        many keys as the group sees: the fewer, the deeper it is)
       exchange: at least half the keys of tokens that are not its group's, over the links that they cross
 
 and that is at most tau. So a unit in such a piece holds `Pieces.most` at most. The pieces of a group have all
@@ -152,6 +153,7 @@ class _Case:
             ring=ring,
             several=data_parallel != 1,
             prices=prices.parts,
+            depths=proof.depths,
             more_turns=data_parallel is None and together > _TURNS,
         )
         # With several stages, the ceiling also counts GPUs that wait for another stage.

@@ -22,9 +22,8 @@ _PRECISION = 1e-4
 _LATER = (0.2, 1.0)
 #: What rounding may take away.
 _ROUNDING = 1e-9
-#: What a group's depth among the nested ones may be: anything, or one of these intervals.
+#: What a group's depth among the nested ones may be.
 ANY_DEPTH = [(0.0, 1.0)]
-DEPTHS = [(number / 16, (number + 1) / 16) for number in range(16)]
 #: The highest price of depth that is looked at.
 _STEEPEST = 0.9
 #: Depths are looked at where they change what can be done by this part.
@@ -111,6 +110,7 @@ class Demand:
         several: whether there are several replicas.
         prices: parts of a token's price that are for holding it; at each of them a unit has nothing to gain
             by holding more or fewer tokens than it attends to, but where memory is full.
+        depths: intervals in which a group's depth among the nested ones is looked at.
         more_turns: whether a replica may also take more than any of `turns`.
     """
 
@@ -120,6 +120,7 @@ class Demand:
     ring: Ring
     several: bool
     prices: Sequence[float]
+    depths: int
     more_turns: bool = False
 
     @property
@@ -180,7 +181,9 @@ class Demand:
 
     def _depths(self, box: Box, seconds: float, free: float) -> Sequence[_Depth]:
         """All of them, where units could do less if all groups saw as many keys as they do on average."""
-        return DEPTHS if self.reach(seconds, box, [(0.0, 0.5)]) < (1 - _MATTERS) * free else ANY_DEPTH
+        if self.reach(seconds, box, [(0.0, 0.5)]) >= (1 - _MATTERS) * free:
+            return ANY_DEPTH
+        return [(place / self.depths, (place + 1) / self.depths) for place in range(self.depths)]
 
     def reach(self, seconds: float, box: Box, depths: Sequence[_Depth] = ANY_DEPTH) -> float:
         """What units can do at most in all micro-batches, as a part of what there is to do.
