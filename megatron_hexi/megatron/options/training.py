@@ -93,8 +93,8 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     "Number formats and graphs": (
         Supported(
             "--bf16",
-            "tests/megatron/test_uneven_training.py::test_bf16_is_as_near_as_even_shards_are",
-            "as near to one rank as even shards are",
+            "tests/megatron/test_uneven_training.py::test_bf16_is_as_near_to_fp32_as_one_rank_is",
+            "as near to fp32 as bf16 on one rank is",
         ),
         given("--fp8-format", "its rows are not padded to what fp8 needs yet", name="fp8"),
         given("--fp4-format", "its rows are not padded to what fp4 needs yet", name="fp4"),
