@@ -72,7 +72,7 @@ class Budget:
     proof: Proof
 
 
-#: About half a second up to 128 GPUs.
+#: A second or two; of one replica on 128 GPUs, less than half a second.
 SHORT = Budget(
     walks=0,
     walked=16,

@@ -7,7 +7,7 @@ from megatron_hexi.planner.budget import THOROUGH, Proof
 from megatron_hexi.planner.units import Fleet
 
 #: As a thorough look has it, but for the time that it takes.
-PROOF = THOROUGH.proof._replace(programs=6_000)
+PROOF = THOROUGH.proof._replace(programs=12_000)
 
 
 def lower_bound(fleet: Fleet, data_parallel: int | None, found_s: float, proof: Proof = PROOF) -> Bound:

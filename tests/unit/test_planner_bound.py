@@ -122,7 +122,7 @@ def test_no_change_of_the_planner_s_own_plan_beats_it(seed):
     try:
         fleet = find_units(job, known)
         data_parallel = 1 if seed in HARD else replicas(random, fleet)
-        planned = find_plan(job, known, data_parallel=data_parallel)
+        planned = find_plan(job, known, data_parallel=data_parallel, thorough=True)
     except (ClusterError, NothingFitsError):
         return
     judge = Judge(fleet)
@@ -143,7 +143,7 @@ def test_a_plan_that_fills_the_bound_to_the_last_token_is_within_it():
 def climbed_from_plan(job, known, steps=40):
     """The planner's plan, and what it becomes by random changes."""
     fleet = find_units(job, known)
-    plan = find_plan(job, known).plan
+    plan = find_plan(job, known, thorough=True).plan
     judge = Judge(fleet)
     return climb(Random(0), judge, judge.try_out(fleet, layouts_of(fleet, plan), plan.exchange.window), steps)
 
@@ -156,7 +156,7 @@ def test_nodes_of_one_gpu_may_differ_in_their_links(slow_first):
     text = f"name: links\nnodes:\n{listed}{network}devices:\n{device_text('G', 100, 100)}"
     known, job = read_text(text), tiny_job(seq_length=2**16)
     alone = read_text(text.replace(nodes[0], ""))
-    fleet, best = find_units(job, known), find_plan(job, alone)
+    fleet, best = find_units(job, known), find_plan(job, alone, thorough=True)
     bound = lower_bound(fleet, 1, LOOSER * best.cost.iteration_s)
     assert bound.iteration_s <= best.cost.iteration_s * (1 + 1e-9), reproduce(text, job)
 
