@@ -11,13 +11,25 @@ from megatron_hexi.planner.bound.halving import least_sufficient
     span=st.floats(0, 10),
     at=st.floats(0, 1),
     precision=st.floats(1e-6, 0.1),
+    steps=st.lists(st.floats(0.05, 0.9), min_size=1, max_size=3),
 )
-def test_it_is_at_most_the_truth_and_close(low, span, at, precision):
+def test_it_is_at_most_the_truth_and_close(low, span, at, precision, steps):
     high = low * (1 + span)
     truth = low + at * (high - low)
-    found = least_sufficient(lambda time: time >= truth, low, high, precision)
+    found = least_sufficient(lambda time: time >= truth, low, high, precision, steps)
     assert low <= found <= truth * (1 + 1e-12)
     assert truth - found <= precision * high
+
+
+def test_it_looks_where_steps_say():
+    looked = list[float]()
+
+    def fails(time):
+        looked.append(time)
+        return False
+
+    least_sufficient(fails, 0.0, 1.0, 0.7, (1 / 8, 1 / 4))
+    assert looked == [0.125, 0.34375]
 
 
 def test_nothing_between_is_not_looked_at():

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 
-def least_sufficient(suffices: Callable[[float], bool], low: float, high: float, precision: float) -> float:
+def least_sufficient(
+    suffices: Callable[[float], bool],
+    low: float,
+    high: float,
+    precision: float,
+    steps: Sequence[float] = (0.5,),
+) -> float:
     """A time that does not suffice, or `low`, so close below one that does, or `high`.
 
     Args:
@@ -13,8 +20,11 @@ def least_sufficient(suffices: Callable[[float], bool], low: float, high: float,
         low: seconds, known to be no more than what suffices.
         high: seconds that suffice.
         precision: how close, as a part of the time.
+        steps: where to look, as parts of what is between the two; the last of them again and again.
     """
-    while high - low > precision * high:
-        middle = (low + high) / 2
+    for step in itertools.chain(steps, itertools.repeat(steps[-1])):
+        if high - low <= precision * high:
+            break
+        middle = low + step * (high - low)
         low, high = (low, middle) if suffices(middle) else (middle, high)
     return low

@@ -8,11 +8,17 @@ from math import inf
 import numpy as np
 from ortools.linear_solver import pywraplp
 
-from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.planner.bound.demand import Span
 
 #: What rounding may take away.
 _ROUNDING = 1e-6
+
+
+def kinds_of(used: Floats) -> tuple[Floats, Ints]:
+    """What units shapes use, [kinds, classes], and which of these each does, [shapes]."""
+    kinds, numbers = np.unique(used, axis=0, return_inverse=True)
+    return kinds, numbers.ravel()
 
 
 class Program:
@@ -26,34 +32,41 @@ class Program:
 
     def __init__(self, used: Floats, units: Sequence[int], span: Span) -> None:
         self._used, self._left, self._span = used, np.array(units, dtype=float), span
+        # Of shapes that use the same units, the one that is worth most counts.
+        self._kinds, self._kind_of = kinds_of(used)
         self._solver = pywraplp.Solver.CreateSolver("GLOP")
         self._rows = [self._solver.Constraint(0, float(most)) for most in units]
         self._groups = self._solver.Constraint(*map(float, span))
         self._goal = self._solver.Objective()
         self._goal.SetMaximization()
-        self._shapes = [self._solver.NumVar(0, inf, "") for _ in used]
-        for shape, counts in zip(self._shapes, used.tolist(), strict=True):
-            self._groups.SetCoefficient(shape, 1)
+        self._amounts = [self._solver.NumVar(0, inf, "") for _ in self._kinds]
+        for amount, counts in zip(self._amounts, self._kinds.tolist(), strict=True):
+            self._groups.SetCoefficient(amount, 1)
             for row, count in zip(self._rows, counts, strict=True):
                 if count:
-                    row.SetCoefficient(shape, count)
+                    row.SetCoefficient(amount, count)
 
     def solve(self, worth: Floats) -> tuple[float, dict[int, float]]:
         """The most that is packed, and how many of the shapes in use; infinite if there is no answer.
 
         What holds nothing is no group.
         """
-        fits = (worth > 0) & (self._used <= self._left).all(axis=1)
-        for shape, value, may in zip(self._shapes, worth.tolist(), fits.tolist(), strict=True):
-            self._goal.SetCoefficient(shape, value)
-            shape.SetUb(inf if may else 0.0)
+        # Ascending, and of two that are alike the first one last: the last one is taken.
+        order = len(worth) - 1 - np.argsort(worth[::-1], kind="stable")
+        best = np.zeros(len(self._kinds), dtype=np.int64)
+        best[self._kind_of[order]] = order
+        fits = (worth[best] > 0) & (self._kinds <= self._left).all(axis=1)
+        for amount, value, may in zip(self._amounts, worth[best].tolist(), fits.tolist(), strict=True):
+            self._goal.SetCoefficient(amount, value)
+            amount.SetUb(inf if may else 0.0)
         status = self._solver.Solve()
         if status == pywraplp.Solver.INFEASIBLE:
             return 0.0, {}
         if status != pywraplp.Solver.OPTIMAL:
             return inf, {}
-        amounts = [shape.solution_value() for shape in self._shapes]
-        return self._goal.Value(), {number: amount for number, amount in enumerate(amounts) if amount > 0}
+        amounts = [amount.solution_value() for amount in self._amounts]
+        packed = {int(best[kind]): amount for kind, amount in enumerate(amounts) if amount > 0}
+        return self._goal.Value(), packed
 
     def prices(self) -> tuple[Floats, float]:
         """Of the units of each class, and of a group, as `solve` found them."""
