@@ -33,18 +33,22 @@ class Proof(NamedTuple):
 
     Args:
         depths: intervals of a group's depth among the nested ones, for pieces of groups.
+        packed: shapes of groups up to which whole groups are looked at.
         shapes: of groups that are worked out at most, where there are many.
         few_shapes: likewise, where there are few, for plans of each number of groups.
         replicas: choices of a replica's units up to which each is looked at by itself.
+        nested: what working out shapes by who is outside of them may cost (nested_worth.py).
         packings: ways to pack whole groups up to which each is looked at by itself.
         programs: pairs of groups in the linear programs that are solved for a time.
         aims: times for which groupings are named that it does not rule out.
     """
 
     depths: int
+    packed: int
     shapes: int
     few_shapes: int
     replicas: int
+    nested: int
     packings: int
     programs: int
     aims: int
@@ -79,9 +83,19 @@ SHORT = Budget(
     tunings=(Tuning(2, 150, 4, _COARSE), Tuning(1, 150, 10, _FINE)),
     tuned=16,
     trials=0,
-    proof=Proof(depths=2, shapes=40, few_shapes=120, replicas=30, packings=20, programs=300, aims=2),
+    proof=Proof(
+        depths=2,
+        packed=1300,
+        shapes=40,
+        few_shapes=120,
+        replicas=30,
+        nested=0,
+        packings=20,
+        programs=300,
+        aims=2,
+    ),
 )
-#: Seconds, and up to two minutes.
+#: Seconds, and up to three minutes.
 THOROUGH = Budget(
     walks=4,
     walked=96,
@@ -93,5 +107,15 @@ THOROUGH = Budget(
     ),
     tuned=40,
     trials=150,
-    proof=Proof(depths=16, shapes=400, few_shapes=1200, replicas=150, packings=800, programs=50_000, aims=5),
+    proof=Proof(
+        depths=16,
+        packed=15_000,
+        shapes=400,
+        few_shapes=1200,
+        replicas=150,
+        nested=45_000,
+        packings=800,
+        programs=50_000,
+        aims=5,
+    ),
 )

@@ -16,7 +16,10 @@ from megatron_hexi.cluster import cluster_from_yaml
 from megatron_hexi.cost import Job, Model
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.layout import apportion
+from megatron_hexi.planner.bound import bound as bounds
+from megatron_hexi.planner.bound.prices import token_prices
 from megatron_hexi.planner.layout import Layout, Part
+from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
 from megatron_hexi.yaml_file import read_yaml
 
@@ -337,3 +340,39 @@ def random_change(random, layouts):
         layouts[replica].micro_batches,
     )
     return [changed if number == replica else layout for number, layout in enumerate(layouts)]
+
+
+def trials_of(seed, steps, **changes):
+    """Layouts of one cluster, of several groups on several sites, which fit in memory.
+
+    Random ones, and changes of the best.
+    """
+    text, known, job = random_parallel_case(seed, **changes)
+    random = Random(seed)
+    try:
+        fleet = find_units(job, known)
+    except ClusterError:  # too few GPUs for a unit
+        return
+    judge = Judge(fleet)
+    best = judge.try_out(fleet, random_layouts(random, fleet, 1), 2)
+    for step in range(steps):
+        layouts = random_layouts(random, fleet, 1) if step < 3 else random_change(random, best.layouts)
+        trial = judge.try_out(fleet, layouts, random.randint(1, 3))
+        best = min(best, trial, key=lambda trial: trial.order)
+        groups = sum(part.total > 0 for part in trial.layouts[0].parts)
+        if trial.fits and len(fleet.sites) > 1 and groups > 1:
+            yield fleet, trial, reproduce(text, job)
+
+
+def shapes_of_trial(fleet, trial):
+    """Classes of sites, and the shapes of the groups of a trial's only replica that hold any tokens."""
+    classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
+    place = {unit: number for number, one in enumerate(classes) for site in one.sites for unit in site}
+    shapes = []
+    for part in trial.layouts[0].parts:
+        sites: dict[tuple[int, int], list[int]] = {}
+        for unit in part.units if part.total else ():
+            sites.setdefault((place[unit], fleet.units[unit].site), []).append(unit)
+        if sites:
+            shapes.append(tuple((number, len(units)) for (number, _), units in sorted(sites.items())))
+    return classes, shapes

@@ -64,7 +64,7 @@ def check(trial, data_parallel, seed, text):
 def test_where_it_is_looked_for_first_decides_nothing(monkeypatch, seq_length):
     job = tiny_job(seq_length=seq_length)
     fleet = fleet_of([("a", "DOUBLE", 4), ("b", "PLAIN", 4), ("c", "PLAIN", 3)], job)
-    monkeypatch.setattr(bound, "packable", lambda classes: False)
+    monkeypatch.setattr(bound, "packable", lambda _classes, _most: False)
     least_s = seq_length / fleet.ceiling_tokens_per_s
     found = []
     for later in ((1.0,), (0.2, 1.0), (0.01, 0.5, 1.0)):

@@ -13,9 +13,10 @@ from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.load import Load
-from megatron_hexi.planner.bound.packing import Packing, packable, shapes_of
+from megatron_hexi.planner.bound.nested import Nested
+from megatron_hexi.planner.bound.packing import Packing, _Box, packable, shapes_of
 from megatron_hexi.planner.bound.placing import placed
-from megatron_hexi.planner.bound.program import Program
+from megatron_hexi.planner.bound.program import Program, kinds_of
 from megatron_hexi.planner.bound.site_times import SiteClass, in_steps
 from megatron_hexi.planner.budget import THOROUGH
 from megatron_hexi.planner.layout import Layout, Part
@@ -159,7 +160,7 @@ def test_whole_groups_bound_what_pieces_let_pass(monkeypatch):
     # Four heads on two speeds, one group is best: three and one leave the slow GPU idle.
     fleet = find_units(tiny_job(seq_length=2**16), cluster(FEW_HEADS, bandwidth=1))
     with_groups = lower_bound(fleet, 1, 100.0).iteration_s
-    monkeypatch.setattr(bounds, "packable", lambda _classes: False)
+    monkeypatch.setattr(bounds, "packable", lambda _classes, _most: False)
     pieces_only = lower_bound(fleet, 1, 100.0).iteration_s
     assert pieces_only < with_groups
 
@@ -170,8 +171,9 @@ def test_every_choice_of_units_is_a_shape_once():
     shapes = list(shapes_of([twice, SiteClass([[4, 5, 6]], [], [])]))
     assert len(shapes) == len(set(shapes)) == comb(4, 2) * 4 - 1
     assert ((0, 2), (0, 1), (1, 3)) in shapes
-    assert packable(site_classes(fleet))
-    assert not packable([SiteClass([range(8)] * 6, [], [])] * 2)
+    assert packable(site_classes(fleet), 12)
+    assert not packable(site_classes(fleet), 11)
+    assert not packable([SiteClass([range(8)] * 6, [], [])] * 2, THOROUGH.proof.packed)
 
 
 def test_the_program_packs_by_hand():
@@ -189,6 +191,30 @@ def test_the_program_packs_by_hand():
     assert Program(used, [5, 2], (1, 1)).whole(np.array([5.0, 4.0, 1.0])) == [0]
 
 
+def test_of_shapes_with_the_same_units_the_one_that_is_worth_most_is_packed():
+    used = np.array([[2.0], [2.0], [1.0], [2.0]])
+    program = Program(used, [4], (1, 4))
+    for worth, best in (([3.0, 5.0, 1.0, 4.0], 1), ([3.0, 3.0, 0.0, 3.0], 0)):  # of equals, the first one
+        total, shapes = program.solve(np.array(worth))
+        assert total == pytest.approx(2 * worth[best])
+        assert shapes == pytest.approx({best: 2})
+    kinds, numbers = kinds_of(used)
+    assert (kinds[numbers] == used).all()
+    assert len(kinds) == 2
+
+
+def test_plans_are_told_apart_by_all_numbers_of_groups():
+    open_, leaves = [_Box((2, 70), [(2, 70)], None)], []
+    while open_:
+        box = open_.pop()
+        open_ += box.halves()
+        leaves += [] if box.halves() else [box]
+    counts = [number for box in leaves for number in range(box.span[0], box.span[1] + 1)]
+    assert sorted(counts) == list(range(2, 71))
+    assert all(Nested.cut(box.span) is None and box.groups == [(2, 70)] for box in leaves)
+    assert max(box.span[1] / box.span[0] for box in leaves) < 1.2
+
+
 def test_units_without_memory_for_tokens_are_packed_for_nothing():
     # Three groups are asked for, and only two units have room for anything. By the linear program alone:
     # where groups are looked at together, it is not counted that a site has no room.
@@ -199,7 +225,7 @@ def test_units_without_memory_for_tokens_are_packed_for_nothing():
     both = Packing(fleet.job, classes[:2], [1], False, Ring(), (1e-3, 1.0), THOROUGH.proof)
     loose = [packed.least_s() for packed in (packing, both)]
     assert loose[0] == pytest.approx(loose[1], rel=0.01)
-    close = [packed.wholly_least_s(1.0) for packed in (packing, both)]
+    close = [packed.closely_least_s(1.0) for packed in (packing, both)]
     assert loose[0] <= close[0] <= close[1] * 1.01
 
 

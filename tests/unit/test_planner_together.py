@@ -1,28 +1,25 @@
 """Whole groups that wait for each other: no layout whatever is faster than what is said of its groups."""
 
-from random import Random
-
 import numpy as np
 import pytest
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.presets import presets
-from megatron_hexi.errors import ClusterError
 from megatron_hexi.planner.bound import bound as bounds
 from megatron_hexi.planner.bound.beside import Beside
 from megatron_hexi.planner.bound.columns import GroupTimes
 from megatron_hexi.planner.bound.gradients import least_ring
 from megatron_hexi.planner.bound.group_lines import GroupLines
 from megatron_hexi.planner.bound.group_program import GroupProgram, Stage
-from megatron_hexi.planner.bound.packing import alike_stages
 from megatron_hexi.planner.bound.prices import token_prices
 from megatron_hexi.planner.bound.setting import Rings, Setting
 from megatron_hexi.planner.bound.together import Tries, suffices
+from megatron_hexi.planner.bound.wholly import alike_stages
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
-from tests.support.fleets import random_change, random_layouts, random_parallel_case, reproduce
+from tests.support.fleets import shapes_of_trial, trials_of
 
 MANY = 1_000_000
 #: Of three groups, the outermost first.
@@ -40,14 +37,8 @@ def layer_s(trial, weights):
 
 def settings_of(fleet, trial, time):
     """What the groups of a trial have in common in a part of its time; the shape and the tokens of each."""
-    classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
-    place = {unit: number for number, one in enumerate(classes) for site in one.sites for unit in site}
-    parts, shapes = [part for part in trial.layouts[0].parts if part.total], []
-    for part in parts:
-        sites: dict[tuple[int, int], list[int]] = {}
-        for unit in part.units:
-            sites.setdefault((place[unit], fleet.units[unit].site), []).append(unit)
-        shapes.append(tuple((number, len(units)) for (number, _), units in sorted(sites.items())))
+    classes, shapes = shapes_of_trial(fleet, trial)
+    parts = [part for part in trial.layouts[0].parts if part.total]
     halves = trial.plan.exchange.parts > 1
     span, count = (len(parts), len(parts)), trial.layouts[0].micro_batches
     weights = GroupTimes(fleet.job, classes, shapes, count, span, (0.0, 1.0), halves).weights
@@ -68,28 +59,6 @@ def is_possible(fleet, trial, part=1.0, room=1.0):
     most = np.minimum(room * tokens, fleet.job.seq_length)
     beside = Beside(settings, shapes, most, len(shapes)).most(range(len(shapes)))
     return beside is not None and suffices(settings, shapes, beside, Tries(MANY))
-
-
-def trials_of(seed, steps, **changes):
-    """Layouts of one cluster, of several groups on several sites, which fit in memory.
-
-    Random ones, and changes of the best.
-    """
-    text, known, job = random_parallel_case(seed, **changes)
-    random = Random(seed)
-    try:
-        fleet = find_units(job, known)
-    except ClusterError:  # too few GPUs for a unit
-        return
-    judge = Judge(fleet)
-    best = judge.try_out(fleet, random_layouts(random, fleet, 1), 2)
-    for step in range(steps):
-        layouts = random_layouts(random, fleet, 1) if step < 3 else random_change(random, best.layouts)
-        trial = judge.try_out(fleet, layouts, random.randint(1, 3))
-        best = min(best, trial, key=lambda trial: trial.order)
-        groups = sum(part.total > 0 for part in trial.layouts[0].parts)
-        if trial.fits and len(fleet.sites) > 1 and groups > 1:
-            yield fleet, trial, reproduce(text, job)
 
 
 def check(seeds, steps):

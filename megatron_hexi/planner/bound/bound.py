@@ -160,7 +160,7 @@ class _Case:
         least_s = plain_s if job.pipeline_parallel == 1 else 0.0
         least_s = demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
         classes = _classes(demand.sites)
-        if least_s < found_s * (1 - _CLOSE) and not demand.more_turns and packable(classes):
+        if least_s < found_s * (1 - _CLOSE) and not demand.more_turns and packable(classes, proof.packed):
             of_interest = least_s, found_s
             self._packing = Packing(job, classes, demand.turns, demand.several, ring, of_interest, proof)
             choices = _choices(fleet, classes, data_parallel) if demand.several else ()
@@ -184,7 +184,7 @@ class _Case:
         """By whole groups besides."""
         least_s = self.rough.iteration_s
         if self._packing and not self._replicas:
-            least_s = max(least_s, self._packing.wholly_least_s(found_s))
+            least_s = max(least_s, self._packing.closely_least_s(found_s))
         if self._replicas and least_s < found_s:
             least_s = self._replicas(closely=True).least_s(least_s, found_s)
         return replace(self.rough, iteration_s=least_s)
@@ -262,6 +262,8 @@ def _alone(fleet: Fleet, micro_batches: int, shards: int, longest_s: float, proo
     job = replace(fleet.job, data_parallel=1, global_batch_size=micro_batches * fleet.job.micro_batch_size)
     alone, crosses = replace(fleet, job=job), len(fleet.sites) > 1
     classes = _classes(_sites(alone, crosses, Prices((1.0,), {}, {}), shards))
+    # There are many of them.
+    proof = proof._replace(nested=0)
     return Packing(job, classes, [micro_batches], False, Ring(), (0.0, longest_s), proof)
 
 

@@ -16,7 +16,7 @@ memory is left first, and what a site must hold follows from what the others hav
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
 
@@ -24,11 +24,10 @@ from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.plan.parts import BUSY_ROWS
 from megatron_hexi.planner.bound.demand import Span
-from megatron_hexi.planner.bound.group_memory import GroupMemory
+from megatron_hexi.planner.bound.group_memory import GroupMemory, Taken
 from megatron_hexi.planner.bound.group_rates import seconds_a_token
 from megatron_hexi.planner.bound.inside import Inside, inside_of
-from megatron_hexi.planner.bound.site_times import Depth, Shape, SiteClass, SiteTimes, used
-from megatron_hexi.planner.room import Room
+from megatron_hexi.planner.bound.site_times import Depth, Shape, SiteClass, SiteTimes, of_sites, used
 
 #: X, as multiples of the least that holds the group's tokens: where intervals begin. The best interval is cut
 #: in two so often at most, and until it is narrow; the last one has no end, and is cut at a multiple.
@@ -36,26 +35,6 @@ _WAITS = (1.0, 1.1)
 _REFINED, _NARROW, _LAST = 9, 0.01, 2.0
 #: Times in which tokens are looked up, and the shortest of them as a part of the longest.
 _TIMES, _SHORTEST = 6_000, 1e-4
-
-
-class Taken(NamedTuple):
-    """Memory that a token takes, by what holding it does.
-
-    Args:
-        attended: inside attention.
-        received: where its keys and values are received in a step of the exchange.
-        sent: where they are sent.
-    """
-
-    attended: float
-    received: float
-    sent: float
-
-    @classmethod
-    def of(cls, room: Room, groups: int) -> Taken:
-        """In a replica of so many groups at least."""
-        each = room.each_attended(groups), room.each_received, room.each_sent
-        return cls(*(taken / room.each_held for taken in each))
 
 
 class GroupTimes:
@@ -70,6 +49,7 @@ class GroupTimes:
         of_interest: seconds of a layer: what takes longer, or what is smaller than what may take less, is of
             no interest.
         halves: whether all-to-alls travel in two (plan/parts.py); ``None``: whatever is better.
+        way: only of a forward (0) or a backward (1) pass; ``None``: of all.
     """
 
     def __init__(
@@ -81,6 +61,7 @@ class GroupTimes:
         groups: Span,
         of_interest: tuple[float, float],
         halves: bool | None = None,
+        way: int | None = None,
     ) -> None:
         workload = job.workload()
         self._halves, self._of_interest = halves, of_interest
@@ -100,12 +81,13 @@ class GroupTimes:
         #: What each stage is of a layer's time.
         self.weights = weights / weights.sum()
         self._times = np.append(of_interest[1] * np.geomspace(_SHORTEST, 1, _TIMES), np.inf)
-        self._sites = [SiteTimes(job, site, self.weights, groups, halves, self._times) for site in classes]
+        self._sites = [
+            SiteTimes(job, site, self.weights, groups, halves, self._times, way) for site in classes
+        ]
         #: Of a site with so many heads: their part, and what must at least move of a token, [H + 1, 1].
         self._parts = np.arange(self._heads + 1)[:, None] / self._heads
         self._mixed = self._parts * (1 - self._parts)
-        self._a_token = seconds_a_token(shapes, self._sites, self._heads)
-        self._used = used(shapes, len(classes))
+        self._shapes, self._used = shapes, used(shapes, len(classes))
 
     def held(self, place: int) -> float:
         """Tokens that a unit of a class holds at most in the longest time of interest."""
@@ -132,32 +114,39 @@ class GroupTimes:
             found.append(taken / self._heads)
         return found
 
-    def least(self, shape: Shape, tokens: Floats, depths: Sequence[Depth]) -> Floats:
+    def least(
+        self, shape: Shape, tokens: Floats, depths: Sequence[Depth], met: float | None = None
+    ) -> Floats:
         """Seconds that groups with tokens[j] to tokens[j + 1] tokens need at least, [depths, J = tokens - 1].
 
         Args:
             shape: the group's units.
             tokens: ascending; a single number: of groups with as many.
             depths: of the group's middle among the nested ones, at least and at most, ascending.
+            met: other groups, as of `Load.head_times`.
         """
         low, high = (tokens[:-1], tokens[1:]) if len(tokens) > 1 else (tokens, tokens)
         many, first = len(depths), slice(len(low))
-        busy = self._busy(shape, low, high, depths)
+        busy = self._busy(shape, low, high, depths, met)
         if many > 1 and all((whole == np.tile(whole[:, first], many)).all() for whole in busy):
             # No keys are waited for, whatever the depth.
             found = self._in_all(shape, [whole[:, first] for whole in busy], low, high, 1)
             return np.tile(found, (many, 1))
         return self._in_all(shape, busy, np.tile(low, many), np.tile(high, many), many)
 
-    def _busy(self, shape: Shape, low: Floats, high: Floats, depths: Sequence[Depth]) -> list[Floats]:
+    def _busy(
+        self, shape: Shape, low: Floats, high: Floats, depths: Sequence[Depth], met: float | None
+    ) -> list[Floats]:
         """Y of each site by its heads, all depths side by side, [H, depths x J].
 
         Of a group on one site, with the all-to-alls inside it.
         """
         if len(shape) > 1:
-            return [self._sites[place].busy(units, low, high, depths) for place, units in shape]
+            return of_sites(
+                shape, lambda at: self._sites[shape[at][0]].busy(shape[at][1], low, high, depths, met)
+            )
         [(place, units)] = shape
-        seconds = self._sites[place].busy_alone(units, low, high, depths)
+        seconds = self._sites[place].busy_alone(units, low, high, depths, met)
         return [np.broadcast_to(seconds, (self._heads, len(seconds)))]
 
     def _in_all(self, shape: Shape, busy: Sequence[Floats], low: Floats, high: Floats, many: int) -> Floats:
@@ -213,12 +202,12 @@ class GroupTimes:
     ) -> Callable[[Floats], Floats]:
         """A + Y of groups if X is no longer than this, [J] to [J]; the arguments are those of `_in_all`."""
         memory, whole = self._memory_of(shape, low, high), self._with_latency(shape, busy)
-        a_head = [self._sites[place].a_head(low, high) for place, _ in shape]
+        a_head = of_sites(shape, lambda at: self._sites[shape[at][0]].a_head(low, high))
         busiest, inside = self._busiest(a_head, high), inside_of(shape, self._sites, self._heads, a_head, low)
 
         def rest(until: Floats) -> Floats:
             place_of = np.searchsorted(self._times, until)
-            held = [units * self._sites[place].held[place_of] for place, units in shape]
+            held = of_sites(shape, lambda at: shape[at][1] * self._sites[shape[at][0]].held[place_of])
             costs = self._with_all_to_alls(shape, memory, whole, inside, held, low)
             dealt: Floats = np.maximum(memory.dealt(self._dealt(costs), costs, held), busiest)
             return dealt
@@ -231,6 +220,11 @@ class GroupTimes:
             return np.zeros(len(high))
         heads = np.ceil(2 * BUSY_ROWS / high)
         return np.where(heads <= self._heads, heads * np.minimum.reduce(a_head), np.inf)
+
+    @cached_property
+    def _a_token(self) -> Floats:
+        """Seconds a token at least, of each shape."""
+        return seconds_a_token(self._shapes, self._sites, self._heads)
 
     def by_rates(self, seconds: float) -> Floats:
         """Tokens at most of groups of all shapes: by units' best rates, and all their memory.
@@ -275,25 +269,33 @@ class GroupTimes:
             held: of each site, tokens at most, [J].
             tokens: of the group, at least, [J].
         """
-        found, parts = [], self._parts
-        for number, ((place, units), cost) in enumerate(zip(shape, costs, strict=True)):
+        parts = self._parts
+
+        def of_site(at: int) -> Floats:
+            (place, units), cost = shape[at], costs[at]
             if len(shape) > 1:
-                here, elsewhere = memory.capacities(number, held)
+                here, elsewhere = memory.capacities(at, held)
                 few = np.maximum(0.0, tokens - elsewhere)
                 moved = np.maximum((1 - parts) * few, parts * np.maximum(0.0, tokens - here))
                 moved = np.maximum(moved, self._mixed * tokens)
                 cost = cost + self._sites[place].moving(units, outside=True)[0] * moved
-                cost = np.maximum(cost, inside[number].least(few))
-            found.append(np.minimum.accumulate(cost[::-1], axis=0)[::-1])
-        return found
+                cost = np.maximum(cost, inside[at].least(few))
+            least: Floats = np.minimum.accumulate(cost[::-1], axis=0)[::-1]
+            return least
+
+        return of_sites(shape, of_site)
 
     def _with_latency(self, shape: Shape, busy: Sequence[Floats]) -> list[Floats]:
         """Y of each site with so many heads, from none, and the latency of its all-to-alls, [H + 1, J]."""
-        costs = [np.concatenate([np.zeros((1, seconds.shape[1])), seconds]) for seconds in busy]
-        if len(shape) > 1:
-            for (place, units), cost in zip(shape, costs, strict=True):
+
+        def of_site(at: int) -> Floats:
+            place, units = shape[at]
+            cost = np.concatenate([np.zeros((1, busy[at].shape[1])), busy[at]])
+            if len(shape) > 1:
                 cost[1:-1] += self._sites[place].moving(units, outside=True)[1]
-        return costs
+            return cost
+
+        return of_sites(shape, of_site)
 
     def _memory_of(self, shape: Shape, low: Floats, high: Floats) -> GroupMemory:
         rooms = [

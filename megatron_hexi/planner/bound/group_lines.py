@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.plan.parts import BUSY_ROWS
-from megatron_hexi.planner.bound.columns import Taken
+from megatron_hexi.planner.bound.group_memory import Taken
 from megatron_hexi.planner.bound.setting import Line, Pass, Setting, below
 from megatron_hexi.planner.bound.site_times import Shape, in_steps
 

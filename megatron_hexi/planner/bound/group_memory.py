@@ -6,10 +6,32 @@ A head takes the room of as many tokens wherever it is: of what its group's toke
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.planner.room import Room
+
+
+class Taken(NamedTuple):
+    """Memory that a token takes, by what holding it does.
+
+    Args:
+        attended: inside attention.
+        received: where its keys and values are received in a step of the exchange.
+        sent: where they are sent.
+    """
+
+    attended: float
+    received: float
+    sent: float
+
+    @classmethod
+    def of(cls, room: Room, groups: int) -> Taken:
+        """In a replica of so many groups at least."""
+        each = room.each_attended(groups), room.each_received, room.each_sent
+        return cls(*(taken / room.each_held for taken in each))
 
 
 class GroupMemory:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.bound.site_times import Shape, SiteTimes
+from megatron_hexi.planner.bound.site_times import Shape, SiteTimes, of_sites
 
 
 class Inside(NamedTuple):
@@ -49,9 +49,11 @@ def inside_of(
         a_head: of each site, attention of a unit with one head, [J].
         tokens: of the group, at least, [J].
     """
-    found, numbers = list[Inside](), np.arange(heads + 1)[:, None]
+    numbers = np.arange(heads + 1)[:, None]
     parts = numbers / heads
-    for (place, units), head_s in zip(shape if len(shape) > 1 else (), a_head, strict=False):
+
+    def of_site(at: int) -> Inside:
+        (place, units), head_s = shape[at], a_head[at]
         site, most = sites[place], np.ceil(numbers / units)
         outside, inside = site.moving(units, outside=True)[0], site.moving(1, outside=False)[0]
         stays = inside * most / heads * (1 - most / np.maximum(numbers, 1))
@@ -59,5 +61,6 @@ def inside_of(
         even = border * rises / np.maximum(border + rises, 1e-300) * tokens
         by_one = (numbers - most) * head_s
         mixed = np.minimum(even, np.maximum(outside * parts * (1 - parts) * tokens, by_one))
-        found.append(Inside(most * head_s, stays, by_one, mixed))
-    return found
+        return Inside(most * head_s, stays, by_one, mixed)
+
+    return of_sites(shape, of_site) if len(shape) > 1 else []

@@ -108,9 +108,14 @@ class Load:
         load: Floats = whole / limits.whole
         return load
 
-    def token_seconds(self, tokens: Floats) -> Floats:
-        """Token work of all passes of a layer, with its part of the vocabulary."""
-        return self._passes(self.pass_seconds(tokens), tokens)
+    def token_seconds(self, tokens: Floats, way: int | None = None) -> Floats:
+        """Token work of all passes of a layer, with its part of the vocabulary; or of a way: 0 or 1."""
+        token = self.pass_seconds(tokens)
+        return self._passes(token, tokens) if way is None else token[way]
+
+    def often(self, way: int | None = None) -> tuple[int, int]:
+        """How often attention goes forward and backward in all passes of a layer; or in one of a way."""
+        return (self.again, 1) if way is None else (1 - way, way)
 
     def _passes(self, token: Times, tokens: Floats, reached: Floats | None = None) -> Floats:
         again = 2 if self._job.recompute == "full" else 1
@@ -144,13 +149,17 @@ class Load:
         forward, backward = (self._most_heads * (a + b) for a, b in zip(own, far, strict=True))
         return forward, backward
 
-    def head_times(self, group: Floats, groups: int, depth: Floats | float = 1.0) -> tuple[Times, Times]:
+    def head_times(
+        self, group: Floats, groups: int, depth: Floats | float = 1.0, met: float | None = None
+    ) -> tuple[Times, Times]:
         """One head: the group's own block, and rectangles with merging.
 
         Args:
             group: tokens of groups.
             groups: how many there are at least.
             depth: where their middle is among the nested ones at most.
+            met: how many of the others they merge all of their queries with at least, those of half of them
+                counting half; ``None``: what follows from their number.
         """
         job, speeds = self._job, self._speeds
         others = np.maximum(job.seq_length - group, 0.0)
@@ -159,16 +168,17 @@ class Load:
         # once.
         keys = others / 2 if self._causal else others
         far = rectangle_times(self._best, job, group, np.maximum(keys, 1e-9))
-        merges = self.merges(group, groups)
+        merges = self.merges(group, groups, met)
         gradients = keys_merge_times(speeds, job, self.keys_seen(group, depth)) / self.ratio
         return own, Times(far.forward + merges.forward, far.backward + merges.backward + gradients)
 
-    def merges(self, group: Floats, groups: int) -> Times:
-        """What merging takes in all steps, of one head."""
-        # A step merges all of an inner group's queries, half of an outer one's; there is one step if there is
+    def merges(self, group: Floats, groups: int, met: float | None = None) -> Times:
+        """What merging takes in all steps, of one head; arguments as of `head_times`."""
+        # A step merges all of an inner group's queries, half of an outer one's; there is a step if there is
         # another group.
-        steps = np.where(self._job.seq_length > group, max(groups - 1, 1), 0)
-        return merge_times(self._speeds, self._job, group * steps * self.shown)
+        often = max(groups - 1, 1) * self.shown if met is None else met
+        queries = np.where(self._job.seq_length > group, group * often, 0.0)
+        return merge_times(self._speeds, self._job, queries)
 
     def a_merge(self, way: int) -> tuple[float, float]:
         """One head's merging, forward (0) or backward (1): seconds for a query in a step, and for a key.
@@ -212,7 +222,7 @@ class Load:
         return self.wire_seconds(self.units, seen, np.maximum(abroad, 0.0))
 
     def moving(self, units: int, outside: bool, in_halves: bool) -> tuple[float, float]:
-        """All-to-alls of all passes: seconds a token, and latency.
+        """All-to-alls of all passes, which are alike: seconds a token, and latency.
 
         Args:
             units: that send or receive it together.

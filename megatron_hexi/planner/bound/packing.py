@@ -6,39 +6,34 @@ for each other. Here whole groups are looked at: of each shape (so many units on
 least time (columns.py), so the most tokens in a given time; a linear program packs shapes into the units.
 
 There are many shapes and few in the optimum: these are worked out, so many at most (worth.py). The program
-packs fractions of groups; where few ways to pack whole ones are left, each is looked at by itself (whole.py,
-beside.py, together.py).
+packs fractions of groups. Of one replica, groups are looked at one inside the other besides (nested.py); and
+where few ways to pack whole ones are left, each by itself (wholly.py).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from math import comb, inf, prod
+from math import comb, isqrt, prod
 from typing import NamedTuple
 
-import numpy as np
-
 from megatron_hexi.cost import Job
-from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.plan.parts import BUSY_ROWS
-from megatron_hexi.planner.bound.beside import Beside
 from megatron_hexi.planner.bound.demand import Span
 from megatron_hexi.planner.bound.gradients import Ring
 from megatron_hexi.planner.bound.halving import least_sufficient
+from megatron_hexi.planner.bound.nested import Nested
 from megatron_hexi.planner.bound.placing import placed
 from megatron_hexi.planner.bound.program import Program
-from megatron_hexi.planner.bound.setting import Rings, Setting
 from megatron_hexi.planner.bound.site_times import Shape, SiteClass
-from megatron_hexi.planner.bound.together import Tries, suffices
-from megatron_hexi.planner.bound.whole import packings
+from megatron_hexi.planner.bound.wholly import Wholly
 from megatron_hexi.planner.bound.worth import ONE, Way, Worth
 from megatron_hexi.planner.budget import Proof
 from megatron_hexi.planner.layout import Grouping
 
-#: Up to so many shapes are packed.
-_MOST_SHAPES = 1300
+#: Of more shapes, this part of what is allowed is worked out: those on many sites take time.
+_MANY_SHAPES, _SPREAD = 1300, 8
 #: Groups whose busiest member has so many times the rows that are worth cutting in two are never too small.
 _LARGE = 4
 #: Of so few shapes, plans of three groups are looked at by themselves, and whole groups are packed.
@@ -47,10 +42,10 @@ _FEW_SHAPES = 320
 _TILTS = (0.0, 0.003, 0.006, 0.012, 0.5, 1.0)
 #: The bound is found to this part by ways to pack whole groups.
 _CLOSE = 1.5e-3
-#: Shapes that are worked out at once where there are more.
-_AT_ONCE = 8
 #: That is worth while where so much is left.
 _WORTH = 0.005
+#: Where groups one inside the other are looked at: longer times take longer to look at.
+_STEPS = (1 / 16, 1 / 8, 1 / 4)
 #: The bound is found to this part; what the linear program's rounding may take away.
 _PRECISION, _ROUNDING = 3e-4, 1e-6
 
@@ -67,6 +62,14 @@ class _Box(NamedTuple):
     span: Span
     groups: Sequence[Span]
     half: bool | None
+
+    def halves(self) -> list[_Box]:
+        """Two parts of it; none where it is as small as is worth while."""
+        (fewest, most), cut = self.span, Nested.cut(self.span)
+        if cut is None and most <= fewest + fewest // 8:
+            return []
+        first = cut or (fewest, isqrt(fewest * most))
+        return [self._replace(span=span) for span in (first, (first[1] + 1, most))]
 
 
 class Packing:
@@ -92,7 +95,7 @@ class Packing:
         of_interest: tuple[float, float],
         proof: Proof,
     ) -> None:
-        self._job, self._classes, self._turns, self._proof = job, classes, turns, proof
+        self._classes, self._turns = classes, turns
         self._tokens = float(job.seq_length * (job.global_batch_size // job.micro_batch_size))
         self._shapes = list(shapes_of(classes))
         self._units = [site.size * site.count for site in classes]
@@ -105,16 +108,17 @@ class Packing:
         rows = job.seq_length * job.workload().local_heads / most
         self._halves: list[bool | None] = [None] if rows > _LARGE * 2 * BUSY_ROWS else [False, True]
         self._boxes = [_Box(span, groups, half) for half in self._halves for span, groups in boxes]
-        self._wholly = few and not several
-        #: Pipeline stages, those together on which a layer takes the same.
-        self._stages = alike_stages(classes)
-        self._of_interest, self._ring = of_interest, ring
+        self._of_interest = of_interest
         left = proof.few_shapes if few else proof.shapes
+        left //= _SPREAD if len(self._shapes) > _MANY_SHAPES else 1
         self._worth = Worth(job, classes, self._shapes, turns, ring, of_interest, left)
+        self._wholly = Wholly(job, classes, self._worth, ring, proof) if few and not several else None
+        self._nested: Nested | None = None
+        if proof.nested and not several and most > 1 and Nested.is_small(self._units):
+            self._nested = Nested(job, self._worth, self._units, proof.nested)
+        self._programs: dict[Span, Program] = {}
         #: What no plan of a box stays below, by fractions of groups.
         self._least: dict[_Box, float] = {}
-        #: Whole groups that suffice in some time.
-        self._sufficed: dict[_Box, tuple[int, ...]] = {}
 
     def least_s(self) -> float:
         """Seconds that no plan stays below: by fractions of groups."""
@@ -128,72 +132,49 @@ class Packing:
             found = min(found, self._least[box])
         return found
 
-    def wholly_least_s(self, longest_s: float) -> float:
-        """The same by whole groups, where these are few, up to a time; after `least_s`."""
-        low = min(self._least.values())
-        if not self._wholly or longest_s <= (1 + _WORTH) * low:
-            return min(low, longest_s)
-        return least_sufficient(self._any_suffices, low, longest_s, _CLOSE)
+    def closely_least_s(self, longest_s: float) -> float:
+        """The same by groups one inside the other, and by whole ones where these are few; after `least_s`.
 
-    def _any_suffices(self, iteration_s: float) -> bool:
-        # What was enough in more time comes first, then what allows most by fractions.
-        boxes = sorted(self._boxes, key=lambda box: (box not in self._sufficed, self._least[box]))
-        return any(
-            self._least[box] < iteration_s and self._wholly_suffices(iteration_s, box) for box in boxes
-        )
+        Args:
+            longest_s: up to this time.
+        """
+        low = min(self._least.values())
+        if self._nested and longest_s > (1 + _WORTH) * low:
+            nested = partial(self._any, self._nested_suffices)
+            low = least_sufficient(nested, low, longest_s, _PRECISION, _STEPS)
+        if self._wholly and longest_s > (1 + _WORTH) * low:
+            low = least_sufficient(partial(self._any, self._wholly_suffices), low, longest_s, _CLOSE)
+        return min(low, longest_s)
+
+    def _any(self, suffices: Callable[[float, _Box], bool], iteration_s: float) -> bool:
+        """Whether any box does: what was enough in more time comes first, then what allows most."""
+        boxes = sorted(self._least, key=lambda box: (not self._sufficed(box), self._least[box]))
+        return any(self._least[box] < iteration_s and suffices(iteration_s, box) for box in boxes)
+
+    def _sufficed(self, box: _Box) -> bool:
+        return self._wholly is not None and self._wholly.sufficed(box.span, *self._ways(box))
 
     def _wholly_suffices(self, iteration_s: float, box: _Box) -> bool:
-        """Whether whole groups may hold all tokens in the time, as far as these are looked at."""
-        [way] = self._ways(box)
-        layer_s, times = self._worth.layer_s(iteration_s, way[0]), self._worth.group_times(way)
-        rings = Rings.of(self._job, self._ring, iteration_s, way[0])
-        settings = [
-            Setting(self._job, self._classes, way[2], times, layer_s, stages, rings)
-            for stages in self._stages
-        ]
-        packed = self._packings(settings, iteration_s, box.span, way)
-        if packed is None:
+        """Whether whole groups of a box may hold all tokens in the time."""
+        return self._wholly is None or self._wholly.suffices(iteration_s, box.span, *self._ways(box))
+
+    def _nested_suffices(self, iteration_s: float, box: _Box) -> bool:
+        """Whether groups of a box may hold all tokens in the time, one inside the other."""
+        if not self._may_be_nested(iteration_s, box):
+            self._least[box] = iteration_s
+            return False
+        halves = box.halves()
+        if halves:
+            self._least |= dict.fromkeys(halves, self._least.pop(box))
+        return not halves or any(self._nested_suffices(iteration_s, half) for half in halves)
+
+    def _may_be_nested(self, iteration_s: float, box: _Box) -> bool:
+        """The same of a box that is not cut."""
+        if self._nested is None or box.span == ONE:
+            return self._suffices(iteration_s, box)
+        if Nested.cut(box.span) is not None:
             return True
-        tries, before = Tries(self._proof.programs), self._sufficed.pop(box, None)
-        for one, most in sorted(packed, key=lambda of_one: of_one[0] != before):
-            if suffices(settings, [self._shapes[shape] for shape in one], most, tries):
-                self._sufficed[box] = one
-                return True
-        return False
-
-    def _packings(
-        self, settings: Sequence[Setting], iteration_s: float, span: Span, way: Way
-    ) -> list[tuple[tuple[int, ...], Floats]] | None:
-        """Every way to pack whole groups that may hold all tokens, and what each of them holds at most.
-
-        ``None``: there are too many.
-        """
-        while True:
-            worth, worked = (of_way[0] for of_way in self._worth.of_all(iteration_s, span, [way]))
-            program = Program(self._worth.used, self._units, span)
-            if program.solve(worth)[0] < self._tokens * (1 - _ROUNDING):
-                return []
-            prices = program.prices()
-            beside = Beside(settings, self._shapes, worth / way[0], span[0])
-            packed = packings(
-                self._worth.used,
-                self._units,
-                span,
-                worth,
-                self._tokens,
-                prices,
-                beside.most,
-                self._proof.packings,
-            )
-            open_ = sorted({shape for one, _ in packed.found for shape in one if not worked[shape]})
-            if not open_ and not packed.complete:
-                # What is packed most, if its best rates were all.
-                loses = np.where(worked | (worth <= 0), inf, self._worth.used @ prices[0] + prices[1] - worth)
-                open_ = [shape for shape in np.argsort(loses)[:_AT_ONCE].tolist() if loses[shape] < inf]
-            if not open_ or len(open_) > self._worth.left:
-                return packed.found if packed.complete else None
-            for shape in open_:
-                self._worth.work_out(shape, way)
+        return self._nested.suffices(iteration_s, box.span, *self._ways(box))
 
     def suffices(self, iteration_s: float, closely: bool) -> bool:
         """Whether groups may hold all tokens in the time, which is not longer than the longest.
@@ -203,8 +184,7 @@ class Packing:
             closely: whether to look at whole groups where these are few.
         """
         return any(
-            self._suffices(iteration_s, box)
-            and not (closely and self._wholly and not self._wholly_suffices(iteration_s, box))
+            self._suffices(iteration_s, box) and not (closely and not self._wholly_suffices(iteration_s, box))
             for box in self._boxes
         )
 
@@ -226,6 +206,12 @@ class Packing:
             if packed:
                 yield placed(self._classes, [self._shapes[number] for number in packed])
 
+    def _program(self, span: Span) -> Program:
+        """For the second time, it begins with what it found last."""
+        if span not in self._programs:
+            self._programs[span] = Program(self._worth.used, self._units, span)
+        return self._programs[span]
+
     def _ways(self, box: _Box) -> list[Way]:
         return list(itertools.product(self._turns, box.groups, [box.half]))
 
@@ -236,7 +222,7 @@ class Packing:
     def _pack(self, iteration_s: float, span: Span, ways: Sequence[Way], tilt: float) -> bool:
         """The same for one price of a group's depth."""
         worth, worked = self._worth.of_all(iteration_s, span, ways, tilt)
-        program = Program(self._worth.used, self._units, span)
+        program = self._program(span)
         while True:
             total, packed = program.solve(worth.max(axis=0))
             if total < self._tokens * (1 - _ROUNDING):
@@ -252,22 +238,9 @@ class Packing:
                 worth[place], worked[place] = min(worth[place], found), True
 
 
-def alike_stages(classes: Sequence[SiteClass]) -> list[list[int]]:
-    """Pipeline stages by what a layer takes on them, whatever the units."""
-    found: list[list[int]] = []
-    for stage in range(len(classes[0].loads)):
-        for alike in found:
-            if all(site.loads[stage].is_like(site.loads[alike[0]]) for site in classes):
-                alike.append(stage)
-                break
-        else:
-            found.append([stage])
-    return found
-
-
-def packable(classes: Sequence[SiteClass]) -> bool:
-    """Whether there are few enough shapes."""
-    return prod(comb(site.size + site.count, site.count) for site in classes) <= _MOST_SHAPES
+def packable(classes: Sequence[SiteClass], most: int) -> bool:
+    """Whether there are no more shapes than that."""
+    return prod(comb(site.size + site.count, site.count) for site in classes) <= most
 
 
 def shapes_of(classes: Sequence[SiteClass]) -> Iterator[Shape]:

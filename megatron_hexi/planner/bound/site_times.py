@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +60,12 @@ def used(shapes: Sequence[Shape], classes: int) -> Floats:
     return units
 
 
+def of_sites[T](shape: Shape, of: Callable[[int], T]) -> list[T]:
+    """What holds of each site of a group, by its place; found once for sites that are alike."""
+    found = {shape[at]: of(at) for at in {one: at for at, one in enumerate(shape)}.values()}
+    return [found[one] for one in shape]
+
+
 def rising(seconds: Floats) -> Floats:
     """What so many tokens or more take at least, from what ascending numbers of them take."""
     least: Floats = np.minimum.accumulate(seconds[::-1])[::-1]
@@ -101,6 +107,7 @@ class SiteTimes:
         halves: whether all-to-alls travel in two, and first keys in as many parts or more; ``None``: whatever
             is better.
         times: what of `held` is wanted, ascending; the longest but one is of interest, the last is infinite.
+        way: only of a forward (0) or a backward (1) pass; ``None``: of all.
     """
 
     def __init__(
@@ -111,7 +118,9 @@ class SiteTimes:
         groups: Span,
         halves: bool | None,
         times: Floats,
+        way: int | None = None,
     ) -> None:
+        self._way = way
         self._job, self._site, self._groups, self._halves = job, site, groups[0], halves
         #: Steps of the exchange at most, the parts of the first one counted.
         self._most_steps = groups[1] - 2 + (1 if halves is False else MOST_PARTS)
@@ -123,9 +132,10 @@ class SiteTimes:
         sizes = np.geomspace(1, 2 * self._length, _SIZES)
         token, head = np.zeros(_SIZES), np.zeros(_SIZES)
         for weight, load in self._stages:
-            token += weight * load.token_seconds(sizes)
+            token += weight * load.token_seconds(sizes, way)
+            forward, backward = load.often(way)
             for part in load.head_times(sizes, self._groups):
-                head += weight * (load.again * part.forward + part.backward)
+                head += weight * (forward * part.forward + backward * part.backward)
         token = rising(token)
         #: Tokens that a unit holds at most in each of `times`.
         self.held = held_in(times, sizes, token)
@@ -142,7 +152,9 @@ class SiteTimes:
         #: Tokens that a unit has keys of at most: of what it attends to, with all heads of their KV heads.
         self._attended = min(attended, self._length)
 
-    def busy(self, units: int, low: Floats, high: Floats, depths: Sequence[Depth]) -> Floats:
+    def busy(
+        self, units: int, low: Floats, high: Floats, depths: Sequence[Depth], met: float | None = None
+    ) -> Floats:
         """Attention or exchange of units of a group on several sites, by their heads, [H, depths x J].
 
         Args:
@@ -150,9 +162,10 @@ class SiteTimes:
             low: tokens of the group, at least, [J].
             high: at most.
             depths: of the group, side by side.
+            met: other groups, as of `Load.head_times`.
         """
         heads = np.arange(1.0, self._heads + 1)[:, None]
-        return self._attention(units, heads, np.ceil(heads / units), self._heads, (low, high), depths)
+        return self._attention(units, heads, np.ceil(heads / units), self._heads, (low, high), depths, met)
 
     def a_head(self, low: Floats, high: Floats) -> Floats:
         """Attention of a unit with one head, [J].
@@ -164,17 +177,19 @@ class SiteTimes:
         seconds = np.zeros(len(low))
         for weight, load in self._stages:
             ends = [load.head_times(end, self._groups) for end in (low, high)]
-            for again, way in ((load.again, 0), (1, 1)):
+            for way, often in enumerate(load.often(self._way)):
                 seconds += (
-                    weight * again * sum(np.minimum(a[way], b[way]) for a, b in zip(*ends, strict=True))
+                    weight * often * sum(np.minimum(a[way], b[way]) for a, b in zip(*ends, strict=True))
                 )
         return seconds
 
-    def busy_alone(self, units: int, low: Floats, high: Floats, depths: Sequence[Depth]) -> Floats:
+    def busy_alone(
+        self, units: int, low: Floats, high: Floats, depths: Sequence[Depth], met: float | None = None
+    ) -> Floats:
         """The same of a group on one site, with the all-to-alls inside it, [depths x J]."""
         busiest: Floats = np.arange(np.ceil(self._heads / units), self._heads + 1.0)[:, None]
         every = np.full(busiest.shape, float(self._heads))
-        seconds = self._attention(units, every, busiest, busiest, (low, high), depths)
+        seconds = self._attention(units, every, busiest, busiest, (low, high), depths, met)
         if units > 1:
             each, latency = self.moving(1, outside=False)
             part = busiest / self._heads
@@ -187,6 +202,7 @@ class SiteTimes:
         each = latency = 0.0
         for weight, load in self._stages:
             seconds, waits = load.moving(units, outside, in_halves=self._halves is not False)
+            weight *= sum(load.often(self._way)) / sum(load.often())
             each, latency = each + weight * seconds, latency + weight * waits
         return each, latency
 
@@ -198,6 +214,7 @@ class SiteTimes:
         most_heads: Floats | int,
         tokens: tuple[Floats, Floats],
         depths: Sequence[Depth],
+        met: float | None,
     ) -> Floats:
         """Attention or exchange, [heads, depths x J].
 
@@ -208,12 +225,13 @@ class SiteTimes:
             most_heads: of any member of the group, at most.
             tokens: of the group, at least and at most, [J].
             depths: of the group, side by side.
+            met: other groups, as of `Load.head_times`.
         """
         low, high = (np.tile(end, len(depths)) for end in tokens)
         shallowest, deepest = (np.repeat(ends, len(tokens[0])) for ends in zip(*depths, strict=True))
         whole = np.zeros((len(heads), len(low)))
         for weight, load in self._stages:
-            ends = [load.head_times(end, self._groups, deepest) for end in (low, high)]
+            ends = [load.head_times(end, self._groups, deepest, met) for end in (low, high)]
             own, far = (
                 [busiest * np.minimum(a, b) for a, b in zip(*both, strict=True)]
                 for both in zip(*ends, strict=True)
@@ -236,9 +254,8 @@ class SiteTimes:
                     away = np.maximum(0.0, part * (self._length - high) - beside)
                     mean = away / (part * np.maximum(self._length - low, 1.0)) * heads / units / busiest
                     thin = load.wire_seconds(units, load.shown * away, load.shown * away)
-                    merges = [
-                        busiest * np.tile(one, len(depths)) for one in load.merges(tokens[1], self._groups)
-                    ]
+                    merging = load.merges(tokens[1], self._groups, met)
+                    merges = [busiest * np.tile(one, len(depths)) for one in merging]
                     work = [
                         mean * np.maximum(0.0, one - other) for one, other in zip(far, merges, strict=True)
                     ]
@@ -250,7 +267,8 @@ class SiteTimes:
                     # Each other group gets half of the keys, and one outside it all of them; a step takes as
                     # long as what the unit sends, too.
                     outer = shallowest * self._length > high / 2
-                    sent = part * low * (load.shown * (self._groups - 1) + (1 - load.shown) * outer)
+                    fewest = load.shown * (self._groups - 1) + (1 - load.shown) * outer
+                    sent = part * low * (fewest if met is None else met)
                     sending = load.wire_seconds(units, sent, sent)
                     forward, backward = np.maximum(forward, sending), np.maximum(backward, 2 * sending)
                     wire = np.maximum(wire, sending)
@@ -262,5 +280,6 @@ class SiteTimes:
                 last = np.maximum(0.0, (each - parts + 1) / parts) / busiest
                 forward = np.maximum(forward, wire + last * far[0])
                 backward = np.maximum(backward, wire * (1 + (parts == 1)) + last * far[1])
-            whole += weight * (load.again * forward + backward)
+            often = load.often(self._way)
+            whole += weight * (often[0] * forward + often[1] * backward)
         return whole

@@ -58,18 +58,18 @@ class Worth:
         of_interest: tuple[float, float],
         left: int,
     ) -> None:
-        self._job, self._classes, self._shapes, self._turns, self._ring = job, classes, shapes, turns, ring
+        self._job, self._classes, self._turns, self._ring = job, classes, turns, ring
         self.left = left
         self._length = float(job.seq_length)
-        #: Units of each class, [shapes, classes].
-        self.used = used(shapes, len(classes))
+        #: Shapes, and units of each class that they use, [shapes, classes].
+        self.shapes, self.used = shapes, used(shapes, len(classes))
         self._all_units = sum(site.size * site.count for site in classes)
         #: Of a layer, by micro-batches of a replica.
         self._of_interest = {
             count: (self.layer_s(of_interest[0], count), self.layer_s(of_interest[1], count))
             for count in turns
         }
-        self._times: dict[Way, GroupTimes] = {}
+        self._times: dict[tuple[int, Span, bool | None, int | None], GroupTimes] = {}
         #: Of shapes that are worked out: bounds of tokens, [I + 1], and least seconds by depth, [D, I].
         self._found: dict[tuple[int, Way], tuple[Floats, Floats]] = {}
 
@@ -117,7 +117,7 @@ class Worth:
     def work_out(self, shape: int, way: Way) -> None:
         """Find the least time of a shape's groups, between each two bounds of tokens, by depth."""
         self.left -= 1
-        times, units = self.group_times(way), self._shapes[shape]
+        times, units = self.group_times(way), self.shapes[shape]
         if way[1] == ONE:
             tokens = np.array([self._length])
             self._found[shape, way] = tokens, times.least(units, tokens, [(0.0, 1.0)])
@@ -126,17 +126,28 @@ class Worth:
         tokens = most * _BOUNDS
         self._found[shape, way] = tokens, times.least(units, tokens, _DEPTHS)
 
-    def group_times(self, way: Way) -> GroupTimes:
-        """Seconds of groups that are used so."""
-        count, groups, half = way
+    def longest_s(self, way: Way) -> float:
+        """The longest time of interest, of a layer."""
+        return self._of_interest[way[0]][1]
+
+    def most(self, shape: int, way: Way) -> float:
+        """Tokens that a shape holds at most in that time."""
+        most = min(self._length, float(self.group_times(way).by_rates(self.longest_s(way))[shape]))
+        if (shape, way) in self._found:
+            tokens, seconds = self._found[shape, way]
+            most = min(most, float(np.where(seconds <= self.longest_s(way), tokens[1:], tokens[0]).max()))
+        return most
+
+    def group_times(self, way: Way, one: int | None = None) -> GroupTimes:
+        """Seconds of groups that are used so; only of a forward (0) or a backward (1) pass."""
+        _, groups, half = way
         # Without a pipeline, micro-batches are alike.
-        key = (count if self._job.pipeline_parallel > 1 else self._turns[0], groups, half)
-        if key not in self._times:
-            of_interest = self._of_interest[key[0]]
-            self._times[key] = GroupTimes(
-                self._job, self._classes, self._shapes, key[0], groups, of_interest, half
+        count = way[0] if self._job.pipeline_parallel > 1 else self._turns[0]
+        if (count, groups, half, one) not in self._times:
+            self._times[count, groups, half, one] = GroupTimes(
+                self._job, self._classes, self.shapes, count, groups, self._of_interest[count], half, one
             )
-        return self._times[key]
+        return self._times[count, groups, half, one]
 
     def _by_rates(self, way: Way, layer_s: float) -> Floats:
         """Tokens that each shape takes at most by its best rates and all its memory, in all micro-batches."""
