@@ -63,6 +63,8 @@ from megatron_hexi.planner.units import Fleet
 _CLOSE = 0.01
 #: Up to so many micro-batches of a replica are looked at one by one; beyond, communication is left out.
 _TURNS = 32
+#: What each of many replicas may take to look at its groups one inside the other, as a part of what one may.
+_ALONE = 45
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class Bound:
 class LowerBound:
     """The bound over all plans on all or some of the units.
 
-    Plans on one site need no network; all others wait for gradients that cross it.
+    Plans on one site need no network; all others wait for gradients that cross it. Where replicas are free,
+    one that takes all micro-batches is looked at by itself: its groups are bounded more closely.
 
     Args:
         fleet: the units.
@@ -92,9 +95,13 @@ class LowerBound:
 
     def __init__(self, fleet: Fleet, data_parallel: int | None, found_s: float, proof: Proof) -> None:
         several = len(fleet.sites) > 1
-        self._cases = [_Case(fleet, data_parallel, found_s, several, proof)]
-        if several:
-            self._cases += [_Case(site, data_parallel, found_s, False, proof) for site in single_sites(fleet)]
+        parts = [(fleet, several), *((site, False) for site in single_sites(fleet) if several)]
+        free = data_parallel is None and _together(fleet.job) > 1
+        self._cases = [
+            _Case(part, replicas, found_s, crosses, proof)
+            for part, crosses in parts
+            for replicas in ((1, None) if free else (data_parallel or 1,))
+        ]
 
     def roughly(self) -> Bound:
         """By pieces and by fractions of groups."""
@@ -122,7 +129,7 @@ class _Case:
 
     Args:
         fleet: the units.
-        data_parallel: replicas, equal; ``None``: as many as a plan likes.
+        data_parallel: replicas, equal; ``None``: two or more.
         found_s: an iteration that is known to be possible.
         crosses: whether plans cross sites.
         proof: what it may take.
@@ -132,7 +139,7 @@ class _Case:
         self, fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool, proof: Proof
     ) -> None:
         job = fleet.job
-        together = job.global_batch_size // job.micro_batch_size
+        together = _together(job)
         turns = together // data_parallel if data_parallel else 1
         ring = least_ring(fleet, found_s, crosses)
         #: Of all replicas together, and of each by itself.
@@ -149,12 +156,12 @@ class _Case:
         demand = Demand(
             job=job,
             sites=list(_sites(fleet, crosses, prices)),
-            turns=[turns] if data_parallel else list(range(1, min(together, _TURNS) + 1)),
+            turns=[turns] if data_parallel else list(range(1, min(together - 1, _TURNS) + 1)),
             ring=ring,
             several=data_parallel != 1,
             prices=prices.parts,
             depths=proof.depths,
-            more_turns=data_parallel is None and together > _TURNS,
+            more_turns=data_parallel is None and together - 1 > _TURNS,
         )
         # With several stages, the ceiling also counts GPUs that wait for another stage.
         least_s = plain_s if job.pipeline_parallel == 1 else 0.0
@@ -175,7 +182,7 @@ class _Case:
     def groupings(self) -> tuple[Grouping, ...]:
         """Of all units as one replica, that hold most by fractions of groups, where these are few."""
         # Replicas that are given have groups of their own.
-        if self._packing is None or self._data_parallel not in (None, 1):
+        if self._packing is None or self._data_parallel != 1:
             return ()
         aims = np.linspace(self.rough.iteration_s, self._found_s, self._aims).tolist()
         return tuple(dict.fromkeys(one for aim in aims for one in self._packing.groupings(aim)))
@@ -188,6 +195,11 @@ class _Case:
         if self._replicas and least_s < found_s:
             least_s = self._replicas(closely=True).least_s(least_s, found_s)
         return replace(self.rough, iteration_s=least_s)
+
+
+def _together(job: Job) -> int:
+    """Micro-batches of an iteration, of all replicas."""
+    return job.global_batch_size // job.micro_batch_size
 
 
 def _choices(fleet: Fleet, classes: Sequence[SiteClass], data_parallel: int | None) -> Sequence[Shape]:
@@ -247,8 +259,7 @@ def _replicas(
         return packings[number, count].suffices(passes * each_s, closely)
 
     units = [site.size * site.count for site in classes]
-    together = job.global_batch_size // job.micro_batch_size
-    return Replicas(shapes, units, demand.turns, together, stages, ring, rates, may)
+    return Replicas(shapes, units, demand.turns, _together(job), stages, ring, rates, may)
 
 
 def _members(classes: Sequence[SiteClass], shape: Shape) -> list[int]:
@@ -263,7 +274,7 @@ def _alone(fleet: Fleet, micro_batches: int, shards: int, longest_s: float, proo
     alone, crosses = replace(fleet, job=job), len(fleet.sites) > 1
     classes = _classes(_sites(alone, crosses, Prices((1.0,), {}, {}), shards))
     # There are many of them.
-    proof = proof._replace(nested=0)
+    proof = proof._replace(nested=proof.nested // _ALONE)
     return Packing(job, classes, [micro_batches], False, Ring(), (0.0, longest_s), proof)
 
 

@@ -139,6 +139,7 @@ class Packing:
             longest_s: up to this time.
         """
         low = min(self._least.values())
+        self._worth.up_to(longest_s)
         if self._nested and longest_s > (1 + _WORTH) * low:
             nested = partial(self._any, self._nested_suffices)
             low = least_sufficient(nested, low, longest_s, _PRECISION, _STEPS)
@@ -154,6 +155,11 @@ class Packing:
     def _sufficed(self, box: _Box) -> bool:
         return self._wholly is not None and self._wholly.sufficed(box.span, *self._ways(box))
 
+    def _closely_suffices(self, iteration_s: float, box: _Box) -> bool:
+        """Whether groups of a box may hold all tokens in the time, by all that there is."""
+        nested = self._nested is None or self._nested_suffices(iteration_s, box)
+        return nested and self._wholly_suffices(iteration_s, box)
+
     def _wholly_suffices(self, iteration_s: float, box: _Box) -> bool:
         """Whether whole groups of a box may hold all tokens in the time."""
         return self._wholly is None or self._wholly.suffices(iteration_s, box.span, *self._ways(box))
@@ -165,7 +171,7 @@ class Packing:
             return False
         halves = box.halves()
         if halves:
-            self._least |= dict.fromkeys(halves, self._least.pop(box))
+            self._least |= dict.fromkeys(halves, self._least.pop(box, 0.0))
         return not halves or any(self._nested_suffices(iteration_s, half) for half in halves)
 
     def _may_be_nested(self, iteration_s: float, box: _Box) -> bool:
@@ -181,10 +187,10 @@ class Packing:
 
         Args:
             iteration_s: the time.
-            closely: whether to look at whole groups where these are few.
+            closely: whether to look at groups one inside the other, and at whole ones where these are few.
         """
         return any(
-            self._suffices(iteration_s, box) and not (closely and not self._wholly_suffices(iteration_s, box))
+            self._suffices(iteration_s, box) and not (closely and not self._closely_suffices(iteration_s, box))
             for box in self._boxes
         )
 

@@ -58,7 +58,10 @@ class Replicas:
         self._stages, self._ring, self._may = stages, ring, may
         self._used = used(shapes, len(units)).astype(int)
         #: Replicas that are a part of each replica, or the same.
-        self._parts = [[n for n, part in enumerate(shapes) if _fits(part, whole)] for whole in shapes]
+        self._parts = [
+            [n for n in np.flatnonzero((self._used <= mine).all(axis=1)).tolist() if _fits(shapes[n], whole)]
+            for mine, whole in zip(self._used, shapes, strict=True)
+        ]
         #: Of each number of micro-batches, seconds that each replica needs for one at least, and that may do.
         self._least = {count: count / rates / (count + stages - 1) for count in turns}
         self._enough = {count: np.full(len(shapes), np.inf) for count in turns}

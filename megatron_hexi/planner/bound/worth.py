@@ -73,6 +73,11 @@ class Worth:
         #: Of shapes that are worked out: bounds of tokens, [I + 1], and least seconds by depth, [D, I].
         self._found: dict[tuple[int, Way], tuple[Floats, Floats]] = {}
 
+    def up_to(self, iteration_s: float) -> None:
+        """From now on, longer times are of no interest: bounds of tokens come to lie closer together."""
+        for count, (shortest_s, longest_s) in self._of_interest.items():
+            self._of_interest[count] = shortest_s, min(longest_s, self.layer_s(iteration_s, count))
+
     def layer_s(self, iteration_s: float, count: int) -> float:
         """Seconds of a layer, of a replica of so many micro-batches."""
         stages = self._job.pipeline_parallel
