@@ -73,8 +73,16 @@ def test_of_groups_whose_keys_cost_nothing_it_is_close(recompute):
     may = partial(nested.suffices, span=(5, 5), way=(1, (4, 5), None))
     least_s = least_sufficient(may, best_s / 2, best_s, 1e-4)
     assert 0.99 * best_s <= least_s <= best_s
-    packing = Packing(job, classes, [1], False, Ring(), (best_s / 2, best_s), THOROUGH.proof)
-    assert packing.least_s() < packing.closely_least_s(best_s)
+    packing, by_itself = (
+        Packing(job, classes, [1], False, Ring(), (best_s / 2, best_s), THOROUGH.proof._replace(packings=0))
+        for _ in range(2)
+    )
+    rough_s, close_s = packing.least_s(), packing.closely_least_s(best_s)
+    assert rough_s < close_s
+    # A replica beside others is asked about one time after the other.
+    for closely, least_s in ((False, rough_s), (True, close_s)):
+        assert not by_itself.suffices(0.999 * least_s, closely)
+        assert by_itself.suffices(1.002 * least_s, closely)
 
 
 def test_how_deep_a_group_is_follows_from_what_others_hold():

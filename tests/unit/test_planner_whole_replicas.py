@@ -115,6 +115,17 @@ def test_whole_groups_bound_replicas_more_closely():
     assert 1.05 * bound.roughly().iteration_s < bound.closely(found_s).iteration_s <= found_s
 
 
+@pytest.mark.parametrize("seq_length", [2**16, 2**19])
+def test_one_of_free_replicas_is_bounded_like_one_that_is_given(seq_length):
+    # Of half a million tokens there is room for one sequence only.
+    nodes = [("a", "H100-SXM-80GB", 4), ("b", "A100-SXM-80GB", 4)]
+    job = Job(presets()["gpt-3b"], seq_length, recompute="full", global_batch_size=2)
+    fleet = find_units(job, cluster(nodes, bandwidth=25))
+    found_s = find_plan(job, cluster(nodes, bandwidth=25)).cost.iteration_s
+    one, free = (lower_bound(fleet, count, found_s).iteration_s for count in (1, None))
+    assert free == one if seq_length == 2**19 else free < one
+
+
 def test_as_many_replicas_as_are_best_are_no_slower_than_one():
     # Of eight units of three kinds, the best grouping of one replica comes by what the bound names.
     nodes = [("a", "H100-SXM-80GB", 4), ("b", "A100-SXM-80GB", 2), ("c", "L40S-48GB", 2)]

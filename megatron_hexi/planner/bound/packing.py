@@ -190,7 +190,7 @@ class Packing:
             closely: whether to look at groups one inside the other, and at whole ones where these are few.
         """
         return any(
-            self._suffices(iteration_s, box) and not (closely and not self._closely_suffices(iteration_s, box))
+            self._suffices(iteration_s, box) and (not closely or self._closely_suffices(iteration_s, box))
             for box in self._boxes
         )
 
