@@ -117,7 +117,13 @@ class LowerBound:
         Args:
             found_s: an iteration that is known to be possible by now; the bound need not be higher.
         """
-        return min((case.closely(found_s) for case in self._cases), key=_seconds)
+        first, *others = sorted(self._cases, key=lambda case: case.rough.iteration_s)
+        least = first.closely(found_s)
+        for case in others:
+            # What is no lower than that does not count.
+            if case.rough.iteration_s < least.iteration_s:
+                least = min(least, case.closely(least.iteration_s), key=_seconds)
+        return least
 
 
 def _seconds(bound: Bound) -> float:
