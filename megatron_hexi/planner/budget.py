@@ -95,7 +95,7 @@ SHORT = Budget(
         aims=2,
     ),
 )
-#: Seconds, and up to three minutes.
+#: Seconds, minutes, and up to twelve of them where replicas are free.
 THOROUGH = Budget(
     walks=4,
     walked=96,
