@@ -6,6 +6,7 @@ sees (load.py). Forward and backward passes are told apart: each ends with its s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -109,9 +110,11 @@ class NestedWorth:
             left: what it may cost.
         """
         groups, shapes = sorted(set(chain)), self._worth.shapes
+        # The same groups in another order come next: finding them takes longer than working these out.
+        mixed = sorted(itertools.product({shape for shape, _ in chain}, {met for _, met in chain}))
         todo = [(one, 1) for one in groups if one[0] not in self._anywhere]
-        for level, (_, _, each) in enumerate(_LEVELS):
-            todo = todo or [(one, each) for one in groups if len(self._found.get(one, ())) == level]
+        for level, (of_level, (_, _, each)) in enumerate(zip((mixed, groups), _LEVELS, strict=True)):
+            todo = todo or [(one, each) for one in of_level if len(self._found.get(one, ())) == level]
         costs = sum(each * len(shapes[shape]) for (shape, _), each in todo)
         if costs > left:
             return 0
