@@ -34,10 +34,13 @@ class Proof(NamedTuple):
     Args:
         depths: intervals of a group's depth among the nested ones, for pieces of groups.
         packed: shapes of groups up to which whole groups are looked at.
-        shapes: of groups that are worked out at most, where there are many.
-        few_shapes: likewise, where there are few, for plans of each number of groups.
+        few_shapes: of groups that are worked out at most, where there are few of them, for plans of each
+            number of groups.
+        shapes: likewise, where there are more.
+        many_shapes: likewise, where there are many: those on many sites take time.
         replicas: choices of a replica's units up to which each is looked at by itself.
         nested: what working out shapes by who is outside of them may cost (nested_worth.py).
+        nested_alone: likewise, for each choice of a replica's units.
         packings: ways to pack whole groups up to which each is looked at by itself.
         programs: pairs of groups in the linear programs that are solved for a time.
         aims: times for which groupings are named that it does not rule out.
@@ -45,10 +48,12 @@ class Proof(NamedTuple):
 
     depths: int
     packed: int
-    shapes: int
     few_shapes: int
+    shapes: int
+    many_shapes: int
     replicas: int
     nested: int
+    nested_alone: int
     packings: int
     programs: int
     aims: int
@@ -86,10 +91,12 @@ SHORT = Budget(
     proof=Proof(
         depths=2,
         packed=1300,
-        shapes=40,
         few_shapes=120,
+        shapes=40,
+        many_shapes=5,
         replicas=30,
         nested=0,
+        nested_alone=0,
         packings=20,
         programs=300,
         aims=2,
@@ -110,10 +117,12 @@ THOROUGH = Budget(
     proof=Proof(
         depths=16,
         packed=45_000,
-        shapes=400,
         few_shapes=1200,
+        shapes=400,
+        many_shapes=50,
         replicas=1300,
         nested=45_000,
+        nested_alone=1000,
         packings=800,
         programs=50_000,
         aims=5,

@@ -63,8 +63,6 @@ from megatron_hexi.planner.units import Fleet
 _CLOSE = 0.01
 #: Up to so many micro-batches of a replica are looked at one by one; beyond, communication is left out.
 _TURNS = 32
-#: What each of many replicas may take to look at its groups one inside the other, as a part of what one may.
-_ALONE = 45
 
 
 @dataclass(frozen=True)
@@ -279,8 +277,7 @@ def _alone(fleet: Fleet, micro_batches: int, shards: int, longest_s: float, proo
     job = replace(fleet.job, data_parallel=1, global_batch_size=micro_batches * fleet.job.micro_batch_size)
     alone, crosses = replace(fleet, job=job), len(fleet.sites) > 1
     classes = _classes(_sites(alone, crosses, Prices((1.0,), {}, {}), shards))
-    # There are many of them.
-    proof = proof._replace(nested=proof.nested // _ALONE)
+    proof = proof._replace(nested=proof.nested_alone)
     return Packing(job, classes, [micro_batches], False, Ring(), (0.0, longest_s), proof)
 
 

@@ -32,8 +32,8 @@ from megatron_hexi.planner.bound.worth import ONE, Way, Worth
 from megatron_hexi.planner.budget import Proof
 from megatron_hexi.planner.layout import Grouping
 
-#: Of more shapes, this part of what is allowed is worked out: those on many sites take time.
-_MANY_SHAPES, _SPREAD = 1300, 8
+#: Of more shapes, fewer are worked out.
+_MANY_SHAPES = 1300
 #: Groups whose busiest member has so many times the rows that are worth cutting in two are never too small.
 _LARGE = 4
 #: Of so few shapes, plans of three groups are looked at by themselves, and whole groups are packed.
@@ -109,8 +109,8 @@ class Packing:
         self._halves: list[bool | None] = [None] if rows > _LARGE * 2 * BUSY_ROWS else [False, True]
         self._boxes = [_Box(span, groups, half) for half in self._halves for span, groups in boxes]
         self._of_interest = of_interest
-        left = proof.few_shapes if few else proof.shapes
-        left //= _SPREAD if len(self._shapes) > _MANY_SHAPES else 1
+        many = len(self._shapes) > _MANY_SHAPES
+        left = proof.few_shapes if few else proof.many_shapes if many else proof.shapes
         self._worth = Worth(job, classes, self._shapes, turns, ring, of_interest, left)
         self._wholly = Wholly(job, classes, self._worth, ring, proof) if few and not several else None
         self._nested: Nested | None = None
