@@ -81,6 +81,9 @@ def find_plan(
         tell("changes", 0, 1)
         named = _named(fleet, best, lower, data_parallel, budget)
         best = improve(judge, fleet, best, named, bound.iteration_s, budget)
+        if thorough:
+            # The shorter an iteration is known to be possible, the closer the same work comes.
+            lower = LowerBound(fleet, data_parallel, best.iteration_s, budget.proof)
     tell("proof", 0, 1)
     bound = lower.closely(best.iteration_s)
     return _planned(fleet, best, bound, baselines, judge.trials, begun)
