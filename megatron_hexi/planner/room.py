@@ -13,6 +13,8 @@ from megatron_hexi.cost.memory import GIB, Flights, Holdings, stage_memory
 from megatron_hexi.planner.units import Fleet
 
 _MANY = 1e6
+#: Steps under way that are told apart: of more, there are two at least.
+_WINDOWS = (1, 2)
 
 
 def has_room(job: Job, stages: Iterable[Sequence[tuple[int, Room]]], sequences: int = 1) -> bool:
@@ -71,7 +73,12 @@ class Room:
         keys = heads / workload.queries_per_kv
 
         def needed(
-            held: float, attended: float, several: bool, received: float = 0.0, sent: float = 0.0
+            held: float,
+            attended: float,
+            several: bool,
+            received: float = 0.0,
+            sent: float = 0.0,
+            steps: int = max(1, window),
         ) -> float:
             # There is an exchange, however little it holds.
             flight = (attended * keys if window else 1e-9 * one) * several
@@ -83,7 +90,7 @@ class Room:
                 micro_batches=np.array([micro_batches]),
                 flights=Flights(flight + received * keys, flight + sent * keys),
             )
-            terms = stage_memory(job, stage, holdings, max(1, window), shards)
+            terms = stage_memory(job, stage, holdings, steps, shards)
             return sum(float(values[0]) for values in terms.values())
 
         alone = needed(0.0, 0.0, False)
@@ -93,9 +100,18 @@ class Room:
         self.each_held = (needed(_MANY, 0.0, False) - alone) / _MANY
         self._each_attended = [(needed(0.0, _MANY, several) - alone) / _MANY for several in (False, True)]
         in_exchange = needed(0.0, 0.0, True)
-        #: Bytes of a token whose keys and values are received, or sent, in a step of the exchange.
-        self.each_received = (needed(0.0, 0.0, True, received=_MANY) - in_exchange) / _MANY
-        self.each_sent = (needed(0.0, 0.0, True, sent=_MANY) - in_exchange) / _MANY
+        self._each_received, self._each_sent = (
+            [(needed(0.0, 0.0, True, **keys, steps=steps) - in_exchange) / _MANY for steps in _WINDOWS]
+            for keys in ({"received": _MANY}, {"sent": _MANY})
+        )
+
+    def each_received(self, window: int) -> float:
+        """Bytes of a token whose keys and values are received in a step, with so many of them under way."""
+        return self._each_received[_WINDOWS.index(window)]
+
+    def each_sent(self, window: int) -> float:
+        """The same of a token whose keys and values are sent."""
+        return self._each_sent[_WINDOWS.index(window)]
 
     def each_attended(self, groups: int) -> float:
         """Bytes of a token that is attended to, where there are so many groups at least."""

@@ -82,12 +82,14 @@ def test_keys_under_way_take_room_where_there_are_several_groups():
 
 
 def test_keys_that_are_received_and_sent_take_room_by_hand():
-    # A step under way and one in use, 2 bytes each of a key and a value; of what is received besides the
+    # Steps under way and one in use, 2 bytes each of a key and a value; of what is received besides the
     # gradients, in fp32 and in 2 bytes.
     room = Room(tiny_job(), 0, 64 * GIB, 8)
     elements = (1 + FRAGMENTATION) * TINY.kv_heads * TINY.head_dim * tiny_job().micro_batch_size
-    assert room.each_sent == pytest.approx(2 * 2 * 2 * elements)
-    assert room.each_received == pytest.approx((2 * 2 * 2 + 2 * (4 + 2)) * elements)
+    for window in (1, 2):
+        steps = (window + 1) * 2 * 2
+        assert room.each_sent(window) == pytest.approx(steps * elements)
+        assert room.each_received(window) == pytest.approx((steps + 2 * (4 + 2)) * elements)
 
 
 def test_more_is_held_at_the_rate_at_which_prices_make_up_for_it():

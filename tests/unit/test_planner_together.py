@@ -135,7 +135,7 @@ def test_keys_on_their_way_take_memory(monkeypatch):
     # Two groups of four units, and time for everything: of half of the sequence each.
     nodes, shapes = [("a", "PLAIN", 4), ("b", "DOUBLE", 4)], [((0, 4),), ((1, 4),)]
     setting = of_nodes(nodes, shapes, 1e3)
-    [taken] = setting.alone.taken
+    [taken] = setting.taken
     # The inner group sends all of its keys and gets half of the other's, and the other way round.
     keys = max(taken.sent + taken.received / 2, taken.sent / 2 + taken.received)
     for often, may in ((1.001, True), (0.999, False)):
@@ -162,3 +162,24 @@ def test_who_merges_what_follows_from_the_order(order, time, may):
         for shape, held in zip(shapes, tokens, strict=True)
     ]
     assert GroupProgram([Stage(setting, lines)], order).suffices() is may
+
+
+@pytest.mark.parametrize(
+    ("room", "time", "may"), [(2, 2, True), (1, 2, False), (1, 1, True), (2, 1, True)], ids=str
+)
+def test_where_memory_is_short_groups_wait_for_each_other(monkeypatch, room, time, may):
+    # Three groups of one unit. With one step of the exchange under way they take longer than with two, and
+    # where there is room for one only, they need no less than that.
+    nodes, tokens = [(name, "PLAIN", 1) for name in "abc"], (10_240, 4096, 2048)
+    fleet = find_units(tiny_job(seq_length=sum(tokens)), cluster(nodes, bandwidth=16))
+    heads = fleet.job.workload().local_heads
+    parts = tuple(Part((unit,), (held,), (heads,)) for unit, held in enumerate(tokens))
+    layout = Layout(parts, fleet.job.global_batch_size)
+    trials = {window: Judge(fleet).try_out(fleet, [layout], window) for window in (1, 2)}
+    assert trials[1].iteration_s > 1.04 * trials[2].iteration_s
+    settings, shapes, _ = settings_of(fleet, trials[time], 1 + 1e-6)
+    # The outermost group needs most: all keys of the next one are there, half of its own are on their way.
+    [taken], (own, other, _) = settings[0].with_window(room).taken, tokens
+    needed = own * (1 + taken.attended + taken.sent / 2) + other * taken.received
+    monkeypatch.setattr(GroupTimes, "rooms", lambda _self, _place: [needed * 1.001])
+    assert suffices(settings, shapes, np.array(tokens, dtype=float), Tries(MANY)) is may

@@ -69,8 +69,7 @@ class GroupTimes:
         #: Memory of each stage on each class of sites, beside the micro-batches that a pipeline keeps.
         kept = [site.rooms[min(micro_batches, len(site.rooms)) - 1] for site in classes]
         self._rooms = list(zip(*kept, strict=True))
-        # All classes are alike in what a token takes.
-        self.taken = [Taken.of(rooms[0], groups[0]) for rooms in self._rooms]
+        self._taken = self.taken(window=1)
         self._heads, self._length = workload.local_heads, float(job.seq_length)
         self._half = 0.5 if workload.causal else 1.0
         # A KV head that two members have is sent by one of them.
@@ -89,6 +88,11 @@ class GroupTimes:
         self._mixed = self._parts * (1 - self._parts)
         self._shapes, self._used = shapes, used(shapes, len(classes))
 
+    def taken(self, window: int) -> list[Taken]:
+        """Memory that a token takes with so many steps of the exchange under way, on each pipeline stage."""
+        # All classes are alike in that.
+        return [Taken.of(rooms[0], self._groups, window) for rooms in self._rooms]
+
     def held(self, place: int) -> float:
         """Tokens that a unit of a class holds at most in the longest time of interest."""
         return float(self._sites[place].held[-2])
@@ -105,7 +109,7 @@ class GroupTimes:
             received: tokens whose keys are there at once, at least, [J].
         """
         found = []
-        for each in self.taken:
+        for each in self._taken:
             taken = low * each.attended
             if self._groups > 1:
                 taken = taken + received * each.received

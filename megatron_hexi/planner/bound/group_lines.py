@@ -12,7 +12,6 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.plan.parts import BUSY_ROWS
-from megatron_hexi.planner.bound.group_memory import Taken
 from megatron_hexi.planner.bound.setting import Line, Pass, Setting, below
 from megatron_hexi.planner.bound.site_times import Shape, in_steps
 
@@ -133,20 +132,11 @@ class GroupLines:
         place, units = self.shape[number]
         return [units * room for room in self._all.alone.rooms(place)]
 
-    @property
-    def taken(self) -> list[Taken]:
-        """Memory that a token takes, on each pipeline stage."""
-        return self._all.alone.taken
-
-    def room_of_a_head(self, received: float) -> list[float]:
-        """Tokens that a head takes the room of, where keys of so many are received at once, at least."""
-        each = self._all.alone.room_of_a_head(np.array([self.least]), np.array([received]))
-        return [float(of_stage[0]) for of_stage in each]
-
     @cached_property
     def _most_held(self) -> list[float]:
         """Tokens of each of several sites at most, by time, and by memory beside the fewest heads."""
-        a_head, most = self.room_of_a_head(0.0), list[float]()
+        each = self._all.alone.room_of_a_head(np.array([self.least]), np.zeros(1))
+        a_head, most = [float(of_stage[0]) for of_stage in each], list[float]()
         for number, ((place, units), (few, _)) in enumerate(zip(self.shape, self._limits, strict=True)):
             by_time = units * self._all.alone.held(place)
             by_memory = [room - few * each for room, each in zip(self.rooms(number), a_head, strict=True)]
@@ -185,10 +175,8 @@ class GroupLines:
         if units == 1 or not heads[0]:
             return Line(0.0, 0.0)
         each, _ = self._all.moving(place, 1, outside=False)
-        a_head = [float(one.min()) for one in self._a_head[number]]
-        longest = self._all.loads[0].again * a_head[0] + a_head[1]
         fewest = np.ceil(heads / units)
-        most = np.clip(self._left // longest if longest > 0 else heads, fewest, heads)
+        most = np.clip(self._most_heads(number), fewest, heads)
         parts = [busiest * (1 - busiest / heads) for busiest in (fewest, most)]
         return Line(each * float(np.minimum(*parts).min()) / self._all.heads, 0.0)
 
@@ -209,6 +197,12 @@ class GroupLines:
     def _enough(self) -> float:
         """Heads at least of the busiest member, so that they can be cut in two."""
         return float(np.ceil(self._all.rows / self.most)) if self.most > 0 else 0.0
+
+    def _most_heads(self, number: int) -> float:
+        """Heads that a member on one of several sites has at most, in the time that there is."""
+        forward, backward = (float(one.min()) for one in self._a_head[number])
+        seconds = self._all.loads[0].again * forward + backward
+        return min(self._left // seconds, self._all.heads) if seconds > 0 else float(self._all.heads)
 
     @cached_property
     def heads(self) -> list[Floats]:
@@ -265,6 +259,33 @@ class GroupLines:
         members = self.members if self.on_one_site else units
         compute: Floats = self._a_key[number][way] * (keys * self._all.heads / members)
         return compute
+
+    def own_block(self, number: int) -> Floats:
+        """The group's own block forward, of a site with all heads, [pieces]."""
+        place, units = self.shape[number]
+        own, _ = self._all.loads[place].head_times(self.grid, self._groups)
+        return self._lower(own.forward) * (self._all.heads / (self.members if self.on_one_site else units))
+
+    def part_of_any(self, number: int) -> float:
+        """What the member with a site's fewest heads does at least, of what the site would with all heads."""
+        _, units = self.shape[number]
+        if self.on_one_site:
+            fewest = self._all.heads - (units - 1) * float(self._busiest[-1, 0])
+        else:
+            fewest = self.heads[number][0] - (units - 1) * self._most_heads(number)
+        return float(max(1.0, fewest)) / self._all.heads * (self.members if self.on_one_site else units)
+
+    def merging_of_all(self, number: int, way: int) -> tuple[float, float]:
+        """What a site with all heads merges: seconds for a token of the group, and for another's keys."""
+        place, units = self.shape[number]
+        queries, keys = self._all.loads[place].a_merge(way)
+        heads = self._all.heads / (self.members if self.on_one_site else units)
+        return heads * queries, heads * keys
+
+    def least_work(self, number: int, way: int) -> float:
+        """Attention to a token of another group at least, of a site with its fewest heads."""
+        fewest = self._all.heads if self.on_one_site else float(self.heads[number][0])
+        return float(self.work(number, way, 1.0).min()) * fewest / self._all.heads
 
     @cached_property
     def _a_key(self) -> list[list[Floats]]:

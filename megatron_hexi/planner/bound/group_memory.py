@@ -28,9 +28,9 @@ class Taken(NamedTuple):
     sent: float
 
     @classmethod
-    def of(cls, room: Room, groups: int) -> Taken:
-        """In a replica of so many groups at least."""
-        each = room.each_attended(groups), room.each_received, room.each_sent
+    def of(cls, room: Room, groups: int, window: int = 1) -> Taken:
+        """In a replica of so many groups at least, with so many steps under way."""
+        each = room.each_attended(groups), room.each_received(window), room.each_sent(window)
         return cls(*(taken / room.each_held for taken in each))
 
 

@@ -9,7 +9,9 @@ every other group a, it takes at least
     X_a + a's keys, and the attention to them, in so many steps                                        (late)
     what is known of when the keys of a step are there, and the attention from there on      (steps, in order)
 
-Once in all micro-batches, gradients and weights show in what all-to-alls and keys leave of a pass's wire.
+A site has room for its tokens, for what its part of the heads needs of the group's, and for the keys that
+are there at once (memory_rows.py). Once in all micro-batches, gradients and weights show in what all-to-alls
+and keys leave of a pass's wire.
 
 X: until all members are done with their tokens; nobody sends keys before that. How many of a group's keys
 another one sees follows from which of them is outside of the other. All of that are lines in the groups'
@@ -29,12 +31,15 @@ from ortools.linear_solver import pywraplp
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.planner.bound.group_lines import GroupLines
 from megatron_hexi.planner.bound.key_times import KeyTimes
+from megatron_hexi.planner.bound.memory_rows import MemoryRows
 from megatron_hexi.planner.bound.pass_rows import PassRows
-from megatron_hexi.planner.bound.rows import Term
+from megatron_hexi.planner.bound.rows import Term, scaled
 from megatron_hexi.planner.bound.setting import Setting
 
 #: What a sequence takes, in longest times, where there is no room for it.
 _TOO_MUCH = 10_000
+#: Pipeline stages that are less than this part of a layer's time have fewer rows.
+_LIGHT = 0.25
 #: What rounding may take away.
 _ROUNDING, _NOTHING = 1e-6, 1e-10
 
@@ -52,6 +57,14 @@ def _heads(group: Sequence[GroupLines]) -> list[tuple[float, float]]:
         (max(some[0] for some in heads), min(some[-1] for some in heads)) if all(map(len, heads)) else (1, 0)
         for heads in zip(*(stage.heads for stage in group), strict=True)
     ]
+
+
+def _together(terms: Sequence[Term]) -> dict[int, float]:
+    """How often each variable is taken in all."""
+    each = dict[int, float]()
+    for variable, factor in terms:
+        each[variable] = each.get(variable, 0.0) + factor
+    return each
 
 
 class GroupProgram:
@@ -92,11 +105,10 @@ class GroupProgram:
             self.held.append(held)
         self._vocabulary(groups)
         keys = [KeyTimes(self, *stage, order) for stage in stages]
-        for number in range(len(groups)):
-            self._share_memory(groups, number, keys[0])
+        MemoryRows(self, *stages[0], keys[0])
         for stage, of_stage in zip(stages, keys, strict=True):
             for one in stage.setting.passes:
-                PassRows(self, *stage, of_stage, order, one, roughly)
+                PassRows(self, *stage, of_stage, order, one, roughly or stage.setting.weight < _LIGHT)
 
     def time(self, count: float = 0.0) -> int:
         """A time, that counts so often."""
@@ -104,14 +116,29 @@ class GroupProgram:
 
     def above(self, time: int, terms: Sequence[Term], at_least: float = 0.0) -> None:
         """The time is no less than this sum."""
-        each = {time: 1.0}
-        for variable, factor in terms:
-            each[variable] = each.get(variable, 0.0) - factor
-        row = self._solver.Constraint(at_least / self._longest_s, inf)
+        each = _together([(time, 1.0), *scaled(-1.0, terms)])
+        units, longest_s = self._units, self._longest_s
+        row = self._solver.Constraint(at_least / longest_s, inf)
         for variable, factor in each.items():
-            scaled = factor * self._units[variable] / self._longest_s
-            if abs(scaled) > _NOTHING:  # less of it is noise, which the solver does not bear
-                row.SetCoefficient(self._variables[variable], scaled)
+            often = factor * units[variable] / longest_s
+            if abs(often) > _NOTHING:  # less of it is noise, which the solver does not bear
+                row.SetCoefficient(self._variables[variable], often)
+
+    def fits(self, room: float, terms: Sequence[Term]) -> None:
+        """So many tokens have room: no less than this sum; what is too much is no answer in time."""
+        each = _together(terms)
+        most = sum(max(factor * end for end in self.bounds(variable)) for variable, factor in each.items())
+        if most <= room:
+            return
+        row = self._solver.Constraint(-inf, room / self._length + _ROUNDING)
+        for variable, factor in each.items():
+            row.SetCoefficient(self._variables[variable], factor * self._units[variable] / self._length)
+        row.SetCoefficient(self._variables[self._variable(0.0, inf, 1.0, _TOO_MUCH)], -1.0)
+
+    def bounds(self, variable: int) -> tuple[float, float]:
+        """The least and the most that a variable may be."""
+        one, unit = self._variables[variable], self._units[variable]
+        return one.lb() * unit, one.ub() * unit
 
     def suffices(self) -> bool:
         """Whether its least time is no more than the longest."""
@@ -160,30 +187,6 @@ class GroupProgram:
         for variable in variables[:-1]:
             row.SetCoefficient(self._variables[variable], 1.0)
         row.SetCoefficient(self._variables[variables[-1]], last)
-
-    def _share_memory(self, groups: Sequence[GroupLines], number: int, keys: KeyTimes) -> None:
-        """Tokens, heads and keys share memory; what is too much is no answer in time.
-
-        Keys of any one of the other groups are there at once, and the own ones on their way to one of them.
-        """
-        group, others = groups[number], [of for of in range(len(groups)) if of != number]
-        received = max((keys.seen(number, of) * groups[of].least for of in others), default=0.0)
-        a_head = group.room_of_a_head(received)
-        for site, (part, held) in enumerate(zip(self.parts[number], self.held[number], strict=True)):
-            for room, each in zip(group.rooms(site), a_head, strict=True):
-                self._fits(room, [(held, 1.0), (part, self._heads * each / self._length)])
-        rooms = [group.rooms(site) for site in range(len(group.shape))]
-        sent = max((keys.seen(user, number) for user in others), default=0.0)
-        for room, taken in zip(map(sum, zip(*rooms, strict=True)), group.taken, strict=True):
-            own = self.tokens[number], 1 + taken.attended + sent * taken.sent
-            for of in others:
-                self._fits(room, [own, (self.tokens[of], keys.seen(number, of) * taken.received)])
-
-    def _fits(self, room: float, terms: Sequence[Term]) -> None:
-        """So many tokens have room: a sum in parts of the sequence."""
-        row = self._solver.Constraint(-inf, room / self._length + _ROUNDING)
-        for variable, each in [*terms, (self._variable(0.0, inf, 1.0, _TOO_MUCH), -1.0)]:
-            row.SetCoefficient(self._variables[variable], each)
 
     def _vocabulary(self, groups: Sequence[GroupLines]) -> None:
         longest = self.time(count=1.0)

@@ -31,14 +31,23 @@ class KeyTimes:
         groups: Sequence[GroupLines],
         order: Sequence[int],
     ) -> None:
-        self._program, self._all, self._groups, self._order = program, setting, groups, order
+        self._program, self._all, self._groups = program, setting, groups
         self._known: dict[tuple[int, ...], list[Term]] = {}
+        self._between: dict[tuple[int, ...], float] = {}
+        #: Where each group is in the order, as far as it is known.
+        self._turn = {number: turn for turn, number in enumerate(order)}
 
     def between(self, by: int, place: int, of: int) -> float:
         """Seconds a token of a group whose keys another one needs for all heads on a site; 0 if not known.
 
         It is known where the group has all of its heads on one site, or none on this one.
         """
+        name = by, place, of
+        if name not in self._between:
+            self._between[name] = self._find_between(*name)
+        return self._between[name]
+
+    def _find_between(self, by: int, place: int, of: int) -> float:
         group, other = self._groups[by], self._groups[of]
         here, units = group.shape[place]
         users = group.members if group.on_one_site else float(units)
@@ -72,7 +81,7 @@ class KeyTimes:
 
         It is known only where each KV head is sent by the same unit.
         """
-        if not self._knows_owners(of):
+        if not self.knows_owners(of):
             return []
         spread = [user for user in users if not self._groups[user].on_one_site]
         if not self._groups[of].on_one_site:
@@ -81,19 +90,19 @@ class KeyTimes:
         alone = [(self._program.tokens[of], each)] if each else []
         return [*alone, *(term for user in spread for term in self.crossing(of, 0, user, of))]
 
+    def knows_owners(self, number: int) -> bool:
+        """Whether it is known which unit of a group sends a KV head: no two have queries of it."""
+        return self._all.ratio == 1 or self._groups[number].shape[0][1] == 1 == len(
+            self._groups[number].shape
+        )
+
     def is_between_counterparts(self, one: int, other: int) -> bool:
         """Whether each head's keys travel between the units that have it, of two groups on one site each."""
         return (
             self._groups[one].on_one_site
             and self._groups[other].on_one_site
-            and self._knows_owners(one)
-            and self._knows_owners(other)
-        )
-
-    def _knows_owners(self, number: int) -> bool:
-        """Whether it is known which unit of a group sends a KV head: no two have queries of it."""
-        return self._all.ratio == 1 or self._groups[number].shape[0][1] == 1 == len(
-            self._groups[number].shape
+            and self.knows_owners(one)
+            and self.knows_owners(other)
         )
 
     def crossing(self, number: int, place: int, other: int, of: int) -> list[Term]:
@@ -149,5 +158,6 @@ class KeyTimes:
         """The part of a group's keys that another one sees: half of those outside it, all inside it."""
         if not self._all.causal:
             return 1.0
-        known = [*self._order, of, by]  # who is not known to be outside may be inside
-        return 1.0 if known.index(by) < known.index(of) else 0.5
+        # Who is not known to be outside may be inside.
+        unknown = len(self._groups)
+        return 1.0 if self._turn.get(by, unknown) < self._turn.get(of, unknown) else 0.5

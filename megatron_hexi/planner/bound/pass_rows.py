@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.bound.arrivals import Arrivals, Start
 from megatron_hexi.planner.bound.group_lines import GroupLines
 from megatron_hexi.planner.bound.key_times import KeyTimes
+from megatron_hexi.planner.bound.pass_end import PassEnd
 from megatron_hexi.planner.bound.rows import Rows, Term, scaled
-from megatron_hexi.planner.bound.setting import Line, Pass, Rings, Setting
-from megatron_hexi.planner.bound.site_times import in_steps
+from megatron_hexi.planner.bound.setting import Pass, Rings, Setting
+from megatron_hexi.planner.bound.site_times import first_part, in_steps
+from megatron_hexi.planner.bound.step_rows import StepRows
 
 #: How much longer attention takes than keys, as multiples of what it does at least, where a line is laid.
 _RATIOS, _STEP = (0.6, 1.0, 1.6), 1e-4
@@ -49,12 +50,7 @@ class PassRows:
         # Keys go out again in the backward pass, and their gradients come home.
         self._times = 1 + one.way
         self._parts = min(group.parts for group in groups)
-        self._end = program.time(one.times * setting.weight)
-        #: X of each group, and its all-to-alls where it is on several sites.
-        self._begins = [program.time() for _ in groups]
-        self._moves = [program.time() for _ in groups]
-        self._posted = [self._posts(number) for number in range(len(groups))]
-        self._left = [self._leaves(number) for number in range(len(groups))]
+        self._end = PassEnd(program, setting, groups, one)
         for number in range(len(groups)):
             self._alone(number)
             self._received(number)
@@ -67,21 +63,24 @@ class PassRows:
         for number in range(len(groups)):
             self._taking_turns(number)
             for other in self._others(number):
-                self._late(number, other)
-        if len(order) == len(groups):
-            self._in_order(order)
+                # Of groups whose order is known, it follows from when keys arrive.
+                in_order = number in order and other in order
+                if not (in_order and keys.is_between_counterparts(number, other)):
+                    self._late(number, other)
+        if len(groups) > 1:
+            StepRows(program, setting, groups, keys, order, self._end, one.way, self._parts)
 
     def _alone(self, number: int) -> None:
         """X + A + Y; sites of a group have heads and tokens each."""
         group, above = self._groups[number], self._program.above
-        begins, moves = self._begins[number], self._moves[number]
+        begins, moves = self._end.begins[number], self._end.moves[number]
         if group.on_one_site:
             line = group.by_itself(self._one)
-            above(self._end, [self._of(number, line), *self._merging(number, 0)], line.at_zero)
+            above(self._end.time, [self._end.of(number, line), *self._merging(number, 0)], line.at_zero)
             return
         line = group.line(group.begins(self._one))
-        above(begins, [self._of(number, line)], line.at_zero)
-        above(self._end, [(begins, 1.0), (moves, 1.0)], group.busiest(self._way))
+        above(begins, [self._end.of(number, line)], line.at_zero)
+        above(self._end.time, [(begins, 1.0), (moves, 1.0)], group.busiest(self._way))
         for site, (part, held) in enumerate(
             zip(self._program.parts[number], self._program.held[number], strict=True)
         ):
@@ -95,8 +94,8 @@ class PassRows:
             more, merging = group.attention_beyond(site, self._way), self._merging(number, site)
             for line in group.attention(site, self._way):
                 terms = [(begins, 1.0), (moves, 1.0), (part, line.slope), *merging]
-                above(self._end, terms, line.at_zero)
-                above(self._end, [*terms, self._of(number, more)], line.at_zero + more.at_zero)
+                above(self._end.time, terms, line.at_zero)
+                above(self._end.time, [*terms, self._end.of(number, more)], line.at_zero + more.at_zero)
 
     def _merging(self, number: int, site: int) -> list[Term]:
         """What a site merges besides half of all queries and keys in each step.
@@ -128,27 +127,27 @@ class PassRows:
         least, largest = group.holds(site)
         for one, of in ((1 - most, least), (1 - fewest, largest)):
             terms = [(held, each * one), (part, -each * of)]
-            self._program.above(self._moves[number], terms, each * of * (1 - one))
+            self._program.above(self._end.moves[number], terms, each * of * (1 - one))
         rest = max(0.0, group.least - largest), group.most - least
         for one, of in ((fewest, rest[0]), (most, rest[1])):
             terms = [(tokens, each * one), (held, -each * one), (part, each * of)]
-            self._program.above(self._moves[number], terms, -each * one * of)
+            self._program.above(self._end.moves[number], terms, -each * one * of)
 
     def _received(self, number: int) -> None:
         """Keys of all other groups; and those that each site gets from other sites."""
         group, others = self._groups[number], self._others(number)
         for place in range(len(group.shape)):
             keys = [term for of in others for term in self._keys.needed(number, place, of)]
-            self._after(number, place, number, scaled(self._times, keys))
+            self._end.after(number, place, self._end.posted[number], scaled(self._times, keys))
             if not group.on_one_site:  # else what comes from other sites is among them
                 away = [term for of in others for term in self._keys.crossed(number, place, of)]
-                self._after(number, place, number, scaled(self._times, away))
+                self._end.after(number, place, self._end.posted[number], scaled(self._times, away))
 
     def _sent(self, number: int) -> None:
         """Keys to all other groups, or from each site to others."""
         for place in range(len(self._groups[number].shape)):
             keys = self._keys.sends(number, place, self._others(number))
-            self._after(number, place, number, scaled(self._times, keys))
+            self._end.after(number, place, self._end.posted[number], scaled(self._times, keys))
 
     def _hides(self, rings: Rings, seconds: float) -> None:
         """Gradients or weights hide in what all-to-alls and keys leave of the wire, on the busiest units.
@@ -166,21 +165,22 @@ class PassRows:
                     above(keys, scaled(self._times, terms))
             if group.on_one_site:
                 line = group.wire_inside()
-                above(moves, [self._of(number, line)], line.at_zero)
+                above(moves, [self._end.of(number, line)], line.at_zero)
             else:
-                above(moves, [(self._moves[number], self._all.whole_ratio)])
+                above(moves, [(self._end.moves[number], self._all.whole_ratio)])
         above(shows, (), seconds / rings.layers)
-        above(shows, [(moves, 1.0), (keys, 1.0), (self._end, -1.0)], seconds)
+        above(shows, [(moves, 1.0), (keys, 1.0), (self._end.time, -1.0)], seconds)
 
     def _late(self, number: int, of: int) -> None:
         """Another group's keys, that are posted late, and the attention to them."""
         group, keys = self._groups[number], self._groups[of].least
         for place in range(len(group.shape)):
             wire = self._keys.between(number, place, of) * keys
-            self._after(number, place, of, (), group.late(place, self._way, keys, wire, self._parts))
+            late = group.late(place, self._way, keys, wire, self._parts)
+            self._end.after(number, place, self._end.posted[of], (), late)
             if not (group.on_one_site and self._groups[of].on_one_site):
                 away = self._keys.crossed(number, place, of)
-                self._after(number, place, of, scaled(self._times, away))
+                self._end.after(number, place, self._end.posted[of], scaled(self._times, away))
 
     def _taking_turns(self, number: int) -> None:
         """Keys from other sites and the attention to them, in so many steps."""
@@ -198,7 +198,7 @@ class PassRows:
                 self._turns_of(number, away, each, work, steps)
             else:
                 turns = in_steps(np.array(each * keys), np.array(work.min()), steps)
-                self._after(number, place, number, (), turns)
+                self._end.after(number, place, self._end.posted[number], (), turns)
 
     def _turns_of(self, number: int, away: Sequence[int], each: float, work: Floats, steps: int) -> None:
         """Lines below `in_steps`, of a group on one site.
@@ -214,93 +214,10 @@ class PassRows:
         for times in _RATIOS:
             by_wire, by_work = _slopes(times * float(work.min()) / wire, steps)
             arriving = [(self._program.tokens[of], by_wire * each) for of in away]
-            self._after(number, 0, number, arriving, by_work * work)
-
-    def _in_order(self, order: Sequence[int]) -> None:
-        """What follows when the keys of a step are there: attention to them and to those of later steps."""
-        arrivals = Arrivals(self._program, self._groups, self._keys, order, self._posted)
-        for turn, number in enumerate(order):
-            sources = arrivals.sources(turn)
-            for place in range(len(self._groups[number].shape)):
-                for step in range(1, len(order)):
-                    self._step(number, place, arrivals.at[number, place, step], sources[step - 1 :])
-                # Gradients of keys go home over the same wire.
-                self._after(number, place, number, scaled(self._times, arrivals.takes[number, place]))
-
-    def _step(self, number: int, place: int, arrived: Start, sources: Sequence[int]) -> None:
-        """What follows when the keys of the first of some sources are there: attention, and gradients home.
-
-        Of the very first step, a part is left; and its gradients are, where it is the last one too.
-        """
-        group, last = self._groups[number], sources[-1]
-        parts = self._parts if len(sources) == len(self._groups) - 1 else 1
-        keys = sum(self._groups[source].least for source in sources[1:])
-        keys += self._groups[sources[0]].least / parts
-        seconds = group.work(place, self._way, keys)
-        self._following(number, place, arrived, (), seconds)
-        if self._way == 1:
-            (start, begins), (leaves, ends) = arrived, self._left[last]
-            (variable, each), at_zero = self._lasts(number, place, seconds)
-            often = 1 / (parts if len(sources) == 1 else 1)
-            back = scaled(often, self._keys.needed(number, place, last))
-            terms = [*start, (variable, each), *back, *leaves]
-            self._program.above(self._end, terms, begins + at_zero + ends)
-
-    def _after(
-        self, number: int, place: int, posted: int, terms: Sequence[Term], seconds: Floats | float = 0.0
-    ) -> None:
-        """What a group does from when keys of one are posted, up to the end of the pass.
-
-        Args:
-            number: the group.
-            place: one of its sites.
-            posted: the group whose keys are waited for.
-            terms: what it waits for besides.
-            seconds: what follows, of the site if that had all heads; [pieces] or a number.
-        """
-        self._following(number, place, self._posted[posted], terms, seconds)
-
-    def _following(
-        self, number: int, place: int, start: Start, terms: Sequence[Term], seconds: Floats | float
-    ) -> None:
-        """The same from any start on."""
-        group, (before, at_zero) = self._groups[number], start
-        if group.on_one_site:
-            term, lasts = self._lasts(number, place, seconds + group.leaves(self._way))
-            self._program.above(self._end, [*before, *terms, term], at_zero + lasts)
-        else:
-            term, lasts = self._lasts(number, place, seconds)
-            leaves = self._moves[number], self._all.after[self._way]
-            self._program.above(self._end, [*before, *terms, leaves, term], at_zero + lasts)
-
-    def _lasts(self, number: int, place: int, seconds: Floats | float) -> tuple[Term, float]:
-        """What a site takes that takes so long with all heads, [pieces] or a number."""
-        if self._groups[number].on_one_site:
-            line = self._groups[number].line(seconds)
-            return self._of(number, line), line.at_zero
-        return (self._program.parts[number][place], float(np.min(seconds))), 0.0
-
-    def _posts(self, number: int) -> tuple[list[Term], float]:
-        """When a group's keys may leave."""
-        group = self._groups[number]
-        if group.on_one_site:
-            line = group.posts(self._one)
-            return [self._of(number, line)], line.at_zero
-        return [(self._begins[number], 1.0), (self._moves[number], self._all.before[self._way])], 0.0
-
-    def _leaves(self, number: int) -> tuple[list[Term], float]:
-        """What shows of its all-to-all after attention."""
-        group = self._groups[number]
-        if group.on_one_site:
-            line = group.line(group.leaves(self._way))
-            return [self._of(number, line)], line.at_zero
-        return [(self._moves[number], self._all.after[self._way])], 0.0
+            self._end.after(number, 0, self._end.posted[number], arriving, by_work * work)
 
     def _others(self, number: int) -> list[int]:
         return [other for other in range(len(self._groups)) if other != number]
-
-    def _of(self, number: int, line: Line) -> Term:
-        return self._program.tokens[number], line.slope
 
 
 def _slopes(ratio: float, steps: int) -> tuple[float, float]:
@@ -310,7 +227,7 @@ def _slopes(ratio: float, steps: int) -> tuple[float, float]:
     """
 
     def at(wire: float, compute: float) -> float:
-        return float(in_steps(np.array([wire]), np.array([compute]), steps)[0])
+        return compute + wire * first_part(compute / max(wire, 1e-300), steps)
 
     step = _STEP * max(1.0, ratio)
     by_work = (at(1, ratio + step) - at(1, max(0.0, ratio - step))) / (ratio + step - max(0.0, ratio - step))

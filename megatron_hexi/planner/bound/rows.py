@@ -7,6 +7,8 @@ from typing import Protocol
 
 #: A variable, by its number, and how often it is taken.
 Term = tuple[int, float]
+#: Something to begin with: a sum, and what is added to it.
+Start = tuple[list[Term], float]
 
 
 class Rows(Protocol):
@@ -27,6 +29,16 @@ class Rows(Protocol):
 
     def above(self, time: int, terms: Sequence[Term], at_least: float = 0.0) -> None:
         """The time is no less than this sum."""
+
+
+class RoomRows(Rows, Protocol):
+    """The same, where rows are of memory too."""
+
+    def fits(self, room: float, terms: Sequence[Term]) -> None:
+        """So many tokens have room: no less than this sum."""
+
+    def bounds(self, variable: int) -> tuple[float, float]:
+        """The least and the most that a variable may be."""
 
 
 def scaled(often: float, terms: Sequence[Term]) -> list[Term]:

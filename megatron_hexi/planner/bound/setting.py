@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,6 +81,9 @@ class Setting:
         rings: of gradients and weights; ``None``: what shows of them has been taken off.
     """
 
+    #: Steps of the exchange under way: one; two or more; ``None``: whatever is better.
+    window: int | None = None
+
     def __init__(
         self,
         job: Job,
@@ -91,6 +95,7 @@ class Setting:
         rings: Rings | None = None,
     ) -> None:
         workload = job.workload()
+        self.taken = alone.taken(window=1)
         self.loads, self.alone = [site.loads[stages[0]] for site in classes], alone
         #: What these stages are of a layer's time; and the longest of theirs, if the others took none.
         self.weight = float(alone.weights[list(stages)].sum())
@@ -116,6 +121,12 @@ class Setting:
         self.times = self.longest_s * np.geomspace(_SHORTEST, 1, _TIMES)
         #: Tokens that a unit of each class is done with in these: forward, backward, with the vocabulary.
         self.held = [self._of_class(place) for place in range(len(classes))]
+
+    def with_window(self, window: int) -> Setting:
+        """The same with so many steps of the exchange under way."""
+        other = copy.copy(self)
+        other.window, other.taken = window, self.alone.taken(window)
+        return other
 
     def may_meet(self, one: Units, other: Units) -> bool:
         """Whether units of two groups may be on the same site: there is room for both."""

@@ -89,11 +89,17 @@ def in_steps(wire: Floats, compute: Floats, steps: int) -> Floats:
     which is least where all are alike: q grow by r = compute / wire from step to step. Where gradients of a
     step go home after it, an empty last step is best: that is one step fewer.
     """
-    ratio = compute / np.maximum(wire, 1e-300)
     with np.errstate(over="ignore"):
-        first = 1 / sum(ratio**step for step in range(steps))
-    seconds: Floats = compute + wire * first
+        seconds: Floats = compute + wire * first_part(compute / np.maximum(wire, 1e-300), steps)
     return seconds
+
+
+def first_part[T: (float, Floats)](ratio: T, steps: int) -> T:
+    """What travels in the first step, where that grows by a ratio from step to step."""
+    whole = ratio * 0 + 1
+    for _ in range(steps - 1):
+        whole = whole * ratio + 1
+    return 1 / whole
 
 
 class SiteTimes:

@@ -15,6 +15,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.planner.bound.group_lines import GroupLines, Limits
 from megatron_hexi.planner.bound.group_program import GroupProgram, Stage
+from megatron_hexi.planner.bound.memory_rows import is_short
 from megatron_hexi.planner.bound.setting import Setting
 from megatron_hexi.planner.bound.site_times import Shape
 
@@ -22,6 +23,8 @@ from megatron_hexi.planner.bound.site_times import Shape
 _ROUNDS, _NARROWER = 4, 0.002
 #: So many parts of the heads' possible numbers are looked at.
 _BRANCHES = 60
+#: Of so few groups, one step of the exchange is all that there is.
+_FEW = 2
 #: What rounding may take away.
 _ROUNDING = 1e-6
 
@@ -50,6 +53,17 @@ def suffices(settings: _Settings, shapes: Sequence[Shape], most: Floats, tries: 
         most: tokens of each.
         tries: to find out; when there are none left, they may.
     """
+    if len(shapes) > _FEW:
+        several, one = ([setting.with_window(window) for setting in settings] for window in (2, 1))
+        stages = _stages(several, shapes, most, _any_heads(settings, shapes))
+        if stages is not None and is_short(*stages[0]):
+            # With one step of the exchange under way, keys take less memory; but groups wait for each other.
+            return any(_may_at_all(of_window, shapes, most, tries) for of_window in (several, one))
+    return _may_at_all(settings, shapes, most, tries)
+
+
+def _may_at_all(settings: _Settings, shapes: Sequence[Shape], most: Floats, tries: Tries) -> bool:
+    """Whether groups may hold the sequence with so many steps under way."""
     rough = _narrowed(settings, shapes, most, (), tries, roughly=True)
     narrowed = None if rough is None else _narrowed(settings, shapes, rough, (), tries)
     if narrowed is None or not _may(settings, shapes, narrowed, (), tries):
@@ -104,7 +118,7 @@ def _narrowed(
     The closer that is known, the closer are the lines.
     """
     [setting, *_] = settings
-    everywhere = [((0, setting.heads),) * len(shape) for shape in shapes]
+    everywhere = _any_heads(settings, shapes)
     for _ in range(_ROUNDS):
         stages = _stages(settings, shapes, most, everywhere)
         if stages is None:
@@ -125,7 +139,7 @@ def _narrowed(
 
 def _may(settings: _Settings, shapes: Sequence[Shape], most: Floats, order: _Order, tries: Tries) -> bool:
     """Whether they may hold it with some numbers of heads on each site: branch and bound over these."""
-    open_: list[list[Limits]] = [[((0, settings[0].heads),) * len(shape) for shape in shapes]]
+    open_ = [_any_heads(settings, shapes)]
     for _ in range(_BRANCHES):
         if tries.left <= 0:
             return True
@@ -161,6 +175,10 @@ def _stages(
         )
         for setting in settings
     ]
+
+
+def _any_heads(settings: _Settings, shapes: Sequence[Shape]) -> list[Limits]:
+    return [((0, settings[0].heads),) * len(shape) for shape in shapes]
 
 
 def _halves(groups: Sequence[GroupLines], limits: Sequence[Limits]) -> list[list[Limits]]:
