@@ -40,9 +40,7 @@ _LARGE = 4
 _FEW_SHAPES = 320
 #: What a group's depth among the nested ones costs (demand.price).
 _TILTS = (0.0, 0.003, 0.006, 0.012, 0.5, 1.0)
-#: The bound is found to this part by ways to pack whole groups.
-_CLOSE = 1.5e-3
-#: That is worth while where so much is left.
+#: Groups one inside the other and whole ones are worth while where so much is left.
 _WORTH = 0.005
 #: Where groups one inside the other are looked at: longer times take longer to look at.
 _STEPS = (1 / 16, 1 / 8, 1 / 4)
@@ -144,7 +142,7 @@ class Packing:
             nested = partial(self._any, self._nested_suffices)
             low = least_sufficient(nested, low, longest_s, _PRECISION, _STEPS)
         if self._wholly and longest_s > (1 + _WORTH) * low:
-            low = least_sufficient(partial(self._any, self._wholly_suffices), low, longest_s, _CLOSE)
+            low = least_sufficient(partial(self._any, self._wholly_suffices), low, longest_s, _PRECISION)
         return min(low, longest_s)
 
     def _any(self, suffices: Callable[[float, _Box], bool], iteration_s: float) -> bool:
