@@ -16,8 +16,8 @@ from megatron_hexi.cluster import cluster_from_yaml
 from megatron_hexi.cost import Job, Model
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.layout import apportion
-from megatron_hexi.planner.bound import bound as bounds
-from megatron_hexi.planner.bound.prices import token_prices
+from megatron_hexi.planner.bound.pieces.prices import token_prices
+from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
@@ -366,7 +366,7 @@ def trials_of(seed, steps, **changes):
 
 def shapes_of_trial(fleet, trial):
     """Classes of sites, and the shapes of the groups of a trial's only replica that hold any tokens."""
-    classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
+    classes = classes_of(sites_of(fleet, True, token_prices(fleet)))
     place = {unit: number for number, one in enumerate(classes) for site in one.sites for unit in site}
     shapes = []
     for part in trial.layouts[0].parts:

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost.overlap import ForwardClock, Part
-from megatron_hexi.planner.bound import bound as bounds
-from megatron_hexi.planner.bound.arrivals import Arrivals
-from megatron_hexi.planner.bound.blocks import Blocks
-from megatron_hexi.planner.bound.columns import GroupTimes
-from megatron_hexi.planner.bound.group_lines import GroupLines
-from megatron_hexi.planner.bound.key_times import KeyTimes
-from megatron_hexi.planner.bound.pass_end import PassEnd
-from megatron_hexi.planner.bound.prices import token_prices
-from megatron_hexi.planner.bound.setting import Setting
+from megatron_hexi.planner.bound.groups.group_times import GroupTimes
+from megatron_hexi.planner.bound.pieces.prices import token_prices
+from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
+from megatron_hexi.planner.bound.waiting.arrivals import Arrivals
+from megatron_hexi.planner.bound.waiting.blocks import Blocks
+from megatron_hexi.planner.bound.waiting.group_lines import GroupLines
+from megatron_hexi.planner.bound.waiting.key_times import KeyTimes
+from megatron_hexi.planner.bound.waiting.pass_end import PassEnd
+from megatron_hexi.planner.bound.waiting.setting import Setting
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
 from tests.support.rows import Recorder
@@ -58,7 +58,7 @@ class End(PassEnd):
 def groups_of(count):
     """Groups of one unit each, with a node of its own."""
     fleet = find_units(tiny_job(), cluster([(name, "PLAIN", 1) for name in "abcdef"[:count]]))
-    classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
+    classes = classes_of(sites_of(fleet, True, token_prices(fleet)))
     [of_class] = classes
     assert of_class.count == count
     shape, limits = ((0, 1),), ((0, 4),)

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.planner.bound import bound as bounds
-from megatron_hexi.planner.bound.beside import Beside
-from megatron_hexi.planner.bound.columns import GroupTimes
-from megatron_hexi.planner.bound.prices import token_prices
-from megatron_hexi.planner.bound.setting import Setting
+from megatron_hexi.planner.bound.groups.group_times import GroupTimes
+from megatron_hexi.planner.bound.pieces.prices import token_prices
+from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
+from megatron_hexi.planner.bound.waiting.beside import Beside
+from megatron_hexi.planner.bound.waiting.setting import Setting
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import TINY, cluster, tiny_job
 
@@ -24,7 +24,7 @@ SHAPES = [WHOLE, HALF, BOTH, ELSEWHERE]
 
 def beside(longest_s, most=LENGTH, **job):
     fleet = find_units(tiny_job(seq_length=LENGTH, **job), cluster([("a", "PLAIN", 4), ("b", "DOUBLE", 4)]))
-    classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
+    classes = classes_of(sites_of(fleet, True, token_prices(fleet)))
     alone = GroupTimes(fleet.job, classes, SHAPES, 1, (2, 2), (0.0, longest_s), True)
     setting = Setting(fleet.job, classes, True, alone, longest_s)
     return Beside([setting], SHAPES, np.full(len(SHAPES), float(most)), 2), setting

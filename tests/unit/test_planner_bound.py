@@ -11,7 +11,8 @@ from megatron_hexi.cost import Job, presets, read_model
 from megatron_hexi.cost.memory import stage_params
 from megatron_hexi.errors import ClusterError, NothingFitsError
 from megatron_hexi.planner import find_plan
-from megatron_hexi.planner.bound import bound, demand
+from megatron_hexi.planner.bound import bound
+from megatron_hexi.planner.bound.pieces import demand
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.planner.bound.filling import Filling
+from megatron_hexi.planner.bound.pieces.filling import Filling
 
 #: Of each piece: a latency, seconds a token, seconds a token squared, what takes at least so long meanwhile.
 PIECES = st.lists(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.planner.bound.group_memory import GroupMemory
+from megatron_hexi.planner.bound.groups.group_memory import GroupMemory
 
 HEADS = 4
 

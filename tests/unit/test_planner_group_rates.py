@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.planner.bound import group_rates
-from megatron_hexi.planner.bound.group_rates import seconds_a_token
+from megatron_hexi.planner.bound.groups import group_rates
+from megatron_hexi.planner.bound.groups.group_rates import seconds_a_token
 
 HEADS = 4
 

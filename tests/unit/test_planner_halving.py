@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.planner.bound.halving import least_sufficient
+from megatron_hexi.planner.bound.packings.halving import least_sufficient
 
 
 @given(

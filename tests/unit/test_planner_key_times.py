@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_hexi.planner.bound import bound as bounds
-from megatron_hexi.planner.bound.columns import GroupTimes
-from megatron_hexi.planner.bound.group_lines import GroupLines
-from megatron_hexi.planner.bound.key_times import KeyTimes
-from megatron_hexi.planner.bound.prices import token_prices
-from megatron_hexi.planner.bound.setting import Setting
+from megatron_hexi.planner.bound.groups.group_times import GroupTimes
+from megatron_hexi.planner.bound.pieces.prices import token_prices
+from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
+from megatron_hexi.planner.bound.waiting.group_lines import GroupLines
+from megatron_hexi.planner.bound.waiting.key_times import KeyTimes
+from megatron_hexi.planner.bound.waiting.setting import Setting
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.rows import Recorder
@@ -28,7 +28,7 @@ GB_S = 10e9
 def lines(shapes, tokens, limits, **job):
     """Groups with from half to all of their tokens, and heads within limits."""
     fleet = find_units(tiny_job(**job), cluster([("a", "PLAIN", 4), ("b", "DOUBLE", 4)]))
-    classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
+    classes = classes_of(sites_of(fleet, True, token_prices(fleet)))
     alone = GroupTimes(fleet.job, classes, shapes, 1, (2, 2), (0.0, LONG), False)
     setting = Setting(fleet.job, classes, False, alone, LONG)
     groups = [

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_hexi.cost.compute import keys_merge_times, merge_times
-from megatron_hexi.planner.bound import bound as bounds
-from megatron_hexi.planner.bound.prices import Prices
+from megatron_hexi.planner.bound.pieces.prices import Prices
+from megatron_hexi.planner.bound.site_classes import sites_of
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
 
@@ -14,7 +14,7 @@ LENGTH, GROUP = 2**14, 2**12
 
 def load_of(**job):
     fleet = find_units(tiny_job(seq_length=LENGTH, **job), cluster([("a", "PLAIN", 2), ("b", "DOUBLE", 2)]))
-    site, *_ = bounds._sites(fleet, True, Prices((1.0,), {}, {}))
+    site, *_ = sites_of(fleet, True, Prices((1.0,), {}, {}))
     return fleet.job, site.pieces.loads[0]
 
 

@@ -5,14 +5,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megatron_hexi.planner.bound import bound as bounds
-from megatron_hexi.planner.bound.gradients import Ring, least_ring
-from megatron_hexi.planner.bound.halving import least_sufficient
-from megatron_hexi.planner.bound.load import Load
-from megatron_hexi.planner.bound.nested import Nested
-from megatron_hexi.planner.bound.packing import Packing, shapes_of
-from megatron_hexi.planner.bound.prices import token_prices
-from megatron_hexi.planner.bound.worth import Worth
+from megatron_hexi.planner.bound.packings.halving import least_sufficient
+from megatron_hexi.planner.bound.packings.nested import Nested
+from megatron_hexi.planner.bound.packings.packing import Packing, shapes_of
+from megatron_hexi.planner.bound.packings.worth import Worth
+from megatron_hexi.planner.bound.pieces.gradients import Ring, least_ring
+from megatron_hexi.planner.bound.pieces.load import Load
+from megatron_hexi.planner.bound.pieces.prices import token_prices
+from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
 from megatron_hexi.planner.budget import THOROUGH
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.trial import Judge
@@ -67,7 +67,7 @@ def test_of_groups_whose_keys_cost_nothing_it_is_close(recompute):
         found.append(tune(judge, trial, Effort(600, 100, (0.0003, 0.001, 0.003, 0.01), 0)))
     best = min(found, key=lambda trial: trial.order)
     best_s = best.timing.phases.total - best.timing.phases.gradients - best.timing.phases.optimizer
-    classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
+    classes = classes_of(sites_of(fleet, True, token_prices(fleet)))
     shapes = [shape for shape in shapes_of(classes) if len(shape) == 1]
     nested = nested_of(fleet, classes, shapes, 1, Ring(), best_s)
     may = partial(nested.suffices, span=(5, 5), way=(1, (4, 5), None))
@@ -87,7 +87,7 @@ def test_of_groups_whose_keys_cost_nothing_it_is_close(recompute):
 
 def test_how_deep_a_group_is_follows_from_what_others_hold():
     fleet = find_units(tiny_job(seq_length=2**14), cluster([(name, "PLAIN", 1) for name in "ab"]))
-    classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
+    classes = classes_of(sites_of(fleet, True, token_prices(fleet)))
     nested = nested_of(fleet, classes, list(shapes_of(classes)), 1, Ring(), 1.0)
     # It holds 0.2 of all at any depth up to 3/8, and 0.4 deeper inside.
     caps = np.where(np.arange(16) < 6, 0.2, 0.4)[:, None] * 2**14
@@ -100,7 +100,7 @@ def test_how_deep_a_group_is_follows_from_what_others_hold():
 
 def test_more_groups_outside_mean_more_merging():
     fleet = find_units(tiny_job(seq_length=2**14), cluster([(name, "PLAIN", 1) for name in "abcd"]))
-    [site] = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
+    [site] = classes_of(sites_of(fleet, True, token_prices(fleet)))
     load: Load = site.loads[0]
     group = np.array([2.0**12])
     outermost, even, innermost = (load.merges(group, 4, met) for met in (1.5, None, 3.0))

@@ -10,14 +10,14 @@ from megatron_hexi.cost.memory import GIB
 from megatron_hexi.plan.parts import BUSY_ROWS
 from megatron_hexi.planner.bound import LowerBound
 from megatron_hexi.planner.bound import bound as bounds
-from megatron_hexi.planner.bound.columns import GroupTimes
-from megatron_hexi.planner.bound.gradients import Ring
-from megatron_hexi.planner.bound.load import Load
-from megatron_hexi.planner.bound.nested import Nested
-from megatron_hexi.planner.bound.packing import Packing, _Box, packable, shapes_of
-from megatron_hexi.planner.bound.placing import placed
-from megatron_hexi.planner.bound.program import Program, kinds_of
-from megatron_hexi.planner.bound.site_times import SiteClass, in_steps
+from megatron_hexi.planner.bound.groups.group_times import GroupTimes
+from megatron_hexi.planner.bound.groups.site_times import SiteClass, in_steps
+from megatron_hexi.planner.bound.packings.nested import Nested
+from megatron_hexi.planner.bound.packings.packing import Packing, _Box, packable, shapes_of
+from megatron_hexi.planner.bound.packings.placing import placed
+from megatron_hexi.planner.bound.packings.program import Program, kinds_of
+from megatron_hexi.planner.bound.pieces.gradients import Ring
+from megatron_hexi.planner.bound.pieces.load import Load
 from megatron_hexi.planner.budget import THOROUGH
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.links import best_links

@@ -5,16 +5,16 @@ import pytest
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.presets import presets
-from megatron_hexi.planner.bound import bound as bounds
-from megatron_hexi.planner.bound.beside import Beside
-from megatron_hexi.planner.bound.columns import GroupTimes
-from megatron_hexi.planner.bound.gradients import least_ring
-from megatron_hexi.planner.bound.group_lines import GroupLines
-from megatron_hexi.planner.bound.group_program import GroupProgram, Stage
-from megatron_hexi.planner.bound.prices import token_prices
-from megatron_hexi.planner.bound.setting import Rings, Setting
-from megatron_hexi.planner.bound.together import Tries, suffices
-from megatron_hexi.planner.bound.wholly import alike_stages
+from megatron_hexi.planner.bound.groups.group_times import GroupTimes
+from megatron_hexi.planner.bound.packings.wholly import alike_stages
+from megatron_hexi.planner.bound.pieces.gradients import least_ring
+from megatron_hexi.planner.bound.pieces.prices import token_prices
+from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
+from megatron_hexi.planner.bound.waiting.beside import Beside
+from megatron_hexi.planner.bound.waiting.group_lines import GroupLines
+from megatron_hexi.planner.bound.waiting.group_program import GroupProgram, Stage
+from megatron_hexi.planner.bound.waiting.setting import Rings, Setting
+from megatron_hexi.planner.bound.waiting.together import Tries, suffices
 from megatron_hexi.planner.layout import Layout, Part
 from megatron_hexi.planner.trial import Judge
 from megatron_hexi.planner.units import find_units
@@ -98,7 +98,7 @@ def test_gradients_hide_where_all_to_alls_leave_the_wire_free(waited, may):
 def test_heads_and_tokens_of_a_site_share_its_memory(monkeypatch):
     # One group of all, and time for everything: each of the 8 units has room for an eighth of what there is.
     fleet = find_units(tiny_job(), cluster([("a", "PLAIN", 4), ("b", "DOUBLE", 4)]))
-    classes, shape = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet)))), ((0, 4), (1, 4))
+    classes, shape = classes_of(sites_of(fleet, True, token_prices(fleet))), ((0, 4), (1, 4))
     alone = GroupTimes(fleet.job, classes, [shape], 1, (1, 1), (0.0, 1e3), False)
     setting = Setting(fleet.job, classes, False, alone, 1e3)
     length, heads = setting.length, setting.heads
@@ -112,7 +112,7 @@ def test_heads_and_tokens_of_a_site_share_its_memory(monkeypatch):
 def of_nodes(nodes, shapes, longest_s, **network):
     """What groups of a cluster's units have in common in a time."""
     fleet = find_units(tiny_job(seq_length=2**14), cluster(nodes, **network))
-    classes = bounds._classes(list(bounds._sites(fleet, True, token_prices(fleet))))
+    classes = classes_of(sites_of(fleet, True, token_prices(fleet)))
     span = (len(shapes), len(shapes))
     alone = GroupTimes(fleet.job, classes, shapes, 1, span, (0.0, longest_s), False)
     return Setting(fleet.job, classes, False, alone, longest_s)

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.bound import LowerBound
-from megatron_hexi.planner.bound.pass_rows import _slopes
-from megatron_hexi.planner.bound.program import Program
-from megatron_hexi.planner.bound.setting import Line, below
-from megatron_hexi.planner.bound.site_times import in_steps
-from megatron_hexi.planner.bound.whole import packings
+from megatron_hexi.planner.bound.groups.site_times import in_steps
+from megatron_hexi.planner.bound.packings.program import Program
+from megatron_hexi.planner.bound.packings.whole import packings
+from megatron_hexi.planner.bound.waiting.lines import Line, below
+from megatron_hexi.planner.bound.waiting.pass_rows import _slopes
 from megatron_hexi.planner.budget import THOROUGH
 from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job

@@ -1,13 +1,12 @@
-"""A time that no plan can beat.
+"""A time that no plan can beat (`bound`).
 
-By pieces: what one group has on one site, each at its best, priced so that they add up (`bound`, `demand`;
-`piece`, `load`, `filling`, `prices`, `gradients`).
-By whole groups, where units can form few shapes of them (`packing`, `worth`; `group_rates` at first, then
-`columns`, `site_times`, `inside`, `group_memory`), one inside the other (`nested`, `nested_worth`), and where
-few packings are left, by groups that wait for each other (`wholly`, `whole`, `beside`, `together`; `setting`,
-`group_lines`, `rows`, `pass_rows`, `key_times`, `arrivals`); these also tell the search what it may have
-missed (`placing`).
-By whole replicas, where these can have few (`replicas`).
+`pieces`: what one group has on one site, each at its best, priced so that they add up.
+`groups`: the least that a whole group takes, by itself.
+`waiting`: the least in which given groups, which wait for each other, hold the sequence.
+`packings`: which groups the units can form at once; with the search it shares what that may have missed.
+
+Each room knows those above it only. Over all of them, whole replicas are looked at where there can be few
+(`replica_choices`, `replicas`).
 """
 
 from megatron_hexi.planner.bound.bound import Bound, LowerBound

@@ -35,28 +35,23 @@ replicas, where these can have few shapes, each by itself (replicas.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from megatron_hexi.cost import Job
-from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.memory import GIB
-from megatron_hexi.planner.bound.demand import Box, Demand, Site
-from megatron_hexi.planner.bound.gradients import Ring, least_ring
-from megatron_hexi.planner.bound.load import Load
-from megatron_hexi.planner.bound.packing import Packing, packable, shapes_of
-from megatron_hexi.planner.bound.piece import Pieces
-from megatron_hexi.planner.bound.prices import Prices, token_prices
+from megatron_hexi.planner.bound.packings.packing import Packing, packable
+from megatron_hexi.planner.bound.pieces.demand import Box, Demand
+from megatron_hexi.planner.bound.pieces.gradients import least_ring
+from megatron_hexi.planner.bound.pieces.prices import Prices, token_prices
+from megatron_hexi.planner.bound.replica_choices import replica_choices, replicas_of
 from megatron_hexi.planner.bound.replicas import Replicas
-from megatron_hexi.planner.bound.site_times import Shape, SiteClass
+from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
 from megatron_hexi.planner.budget import Proof
 from megatron_hexi.planner.choose import single_sites
 from megatron_hexi.planner.layout import Grouping
-from megatron_hexi.planner.links import Links, best_links
-from megatron_hexi.planner.room import Room, has_room
 from megatron_hexi.planner.units import Fleet
 
 #: A bound that is so close to what was found is not looked at again.
@@ -159,7 +154,7 @@ class _Case:
         prices = token_prices(fleet) if crosses else Prices((1.0,), {}, {})
         demand = Demand(
             job=job,
-            sites=list(_sites(fleet, crosses, prices)),
+            sites=list(sites_of(fleet, crosses, prices)),
             turns=[turns] if data_parallel else list(range(1, min(together - 1, _TURNS) + 1)),
             ring=ring,
             several=data_parallel != 1,
@@ -170,13 +165,13 @@ class _Case:
         # With several stages, the ceiling also counts GPUs that wait for another stage.
         least_s = plain_s if job.pipeline_parallel == 1 else 0.0
         least_s = demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
-        classes = _classes(demand.sites)
+        classes = classes_of(demand.sites)
         if least_s < found_s * (1 - _CLOSE) and not demand.more_turns and packable(classes, proof.packed):
             of_interest = least_s, found_s
             self._packing = Packing(job, classes, demand.turns, demand.several, ring, of_interest, proof)
-            choices = _choices(fleet, classes, data_parallel) if demand.several else ()
+            choices = replica_choices(fleet, classes, data_parallel) if demand.several else ()
             if demand.several and len(choices) <= proof.replicas:
-                self._replicas = partial(_replicas, fleet, classes, choices, demand, found_s, {}, proof)
+                self._replicas = partial(replicas_of, fleet, classes, choices, demand, found_s, {}, proof)
                 least_s = self._replicas(closely=False).least_s(least_s, found_s)
             else:
                 least_s = self._packing.least_s()
@@ -204,105 +199,3 @@ class _Case:
 def _together(job: Job) -> int:
     """Micro-batches of an iteration, of all replicas."""
     return job.global_batch_size // job.micro_batch_size
-
-
-def _choices(fleet: Fleet, classes: Sequence[SiteClass], data_parallel: int | None) -> Sequence[Shape]:
-    """Units that a replica may have; of a given number of replicas, all are equal in size."""
-    most = len(fleet.units) // (data_parallel or 1)
-    return [
-        shape
-        for shape in shapes_of(classes)
-        if sum(units for _, units in shape) <= most and _has_room(fleet.job, classes, shape)
-    ]
-
-
-def _has_room(job: Job, classes: Sequence[SiteClass], shape: Shape) -> bool:
-    """Whether a sequence may fit into a replica's memory."""
-    return has_room(
-        job,
-        (
-            [(units, classes[place].rooms[0][stage]) for place, units in shape]
-            for stage in range(job.pipeline_parallel)
-        ),
-    )
-
-
-def _replicas(
-    fleet: Fleet,
-    classes: Sequence[SiteClass],
-    shapes: Sequence[Shape],
-    demand: Demand,
-    longest_s: float,
-    packings: dict[tuple[int, int], Packing],
-    proof: Proof,
-    closely: bool,
-) -> Replicas:
-    """Replicas on such units.
-
-    Args:
-        fleet: all units.
-        classes: of their sites.
-        shapes: units that a replica may have.
-        demand: what there is to do.
-        longest_s: an iteration that is known to be possible.
-        packings: what has been looked at before, by the number of a shape and micro-batches.
-        proof: what each may take.
-        closely: whether to look at whole groups too.
-    """
-    job, ring, stages = fleet.job, demand.ring, fleet.job.pipeline_parallel
-    parts = [fleet.subset(_members(classes, shape)) for shape in shapes]
-    rates = np.array([part.ceiling_tokens_per_s for part in parts]) / (job.seq_length * job.micro_batch_size)
-
-    def may(number: int, count: int, each_s: float) -> bool:
-        # Without a pipeline, micro-batches are alike: one of them is looked at.
-        turns = count if stages > 1 else 1
-        passes = turns + stages - 1
-        if (number, count) not in packings:
-            most_s = passes * ring.micro_batch_s(longest_s, count, stages)
-            packings[number, count] = _alone(parts[number], turns, len(fleet.units), most_s, proof)
-        return packings[number, count].suffices(passes * each_s, closely)
-
-    units = [site.size * site.count for site in classes]
-    return Replicas(shapes, units, demand.turns, _together(job), stages, ring, rates, may)
-
-
-def _members(classes: Sequence[SiteClass], shape: Shape) -> list[int]:
-    """Units of a shape."""
-    sites = [iter(of_class.sites) for of_class in classes]
-    return [unit for place, units in shape for unit in next(sites[place])[:units]]
-
-
-def _alone(fleet: Fleet, micro_batches: int, shards: int, longest_s: float, proof: Proof) -> Packing:
-    """A replica on all of a fleet's units, beside others."""
-    job = replace(fleet.job, data_parallel=1, global_batch_size=micro_batches * fleet.job.micro_batch_size)
-    alone, crosses = replace(fleet, job=job), len(fleet.sites) > 1
-    classes = _classes(_sites(alone, crosses, Prices((1.0,), {}, {}), shards))
-    proof = proof._replace(nested=proof.nested_alone)
-    return Packing(job, classes, [micro_batches], False, Ring(), (0.0, longest_s), proof)
-
-
-def _classes(sites: Iterable[Site]) -> list[SiteClass]:
-    return [SiteClass(site.sites, site.pieces.loads, site.pieces.rooms) for site in sites]
-
-
-def _sites(fleet: Fleet, crosses: bool, prices: Prices, shards: int | None = None) -> Iterator[Site]:
-    job, stages = fleet.job, range(fleet.job.pipeline_parallel)
-    classes: dict[tuple[int, tuple[Links, ...], int], list[tuple[int, ...]]] = {}
-    for site in fleet.sites:
-        links = tuple(best_links(fleet, site[0], crosses, stage) for stage in stages)
-        classes.setdefault((fleet.units[site[0]].kind, links, len(site)), []).append(tuple(site))
-    for (number, links, size), sites in classes.items():
-        kind = fleet.kinds[number]
-        loads = [Load(job, device_speeds(kind.devices[s], job), links[s], size, s) for s in stages]
-        usable = [device.usable_gib * GIB for device in kind.devices]
-        rooms = [
-            [Room(job, s, usable[s], shards or len(fleet.units), micro_batches=kept) for s in stages]
-            for kept in range(1, job.pipeline_parallel + 1)
-        ]
-        yield Site(
-            sites,
-            Pieces(job, loads, rooms),
-            kind.tokens_per_s,
-            prices.extra.get(number, 0.0),
-            prices.most.get(number, 1.0),
-        )

@@ -18,9 +18,9 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.planner.bound.gradients import Ring
-from megatron_hexi.planner.bound.halving import least_sufficient
-from megatron_hexi.planner.bound.site_times import Shape, used
+from megatron_hexi.planner.bound.groups.site_times import Shape, used
+from megatron_hexi.planner.bound.packings.halving import least_sufficient
+from megatron_hexi.planner.bound.pieces.gradients import Ring
 
 #: The bound is found to this part.
 _PRECISION = 1e-3
