@@ -16,8 +16,8 @@ from megatron_hexi.cost import Job
 from megatron_hexi.errors import HexiError
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.baselines import find_baselines
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.trial import Judge
 
 #: Tensor parallelism stays inside a node of 8.
 TENSOR_PARALLEL = (1, 2, 4, 8)

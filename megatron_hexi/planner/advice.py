@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job, find_shortage
 from megatron_hexi.errors import HexiError, NothingFitsError
-from megatron_hexi.planner.measured import Measured
-from megatron_hexi.planner.room import fleet_has_room
-from megatron_hexi.planner.search import DomainSearch
-from megatron_hexi.planner.trial import Judge, Trial
-from megatron_hexi.planner.units import Fleet, find_units
+from megatron_hexi.planner.fleet.room import fleet_has_room
+from megatron_hexi.planner.fleet.units import Fleet, find_units
+from megatron_hexi.planner.layouts.measured import Measured
+from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.search.domain import DomainSearch
 
 #: Contexts are proposed as multiples of this.
 _ROUND = 1024

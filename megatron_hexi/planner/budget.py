@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+#: Of up to so many units, all sets and all partitions are tried: 52 for five, fewer where units are alike.
+EXHAUSTIVE = 5
 #: Logarithms of the factors by which tuning changes tokens.
 _COARSE, _FINE = (0.005, 0.02, 0.06, 0.2, 0.5), (0.001, 0.003, 0.01, 0.05, 0.3)
 

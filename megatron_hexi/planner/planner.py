@@ -15,18 +15,18 @@ from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines
 from megatron_hexi.planner.bound import Bound, LowerBound
 from megatron_hexi.planner.budget import SHORT, THOROUGH, Budget
-from megatron_hexi.planner.choose import fleets
-from megatron_hexi.planner.guess import FirstGuess
-from megatron_hexi.planner.improve import LEFT, improve
-from megatron_hexi.planner.layout import Grouping
-from megatron_hexi.planner.rates import Rates
-from megatron_hexi.planner.replicas import ReplicaSearch, equal_deals, free_deals
+from megatron_hexi.planner.fleet.choose import fleets
+from megatron_hexi.planner.fleet.rates import Rates
+from megatron_hexi.planner.fleet.room import fleet_has_room
+from megatron_hexi.planner.fleet.units import Fleet, find_units
+from megatron_hexi.planner.layouts.layout import Grouping
+from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.result import Planned, Progress
-from megatron_hexi.planner.room import fleet_has_room
-from megatron_hexi.planner.search import DomainSearch
-from megatron_hexi.planner.solver import SEED, refine
-from megatron_hexi.planner.trial import Judge, Trial
-from megatron_hexi.planner.units import Fleet, find_units
+from megatron_hexi.planner.search.domain import DomainSearch
+from megatron_hexi.planner.search.guess import FirstGuess
+from megatron_hexi.planner.search.replicas import ReplicaSearch, equal_deals, free_deals
+from megatron_hexi.planner.tuning.improve import LEFT, improve
+from megatron_hexi.planner.tuning.solver import SEED, refine
 
 #: Of up to so many units, `auto` also tries equal replicas on every set of them.
 _FEW_UNITS = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_hexi.planner.bound import Bound, LowerBound
 from megatron_hexi.planner.budget import THOROUGH, Proof
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.units import Fleet
 
 #: As a thorough look has it, but for the time that it takes.
 PROOF = THOROUGH.proof._replace(programs=12_000)

@@ -18,9 +18,9 @@ from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.bound.pieces.prices import token_prices
 from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.trial import Judge
 from megatron_hexi.yaml_file import read_yaml
 
 

@@ -18,9 +18,9 @@ from megatron_hexi.planner.baselines import find_baselines
 from megatron_hexi.planner.baselines.arrange import models
 from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.rules import NAMES, UNIFORM, candidates, replica_counts
-from megatron_hexi.planner.layout import build_plan
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.layout import build_plan
+from megatron_hexi.planner.layouts.trial import Judge
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.fleets import random_case, random_layouts, reproduce
 from tests.support.plans import examples

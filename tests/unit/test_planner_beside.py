@@ -10,7 +10,7 @@ from megatron_hexi.planner.bound.pieces.prices import token_prices
 from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
 from megatron_hexi.planner.bound.waiting.beside import Beside
 from megatron_hexi.planner.bound.waiting.setting import Setting
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
 from tests.support.costs import TINY, cluster, tiny_job
 
 LENGTH, HEADS = 4096, 4

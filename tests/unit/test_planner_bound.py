@@ -13,9 +13,9 @@ from megatron_hexi.errors import ClusterError, NothingFitsError
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.bound import bound
 from megatron_hexi.planner.bound.pieces import demand
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.trial import Judge
 from tests.support.bounds import lower_bound
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.fleets import (

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.planner.balance import balance, rebalanced
-from megatron_hexi.planner.deal import deal_heads, deal_tokens
-from megatron_hexi.planner.guess import FirstGuess
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.rates import Rates
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.rates import Rates
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.deal import deal_heads, deal_tokens
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.trial import Judge
+from megatron_hexi.planner.search.balance import balance, rebalanced
+from megatron_hexi.planner.search.guess import FirstGuess
 from tests.support.brute import compositions
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import device_text, read_text

@@ -14,7 +14,7 @@ from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
 from megatron_hexi.planner.bound.waiting.group_lines import GroupLines
 from megatron_hexi.planner.bound.waiting.key_times import KeyTimes
 from megatron_hexi.planner.bound.waiting.setting import Setting
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.rows import Recorder
 

@@ -6,7 +6,7 @@ import pytest
 from megatron_hexi.cost.compute import keys_merge_times, merge_times
 from megatron_hexi.planner.bound.pieces.prices import Prices
 from megatron_hexi.planner.bound.site_classes import sites_of
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
 from tests.support.costs import cluster, tiny_job
 
 LENGTH, GROUP = 2**14, 2**12

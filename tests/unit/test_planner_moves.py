@@ -6,9 +6,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.moves import drawn, shared
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.tuning.moves import drawn, shared
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import random_fleets, random_layouts
 

@@ -14,10 +14,10 @@ from megatron_hexi.planner.bound.pieces.load import Load
 from megatron_hexi.planner.bound.pieces.prices import token_prices
 from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
 from megatron_hexi.planner.budget import THOROUGH
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.tune import Effort, tune
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.trial import Judge
+from megatron_hexi.planner.tuning.tune import Effort, tune
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import shapes_of_trial, trials_of
 

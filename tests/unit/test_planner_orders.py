@@ -6,10 +6,10 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.orders import alternating, facing, in_a_row, kinds_of, other_orders
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.orders import alternating, facing, in_a_row, kinds_of, other_orders
+from megatron_hexi.planner.layouts.trial import Judge
 from tests.support.costs import cluster, tiny_job
 
 NODES = [("fast", "DOUBLE", 8), ("slow", "PLAIN", 4)]

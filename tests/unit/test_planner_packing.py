@@ -19,11 +19,11 @@ from megatron_hexi.planner.bound.packings.program import Program, kinds_of
 from megatron_hexi.planner.bound.pieces.gradients import Ring
 from megatron_hexi.planner.bound.pieces.load import Load
 from megatron_hexi.planner.budget import THOROUGH
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.links import best_links
-from megatron_hexi.planner.room import Room
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.links import best_links
+from megatron_hexi.planner.fleet.room import Room
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.trial import Judge
 from tests.support.bounds import lower_bound
 from tests.support.costs import cluster, tiny_job
 

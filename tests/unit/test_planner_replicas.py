@@ -7,9 +7,9 @@ import pytest
 
 from megatron_hexi.errors import ClusterError, HexiError
 from megatron_hexi.planner import find_plan
-from megatron_hexi.planner.replicas import ReplicaSearch, equal_deals, free_deals
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.trial import Judge
+from megatron_hexi.planner.search.replicas import ReplicaSearch, equal_deals, free_deals
 from tests.support.brute import compositions
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import device_text, layouts_of, random_parallel_case, read_text, reproduce

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost.memory import FRAGMENTATION, Flights, Holdings, stage_memory
 from megatron_hexi.planner.bound.pieces.piece import hold_more
-from megatron_hexi.planner.room import Room, fleet_has_room, has_room
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.room import Room, fleet_has_room, has_room
+from megatron_hexi.planner.fleet.units import find_units
 from tests.support.costs import TINY, cluster, tiny_job
 
 GIB = 2.0**30

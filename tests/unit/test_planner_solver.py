@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from ortools.sat.python import cp_model
 
-from megatron_hexi.planner.balance import balance
-from megatron_hexi.planner.groupings import all_partitions, site_classes
-from megatron_hexi.planner.guess import FirstGuess
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.polish import polish
-from megatron_hexi.planner.rates import Rates
-from megatron_hexi.planner.solver import _Build, refine
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.rates import Rates
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.trial import Judge
+from megatron_hexi.planner.search.balance import balance
+from megatron_hexi.planner.search.groupings import all_partitions, site_classes
+from megatron_hexi.planner.search.guess import FirstGuess
+from megatron_hexi.planner.search.polish import polish
+from megatron_hexi.planner.tuning.solver import _Build, refine
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.fleets import device_text, random_fleets, random_layouts, read_text
 

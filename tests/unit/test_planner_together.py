@@ -15,9 +15,9 @@ from megatron_hexi.planner.bound.waiting.group_lines import GroupLines
 from megatron_hexi.planner.bound.waiting.group_program import GroupProgram, Stage
 from megatron_hexi.planner.bound.waiting.setting import Rings, Setting
 from megatron_hexi.planner.bound.waiting.together import Tries, suffices
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.trial import Judge
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import shapes_of_trial, trials_of
 

@@ -9,16 +9,16 @@ from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import Job, read_model
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.budget import THOROUGH
-from megatron_hexi.planner.guess import FirstGuess
-from megatron_hexi.planner.improve import improve
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.orders import alternating, facing, other_orders
-from megatron_hexi.planner.polish import polish
-from megatron_hexi.planner.rates import Rates
-from megatron_hexi.planner.search import DomainSearch
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.tune import Effort, tune
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.rates import Rates
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.orders import alternating, facing, other_orders
+from megatron_hexi.planner.layouts.trial import Judge
+from megatron_hexi.planner.search.domain import DomainSearch
+from megatron_hexi.planner.search.guess import FirstGuess
+from megatron_hexi.planner.search.polish import polish
+from megatron_hexi.planner.tuning.improve import improve
+from megatron_hexi.planner.tuning.tune import Effort, tune
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import random_fleets, random_layouts
 

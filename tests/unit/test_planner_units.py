@@ -6,8 +6,10 @@ from collections import Counter
 import pytest
 
 from megatron_hexi.errors import ClusterError
-from megatron_hexi.planner.choose import fleets, single_sites
-from megatron_hexi.planner.groupings import (
+from megatron_hexi.planner.fleet.choose import fleets, single_sites
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.layout import Layout, Part, build_plan
+from megatron_hexi.planner.search.groupings import (
     all_partitions,
     choices,
     group_by_choice,
@@ -16,8 +18,6 @@ from megatron_hexi.planner.groupings import (
     site_classes,
     unequal_choices,
 )
-from megatron_hexi.planner.layout import Layout, Part, build_plan
-from megatron_hexi.planner.units import find_units
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import random_parallel_case, read_text
 

@@ -12,11 +12,12 @@ from megatron_hexi.cost import Job, read_model
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.bound import LowerBound
 from megatron_hexi.planner.budget import THOROUGH
-from megatron_hexi.planner.layout import Grouping
-from megatron_hexi.planner.search import DomainSearch, grouping_of
-from megatron_hexi.planner.trial import Judge
-from megatron_hexi.planner.units import find_units
-from megatron_hexi.planner.wander import changed
+from megatron_hexi.planner.fleet.units import find_units
+from megatron_hexi.planner.layouts.layout import Grouping
+from megatron_hexi.planner.layouts.trial import Judge
+from megatron_hexi.planner.search.domain import DomainSearch
+from megatron_hexi.planner.search.tried import grouping_of
+from megatron_hexi.planner.search.wander import changed
 from tests.support.costs import cluster, tiny_job
 
 NODES = [("fast", "DOUBLE", 3), ("slow", "PLAIN", 4)]

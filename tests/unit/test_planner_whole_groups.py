@@ -15,7 +15,7 @@ from megatron_hexi.planner.bound.packings.whole import packings
 from megatron_hexi.planner.bound.waiting.lines import Line, below
 from megatron_hexi.planner.bound.waiting.pass_rows import _slopes
 from megatron_hexi.planner.budget import THOROUGH
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
 from tests.support.costs import cluster, tiny_job
 
 NODES = [("fast", "DOUBLE", 2), ("slow", "PLAIN", 2)]

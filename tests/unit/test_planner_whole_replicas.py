@@ -16,7 +16,7 @@ from megatron_hexi.planner.bound.replica_choices import replica_choices
 from megatron_hexi.planner.bound.replicas import Replicas
 from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
 from megatron_hexi.planner.budget import THOROUGH
-from megatron_hexi.planner.units import find_units
+from megatron_hexi.planner.fleet.units import find_units
 from tests.support.bounds import lower_bound
 from tests.support.costs import cluster
 

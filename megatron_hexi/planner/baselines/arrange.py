@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_hexi.cluster import Device
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.units import Fleet
 
 #: Units in the order of their ranks.
 Order = tuple[int, ...]

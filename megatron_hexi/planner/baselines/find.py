@@ -17,8 +17,8 @@ from megatron_hexi.planner.baselines.rules import (
     candidates,
     why_none,
 )
-from megatron_hexi.planner.trial import Judge, Trial
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.trial import Judge, Trial
 
 _GIB = 2.0**30
 

@@ -29,9 +29,9 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
-from megatron_hexi.planner.layout import Layout
-from megatron_hexi.planner.links import best_links
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.links import best_links
+from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.layout import Layout
 
 
 class _Blocks(NamedTuple):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.rules import Candidate
-from megatron_hexi.planner.layout import Layout
-from megatron_hexi.planner.trial import Judge, Trial
+from megatron_hexi.planner.layouts.layout import Layout
+from megatron_hexi.planner.layouts.trial import Judge, Trial
 
 #: Told what it is at, how many layouts are done, and how many there are.
 Progress = Callable[[str, int, int], None]

@@ -20,8 +20,8 @@ from functools import cache, partial
 
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.baselines.arrange import Deal, Order, deals, divisors, groups, orders
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.layout import Layout, Part
 
 RING, ULYSSES, USP, TE = "ring", "ulysses", "usp", "te-a2a+p2p"
 PROPORTION, HOMOGENEOUS = "proportion", "homogeneous"

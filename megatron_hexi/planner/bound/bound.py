@@ -50,9 +50,9 @@ from megatron_hexi.planner.bound.replica_choices import replica_choices, replica
 from megatron_hexi.planner.bound.replicas import Replicas
 from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
 from megatron_hexi.planner.budget import Proof
-from megatron_hexi.planner.choose import single_sites
-from megatron_hexi.planner.layout import Grouping
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.choose import single_sites
+from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.layout import Grouping
 
 #: A bound that is so close to what was found is not looked at again.
 _CLOSE = 0.01

@@ -16,8 +16,8 @@ from megatron_hexi.planner.bound.pieces.prices import Prices
 from megatron_hexi.planner.bound.replicas import Replicas
 from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
 from megatron_hexi.planner.budget import Proof
-from megatron_hexi.planner.room import has_room
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.room import has_room
+from megatron_hexi.planner.fleet.units import Fleet
 
 
 def replica_choices(fleet: Fleet, classes: Sequence[SiteClass], data_parallel: int | None) -> Sequence[Shape]:

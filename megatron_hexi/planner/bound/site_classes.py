@@ -11,9 +11,9 @@ from megatron_hexi.planner.bound.pieces.demand import Site
 from megatron_hexi.planner.bound.pieces.load import Load
 from megatron_hexi.planner.bound.pieces.piece import Pieces
 from megatron_hexi.planner.bound.pieces.prices import Prices
-from megatron_hexi.planner.links import Links, best_links
-from megatron_hexi.planner.room import Room
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.links import Links, best_links
+from megatron_hexi.planner.fleet.room import Room
+from megatron_hexi.planner.fleet.units import Fleet
 
 
 def classes_of(sites: Iterable[Site]) -> list[SiteClass]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.room import Room
+from megatron_hexi.planner.fleet.room import Room
 
 
 class Taken(NamedTuple):

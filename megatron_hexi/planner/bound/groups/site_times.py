@@ -12,7 +12,7 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.plan.parts import BUSY_ROWS, MOST_PARTS
 from megatron_hexi.planner.bound.pieces.demand import Span
 from megatron_hexi.planner.bound.pieces.load import Load
-from megatron_hexi.planner.room import Room
+from megatron_hexi.planner.fleet.room import Room
 
 #: Numbers of tokens for which the work is looked up. Between two of them nothing is assumed but that more
 #: tokens take longer.

@@ -30,7 +30,7 @@ from megatron_hexi.planner.bound.packings.worth import ONE, Way, Worth
 from megatron_hexi.planner.bound.pieces.demand import Span
 from megatron_hexi.planner.bound.pieces.gradients import Ring
 from megatron_hexi.planner.budget import Proof
-from megatron_hexi.planner.layout import Grouping
+from megatron_hexi.planner.layouts.layout import Grouping
 
 #: Of more shapes, fewer are worked out.
 _MANY_SHAPES = 1300

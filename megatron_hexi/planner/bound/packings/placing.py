@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron_hexi.planner.bound.groups.site_times import Shape, SiteClass
-from megatron_hexi.planner.layout import Grouping
+from megatron_hexi.planner.layouts.layout import Grouping
 
 
 def placed(classes: Sequence[SiteClass], shapes: Iterable[Shape]) -> Grouping:

@@ -11,9 +11,9 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds, optimizer_seconds, token_times
 from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
-from megatron_hexi.planner.links import Links, best_links
-from megatron_hexi.planner.rates import Rates
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.links import Links, best_links
+from megatron_hexi.planner.fleet.rates import Rates
+from megatron_hexi.planner.fleet.units import Fleet
 
 #: Rows at which a forward pass's part of token work is taken.
 _ROWS = 2.0**14

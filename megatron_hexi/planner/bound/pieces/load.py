@@ -23,7 +23,7 @@ from megatron_hexi.cost.compute import (
     token_times,
 )
 from megatron_hexi.planner.bound.pieces.gradients import Limits
-from megatron_hexi.planner.links import Links
+from megatron_hexi.planner.fleet.links import Links
 
 
 class Load:

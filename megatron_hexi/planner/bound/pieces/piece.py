@@ -11,7 +11,7 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.planner.bound.pieces.filling import Filling
 from megatron_hexi.planner.bound.pieces.gradients import Limits
 from megatron_hexi.planner.bound.pieces.load import Load
-from megatron_hexi.planner.room import Room
+from megatron_hexi.planner.fleet.room import Room
 
 #: Where memory is full, what is held follows from what is attended to, and that from what is held.
 _REFINED = 2

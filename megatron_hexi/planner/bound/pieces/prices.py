@@ -10,8 +10,8 @@ import numpy as np
 from megatron_hexi.cost import Job, attention_seconds, token_seconds
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import device_speeds, token_times
-from megatron_hexi.planner.links import best_links
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.links import best_links
+from megatron_hexi.planner.fleet.units import Fleet
 
 #: Where between the least and the greatest price the bound is worked out.
 _BETWEEN = (0.0, 0.5, 1.0)

@@ -10,9 +10,9 @@ from random import Random
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.deal import deal_tokens
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.deal import deal_tokens
+from megatron_hexi.planner.layouts.layout import Layout, Part
 
 #: How often what is changed where there are several groups: their order, tokens of one, two units exchanged;
 #: and tokens inside a group. Else, it is heads.

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_hexi.planner.layout import Grouping
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.layout import Grouping
 
-#: Up to so many units all partitions are tried: 52 for five, fewer where units are alike.
-EXHAUSTIVE = 5
 #: Parts that a site is cut into at most in fleets of more units than the key: an exchange of very many groups
 #: costs more than any all-to-all inside a site.
 _FINEST = {256: 1, 64: 4, 0: 16}

@@ -9,8 +9,8 @@ import numpy as np
 from megatron_hexi.cost import Job, attention_seconds, token_seconds
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB
-from megatron_hexi.planner.room import Room
-from megatron_hexi.planner.units import Fleet, Kind
+from megatron_hexi.planner.fleet.room import Room
+from megatron_hexi.planner.fleet.units import Fleet, Kind
 
 
 class Rates:

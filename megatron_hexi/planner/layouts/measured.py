@@ -8,8 +8,8 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.memory import FRAGMENTATION
-from megatron_hexi.planner.layout import units_by_rank
-from megatron_hexi.planner.trial import Trial
+from megatron_hexi.planner.layouts.layout import units_by_rank
+from megatron_hexi.planner.layouts.trial import Trial
 
 #: Memory is planned this full at most: whole tokens and heads do not fill it to the byte.
 _FULL = 0.995

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from megatron_hexi.cost import CostModel, Timing
 from megatron_hexi.plan import Plan
-from megatron_hexi.planner.layout import Layout, build_plan
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.layout import Layout, build_plan
 
 #: Memory overdrawn by less than this part can still be mended by moving a few tokens.
 _MENDABLE = 0.03

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_hexi.planner.deal import deal_tokens
-from megatron_hexi.planner.layout import Layout
-from megatron_hexi.planner.orders import in_a_row, kinds_of
-from megatron_hexi.planner.trial import Judge, Trial
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.deal import deal_tokens
+from megatron_hexi.planner.layouts.layout import Layout
+from megatron_hexi.planner.layouts.orders import in_a_row, kinds_of
+from megatron_hexi.planner.layouts.trial import Judge, Trial
 
 _WINDOWS = (1, 2, 3, 4, 6, 8)
 #: Up to so many groups each is changed by itself.

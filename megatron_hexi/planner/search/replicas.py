@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_hexi.planner.deal import deal_heads
-from megatron_hexi.planner.groupings import site_classes
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.rates import Rates
-from megatron_hexi.planner.search import DomainSearch
-from megatron_hexi.planner.trial import Judge, Trial
-from megatron_hexi.planner.units import Fleet, Unit
+from megatron_hexi.planner.fleet.rates import Rates
+from megatron_hexi.planner.fleet.units import Fleet, Unit
+from megatron_hexi.planner.layouts.deal import deal_heads
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.search.domain import DomainSearch
+from megatron_hexi.planner.search.groupings import site_classes
 
 #: Units of each replica.
 Deal = tuple[tuple[int, ...], ...]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_hexi.planner.budget import Budget
-from megatron_hexi.planner.groupings import EXHAUSTIVE
-from megatron_hexi.planner.layout import Grouping
-from megatron_hexi.planner.search import DomainSearch, grouping_of
-from megatron_hexi.planner.solver import refine
-from megatron_hexi.planner.trial import Judge, Trial
-from megatron_hexi.planner.tune import Effort, tune
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.budget import EXHAUSTIVE, Budget
+from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.layout import Grouping
+from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.search.domain import DomainSearch
+from megatron_hexi.planner.search.tried import grouping_of
+from megatron_hexi.planner.tuning.solver import refine
+from megatron_hexi.planner.tuning.tune import Effort, tune
 
 #: Where the bound leaves more than this part to be found, a plan is improved.
 LEFT = 0.01

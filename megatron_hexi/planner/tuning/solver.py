@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from ortools.sat.python import cp_model
 
-from megatron_hexi.planner.deal import deal_tokens
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.measured import Measured
-from megatron_hexi.planner.trial import Judge, Trial
+from megatron_hexi.planner.layouts.deal import deal_tokens
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.measured import Measured
+from megatron_hexi.planner.layouts.trial import Judge, Trial
 
 SEED = 1
 #: CP-SAT's own unit, about seconds; the hardest groupings only take so long.

@@ -15,12 +15,12 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.deal import deal_heads, deal_tokens
-from megatron_hexi.planner.guess import group_cap
-from megatron_hexi.planner.layout import Layout, Part
-from megatron_hexi.planner.measured import Measured
-from megatron_hexi.planner.rates import Rates
-from megatron_hexi.planner.trial import Judge, Trial
+from megatron_hexi.planner.fleet.rates import Rates
+from megatron_hexi.planner.layouts.deal import deal_heads, deal_tokens
+from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.measured import Measured
+from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.search.guess import group_cap
 
 
 def balance(judge: Judge, rates: Rates, trial: Trial, rounds: int) -> Trial:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.planner.deal import deal_heads, deal_tokens
-from megatron_hexi.planner.layout import Grouping, Layout, Part
-from megatron_hexi.planner.rates import Rates
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.rates import Rates
+from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.deal import deal_heads, deal_tokens
+from megatron_hexi.planner.layouts.layout import Grouping, Layout, Part
 
 
 @dataclass(frozen=True, eq=False)

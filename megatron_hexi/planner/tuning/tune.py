@@ -15,9 +15,9 @@ from random import Random
 
 import numpy as np
 
-from megatron_hexi.planner.layout import units_by_rank
-from megatron_hexi.planner.moves import Change, Parts, drawn, shared
-from megatron_hexi.planner.trial import Judge, Trial
+from megatron_hexi.planner.layouts.layout import units_by_rank
+from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.tuning.moves import Change, Parts, drawn, shared
 
 #: What is less than this part faster is as fast.
 _LEAST = 1e-6

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload
 from megatron_hexi.plan.layout import causal_segments, consecutive, full_segments
 from megatron_hexi.plan.parts import worthwhile_parts
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.units import Fleet
 
 #: Units of each group, the outermost group first.
 Grouping = tuple[tuple[int, ...], ...]

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
-from megatron_hexi.planner.layout import Part
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.layout import Part
 
 
 def alternating(fleet: Fleet, parts: Iterable[Part]) -> tuple[Part, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from megatron_hexi.planner.groupings import EXHAUSTIVE
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.budget import EXHAUSTIVE
+from megatron_hexi.planner.fleet.units import Fleet
 
 
 def fleets(fleet: Fleet) -> Iterator[Fleet]:

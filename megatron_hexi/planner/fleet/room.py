@@ -10,7 +10,7 @@ import numpy as np
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.memory import GIB, Flights, Holdings, stage_memory
-from megatron_hexi.planner.units import Fleet
+from megatron_hexi.planner.fleet.units import Fleet
 
 _MANY = 1e6
 #: Steps under way that are told apart: of more, there are two at least.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from megatron_hexi.planner.layout import Grouping
-from megatron_hexi.planner.units import Fleet, Unit
+from megatron_hexi.planner.fleet.units import Fleet, Unit
+from megatron_hexi.planner.layouts.layout import Grouping
 
 #: How often units are moved, two groups joined, and one cut; else two units change places.
 _MOVED, _JOINED, _CUT = 0.5, 0.15, 0.1

@@ -1,0 +1,118 @@
+"""Groupings that were tried, each by its best layout so far."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_hexi.planner.budget import EXHAUSTIVE
+from megatron_hexi.planner.fleet.rates import Rates
+from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.layout import Grouping, Layout
+from megatron_hexi.planner.layouts.orders import alternating, facing, other_orders
+from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.search.balance import rebalanced
+from megatron_hexi.planner.search.guess import FirstGuess
+
+#: KV blocks in flight while groupings are compared: one for the wire, one for groups that are out of step.
+WINDOW = 2
+#: Memory overdrawn by so little is mended when finalists are balanced; more of it at once, in a few rounds,
+#: the later ones with fewer keys in flight, for these take memory too. Mending makes a layout slower: one
+#: that takes this factor of the best already is left alone.
+_SLIGHT = 0.01
+_BEHIND = 1.1
+_MENDS = (WINDOW, 1, 1)
+#: Waiting for keys that is worth another order, as a part of the time.
+_WAITING = 0.005
+
+
+class Tried:
+    """Groupings of one domain on all units of a fleet.
+
+    Args:
+        judge: times layouts.
+        fleet: the units.
+        rates: at which units do their work at first.
+        micro_batches: of the domain's replica.
+    """
+
+    def __init__(self, judge: Judge, fleet: Fleet, rates: Rates, micro_batches: int) -> None:
+        self._judge, self._fleet, self._rates, self._micro_batches = judge, fleet, rates, micro_batches
+        self._guess = FirstGuess(fleet, rates)
+        self._found: dict[Grouping, Trial] = {}
+        self._best: Trial | None = None
+
+    def most_promising(self, most: int) -> list[Trial]:
+        """So many at most, of as many groupings, the best first."""
+        return sorted(self._found.values(), key=promise_of)[:most]
+
+    def attempt(self, grouping: Grouping, sparing: bool = False) -> Trial:
+        """The grouping's first layout, scaled again where memory does not suffice, in its best order.
+
+        Args:
+            grouping: units by group.
+            sparing: only try orders if the grouping could be the best so far without waiting for keys.
+        """
+        name = _unordered(grouping)
+        if name not in self._found:
+            layout = self._nested(grouping)
+            best = self._mended(layout)
+            for parts in other_orders(layout.parts):
+                if parts != layout.parts and self._order_matters(best, sparing):
+                    best = min(best, self._mended(replace(layout, parts=parts)), key=promise_of)
+            self.enter(best)
+        return self._found[name]
+
+    def enter(self, trial: Trial) -> Trial:
+        """Remember it, if it is its grouping's best; that one."""
+        name = _unordered(grouping_of(trial))
+        best = self._found[name] = min(self._found.get(name, trial), trial, key=promise_of)
+        if self._best is None or best.promise < self._best.promise:
+            self._best = best
+        return best
+
+    def _mended(self, layout: Layout) -> Trial:
+        best = trial = self._judge.try_out(self._fleet, [layout], WINDOW)
+        for window in _MENDS:
+            if trial.excess <= _SLIGHT or self._is_behind(trial):
+                break
+            trial = self._judge.try_out(self._fleet, [rebalanced(self._rates, trial)], window)
+            best = min(best, trial, key=promise_of)
+        return best
+
+    def _is_behind(self, trial: Trial) -> bool:
+        """Whether it cannot be the best by far; of a handful of units, every grouping gets its chance."""
+        if self._best is None or len(self._fleet.units) <= EXHAUSTIVE:
+            return False
+        short, seconds = self._best.promise
+        return not short and trial.iteration_s > _BEHIND * seconds
+
+    def _order_matters(self, trial: Trial, sparing: bool) -> bool:
+        """Whether it waits for keys, and may be the best in another order."""
+        phases = trial.timing.phases
+        if phases.exchange <= _WAITING * phases.total or self._is_behind(trial):
+            return False
+        best = self._best
+        if not sparing or best is None or best.promise[0]:
+            return True
+        return phases.total - phases.exchange < best.iteration_s
+
+    def _nested(self, grouping: Grouping) -> Layout:
+        """The first guess, groups and members in an order that lets all keep pace."""
+        layout = self._guess.layout(grouping, self._micro_batches)
+        parts = facing(self._fleet, alternating(self._fleet, layout.parts))
+        return Layout(parts, layout.micro_batches)
+
+
+def grouping_of(trial: Trial) -> Grouping:
+    """Units by group, ascending, of a trial of one replica."""
+    return tuple(tuple(sorted(part.units)) for part in trial.layouts[0].parts)
+
+
+def promise_of(trial: Trial) -> tuple[bool, float]:
+    """What is least of the most promising."""
+    return trial.promise
+
+
+def _unordered(grouping: Grouping) -> Grouping:
+    """The same however groups and members are ordered."""
+    return tuple(sorted(tuple(sorted(group)) for group in grouping))
