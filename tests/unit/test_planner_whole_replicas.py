@@ -12,7 +12,7 @@ from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.bound import LowerBound
 from megatron_hexi.planner.bound.pieces.gradients import Ring
 from megatron_hexi.planner.bound.pieces.prices import Prices
-from megatron_hexi.planner.bound.replica_choices import replica_choices
+from megatron_hexi.planner.bound.replica_choices import replica_shapes
 from megatron_hexi.planner.bound.replicas import Replicas
 from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
 from megatron_hexi.planner.budget import THOROUGH
@@ -141,7 +141,7 @@ def test_units_without_room_for_a_sequence_are_no_replica():
     job = Job(presets()["gpt-3b"], 2**17, recompute="full", global_batch_size=4)
     fleet = find_units(job, cluster([("a", "H100-SXM-80GB", 2), ("b", "L40S-48GB", 2)], bandwidth=25))
     classes = classes_of(sites_of(fleet, True, Prices((1.0,), {}, {})))
-    choices = replica_choices(fleet, classes, None)
+    choices = replica_shapes(fleet, classes, None)
     assert ((0, 2), (1, 2)) in choices
     assert ((1, 1),) not in choices
     # What has room stays so with more units.

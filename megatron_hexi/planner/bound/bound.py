@@ -35,9 +35,7 @@ replicas, where these can have few shapes, each by itself (replicas.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -46,8 +44,7 @@ from megatron_hexi.planner.bound.packings.packing import Packing, packable
 from megatron_hexi.planner.bound.pieces.demand import Box, Demand
 from megatron_hexi.planner.bound.pieces.gradients import least_ring
 from megatron_hexi.planner.bound.pieces.prices import Prices, token_prices
-from megatron_hexi.planner.bound.replica_choices import replica_choices, replicas_of
-from megatron_hexi.planner.bound.replicas import Replicas
+from megatron_hexi.planner.bound.replica_choices import ReplicaChoices, replica_shapes
 from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
 from megatron_hexi.planner.budget import Proof
 from megatron_hexi.planner.fleet.choose import single_sites
@@ -143,7 +140,7 @@ class _Case:
         ring = least_ring(fleet, found_s, crosses)
         #: Of all replicas together, and of each by itself.
         self._packing: Packing | None = None
-        self._replicas: Callable[..., Replicas] | None = None
+        self._replicas: ReplicaChoices | None = None
         self._data_parallel, self._found_s, self._aims = data_parallel, found_s, proof.aims
 
         plain_s = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
@@ -169,10 +166,10 @@ class _Case:
         if least_s < found_s * (1 - _CLOSE) and not demand.more_turns and packable(classes, proof.packed):
             of_interest = least_s, found_s
             self._packing = Packing(job, classes, demand.turns, demand.several, ring, of_interest, proof)
-            choices = replica_choices(fleet, classes, data_parallel) if demand.several else ()
-            if demand.several and len(choices) <= proof.replicas:
-                self._replicas = partial(replicas_of, fleet, classes, choices, demand, found_s, {}, proof)
-                least_s = self._replicas(closely=False).least_s(least_s, found_s)
+            shapes = replica_shapes(fleet, classes, data_parallel) if demand.several else ()
+            if demand.several and len(shapes) <= proof.replicas:
+                self._replicas = ReplicaChoices(fleet, classes, shapes, demand, found_s, proof)
+                least_s = self._replicas.together(closely=False).least_s(least_s, found_s)
             else:
                 least_s = self._packing.least_s()
         counted = Bound(least_s, "compute and communication")
@@ -192,7 +189,7 @@ class _Case:
         if self._packing and not self._replicas:
             least_s = max(least_s, self._packing.closely_least_s(found_s))
         if self._replicas and least_s < found_s:
-            least_s = self._replicas(closely=True).least_s(least_s, found_s)
+            least_s = self._replicas.together(closely=True).least_s(least_s, found_s)
         return replace(self.rough, iteration_s=least_s)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from megatron_hexi.planner.fleet.room import has_room
 from megatron_hexi.planner.fleet.units import Fleet
 
 
-def replica_choices(fleet: Fleet, classes: Sequence[SiteClass], data_parallel: int | None) -> Sequence[Shape]:
+def replica_shapes(fleet: Fleet, classes: Sequence[SiteClass], data_parallel: int | None) -> Sequence[Shape]:
     """Units that a replica may have, if a sequence may fit into their memory.
 
     Args:
@@ -47,17 +48,8 @@ def _has_room(job: Job, classes: Sequence[SiteClass], shape: Shape) -> bool:
     )
 
 
-def replicas_of(
-    fleet: Fleet,
-    classes: Sequence[SiteClass],
-    shapes: Sequence[Shape],
-    demand: Demand,
-    longest_s: float,
-    packings: dict[tuple[int, int], Packing],
-    proof: Proof,
-    closely: bool,
-) -> Replicas:
-    """Micro-batches by replicas on such units.
+class ReplicaChoices:
+    """Replicas on units of some shapes, each looked at by itself; what has been looked at is kept.
 
     Args:
         fleet: all units.
@@ -65,38 +57,66 @@ def replicas_of(
         shapes: units that a replica may have.
         demand: what there is to do.
         longest_s: an iteration that is known to be possible.
-        packings: what has been looked at before, by the number of a shape and micro-batches.
         proof: what each may take.
-        closely: whether to look at whole groups too.
     """
-    job, ring, stages = fleet.job, demand.ring, fleet.job.pipeline_parallel
-    together = job.global_batch_size // job.micro_batch_size
-    parts = [fleet.subset(_members(classes, shape)) for shape in shapes]
-    rates = np.array([part.ceiling_tokens_per_s for part in parts]) / (job.seq_length * job.micro_batch_size)
 
-    def may(number: int, count: int, each_s: float) -> bool:
+    def __init__(
+        self,
+        fleet: Fleet,
+        classes: Sequence[SiteClass],
+        shapes: Sequence[Shape],
+        demand: Demand,
+        longest_s: float,
+        proof: Proof,
+    ) -> None:
+        job = fleet.job
+        self._job, self._shapes, self._demand = job, shapes, demand
+        self._longest_s, self._proof, self._shards = longest_s, proof, len(fleet.units)
+        self._units = [site.size * site.count for site in classes]
+        self._parts = [fleet.subset(_members(classes, shape)) for shape in shapes]
+        tokens = job.seq_length * job.micro_batch_size
+        self._rates = np.array([part.ceiling_tokens_per_s for part in self._parts]) / tokens
+        #: By the number of a shape and micro-batches.
+        self._packings: dict[tuple[int, int], Packing] = {}
+
+    def together(self, closely: bool) -> Replicas:
+        """Micro-batches by replicas; `closely`: with whole groups too."""
+        job, demand = self._job, self._demand
+        together = job.global_batch_size // job.micro_batch_size
+        return Replicas(
+            self._shapes,
+            self._units,
+            demand.turns,
+            together,
+            job.pipeline_parallel,
+            demand.ring,
+            self._rates,
+            partial(self._may, closely),
+        )
+
+    def _may(self, closely: bool, number: int, count: int, each_s: float) -> bool:
+        """Whether a replica of so many micro-batches may pass each through a stage in so many seconds."""
+        stages, ring = self._job.pipeline_parallel, self._demand.ring
         # Without a pipeline, micro-batches are alike: one of them is looked at.
         turns = count if stages > 1 else 1
         passes = turns + stages - 1
-        if (number, count) not in packings:
-            most_s = passes * ring.micro_batch_s(longest_s, count, stages)
-            packings[number, count] = _alone(parts[number], turns, len(fleet.units), most_s, proof)
-        return packings[number, count].suffices(passes * each_s, closely)
+        if (number, count) not in self._packings:
+            most_s = passes * ring.micro_batch_s(self._longest_s, count, stages)
+            self._packings[number, count] = self._alone(number, turns, most_s)
+        return self._packings[number, count].suffices(passes * each_s, closely)
 
-    units = [site.size * site.count for site in classes]
-    return Replicas(shapes, units, demand.turns, together, stages, ring, rates, may)
+    def _alone(self, number: int, micro_batches: int, longest_s: float) -> Packing:
+        """A replica on all units of a shape, beside others."""
+        batch = micro_batches * self._job.micro_batch_size
+        job = replace(self._job, data_parallel=1, global_batch_size=batch)
+        alone = replace(self._parts[number], job=job)
+        crosses = len(alone.sites) > 1
+        classes = classes_of(sites_of(alone, crosses, Prices((1.0,), {}, {}), self._shards))
+        proof = self._proof._replace(nested=self._proof.nested_alone)
+        return Packing(job, classes, [micro_batches], False, Ring(), (0.0, longest_s), proof)
 
 
 def _members(classes: Sequence[SiteClass], shape: Shape) -> list[int]:
     """Units of a shape."""
     sites = [iter(of_class.sites) for of_class in classes]
     return [unit for place, units in shape for unit in next(sites[place])[:units]]
-
-
-def _alone(fleet: Fleet, micro_batches: int, shards: int, longest_s: float, proof: Proof) -> Packing:
-    """A replica on all of a fleet's units, beside others."""
-    job = replace(fleet.job, data_parallel=1, global_batch_size=micro_batches * fleet.job.micro_batch_size)
-    alone, crosses = replace(fleet, job=job), len(fleet.sites) > 1
-    classes = classes_of(sites_of(alone, crosses, Prices((1.0,), {}, {}), shards))
-    proof = proof._replace(nested=proof.nested_alone)
-    return Packing(job, classes, [micro_batches], False, Ring(), (0.0, longest_s), proof)
