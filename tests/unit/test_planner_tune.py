@@ -144,6 +144,6 @@ def test_tokens_follow_where_groups_change_places(monkeypatch):
     trial = judge.try_out(fleet, [layout], 2)
     taken = []
     for levellings in (0, 2):
-        monkeypatch.setattr("megatron_hexi.planner.tune._LEVELLINGS", levellings)
+        monkeypatch.setattr("megatron_hexi.planner.tuning.tune._LEVELLINGS", levellings)
         taken.append([tune(judge, trial, replace(_effort(60), series=s)).iteration_s for s in range(4)])
     assert sum(taken[1]) < 0.9985 * sum(taken[0])
