@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 #: Exit code of every command and entry point where the user's input is wrong (0: done, 1: our fault).
@@ -59,8 +59,19 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except HexiError as problem:
+        if _fault_listener is not None:
+            _fault_listener(str(problem), problem.exit_code)
         rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print(f"hexi: error: {rank}{problem}", file=sys.stderr, flush=True)
         if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1":
             time.sleep(_OTHERS_S)
         raise SystemExit(problem.exit_code) from None
+
+
+def set_fault_listener(listener: Callable[[str, int], None] | None) -> None:
+    """Call this with the message and exit code of a user's mistake before the process ends by it."""
+    global _fault_listener
+    _fault_listener = listener
+
+
+_fault_listener: Callable[[str, int], None] | None = None

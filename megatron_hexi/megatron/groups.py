@@ -9,14 +9,18 @@ are summed over all of them, which is right for any map of sequences and tokens 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 
 from megatron_hexi.errors import PlanError, user_errors
 from megatron_hexi.megatron.session import (
@@ -29,13 +33,15 @@ from megatron_hexi.megatron.session import (
 )
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan import Schedules
-from megatron_hexi.runtime import NO_PLAN, DomainAttention, agree_on_plan
+from megatron_hexi.runtime import NO_PLAN, DomainAttention, agree_on_plan, start_watch, stop_watch
 
 #: Ranks import Megatron and read their plan before this; minutes apart only where something is wrong.
 _AGREEMENT_TIMEOUT = timedelta(seconds=60)
 
-#: The store outlives Megatron's groups: each time they are made, the ranks agree under another name.
-_agreements = itertools.count()
+#: The store outlives Megatron's groups: each time they are made, the ranks meet under other names.
+_names = itertools.count()
+#: Megatron's name for the groups that exchange keys and values, in its options of NCCL.
+_CONTEXT_PARALLEL = "cp"
 
 
 def group_patches(device: torch.device) -> tuple[Patch, ...]:
@@ -55,8 +61,56 @@ def group_patches(device: torch.device) -> tuple[Patch, ...]:
     )
 
 
-def start_session(given: GivenPlan, device: torch.device) -> Session:
+@dataclass(frozen=True)
+class GroupOptions:
+    """What Megatron gives to each process group that it makes, and we to those of the plan.
+
+    Args:
+        timeout: of a collective.
+        communicators: options of NCCL's communicators by Megatron's names for groups, of the file given by
+            ``--nccl-communicator-config-path``. Those of `cp` hold for the plan's groups.
+    """
+
+    timeout: timedelta
+    communicators: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of_call(cls, call: dict[str, Any]) -> GroupOptions:
+        """From the arguments of ``initialize_model_parallel``."""
+        path = call["nccl_communicator_config_path"]
+        communicators = {} if path is None else yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if _CONTEXT_PARALLEL in (call["high_priority_stream_groups"] or ()):
+            own = communicators.get(_CONTEXT_PARALLEL, {})
+            communicators = {**communicators, _CONTEXT_PARALLEL: {**own, "is_high_priority_stream": True}}
+        return cls(timedelta(minutes=call["distributed_timeout_minutes"]), communicators)
+
+    def make(self, ranks: list[int], name: str) -> dist.ProcessGroup:
+        """A group that this rank belongs to, on Megatron's list of groups.
+
+        Groups of different size cannot be made by all ranks in one order, so each is made by its members
+        alone. A rank that is alone makes one too: torch names groups by how many a process has made, and with
+        unequal counts the next group that ranks make together would hang.
+        """
+        from megatron.core import parallel_state
+
+        group = parallel_state.create_group(
+            ranks,
+            timeout=self.timeout,
+            pg_options=parallel_state.get_nccl_options(_CONTEXT_PARALLEL, self.communicators),
+            use_local_synchronization=True,
+            group_desc=name,
+        )
+        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+        return group
+
+
+def start_session(given: GivenPlan, device: torch.device, options: GroupOptions) -> Session:
     """Make this rank's groups and split tables; Megatron's own groups exist already.
+
+    Args:
+        given: the plan.
+        device: of this rank's tensors.
+        options: of the groups.
 
     Raises:
         PlanError: Megatron's groups are not those that the plan was checked for.
@@ -79,8 +133,8 @@ def start_session(given: GivenPlan, device: torch.device) -> Session:
     domain_ranks = [job_ranks[member] for member in ranks[replica]]
     domain_group = parallel_state.get_context_parallel_group()
     if given.shares is not None:
-        domain_group = _own_group(domain_ranks, "HEXI_DOMAIN_GROUP")
-    a2a_group = _own_group([domain_ranks[member] for member in schedule.members], "HEXI_A2A_GROUP")
+        domain_group = options.make(domain_ranks, "HEXI_DOMAIN_GROUP")
+    a2a_group = options.make([domain_ranks[member] for member in schedule.members], "HEXI_A2A_GROUP")
     assert dist.get_process_group_ranks(domain_group) == domain_ranks, "the plan was checked for these groups"
     attention = DomainAttention(
         given.plan.workload,
@@ -94,29 +148,25 @@ def start_session(given: GivenPlan, device: torch.device) -> Session:
     return Session(given, attention, shard, given.shares[replica] if given.shares else None)
 
 
-def _own_group(ranks: list[int], name: str) -> dist.ProcessGroup:
-    """A group that this rank belongs to.
-
-    Groups of different size cannot be made by all ranks in one order, so each is made by its members alone. A
-    rank that is alone makes one too: torch names groups by how many a process has made, and with unequal
-    counts the next group that ranks make together would hang.
-    """
-    group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
-    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-    return group
-
-
 def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
         given = given_plan()
         with user_errors():
             # First of all: ranks with different plans would already make different groups of Megatron's.
             _agree(given)
+            if given is not None:
+                _refuse_bound_device()
+                if dist.get_world_size() > 1:
+                    start_watch(_store("watch"), dist.get_rank(), dist.get_world_size())
         original(*args, **kwargs)
         with user_errors():
             if given is not None:
-                set_active_session(start_session(given, device))
+                call = signature.bind(*args, **kwargs)
+                call.apply_defaults()
+                set_active_session(start_session(given, device, GroupOptions.of_call(call.arguments)))
                 _announce(given)
 
     return initialize_model_parallel
@@ -127,14 +177,30 @@ def _with_plan_dropped(original: Callable[[], None]) -> Callable[[], None]:
     def destroy_model_parallel() -> None:
         set_active_session(None)
         set_given_plan(None)
+        stop_watch()
         original()
 
     return destroy_model_parallel
 
 
+def _store(purpose: str) -> dist.Store:
+    """The job's store, under a name of its own each time."""
+    return dist.PrefixStore(f"hexi-{purpose}-{next(_names)}", dist.distributed_c10d._get_default_store())
+
+
+def _refuse_bound_device() -> None:
+    """Refuse a default group for which NCCL would split the plan's groups off; that takes all ranks."""
+    bound = dist.distributed_c10d._get_default_group().bound_device_id
+    if bound is not None:
+        raise PlanError(
+            f"torch.distributed is bound to the device {bound}, from which groups of some ranks cannot be "
+            "made; call init_process_group without device_id"
+        )
+
+
 def _agree(given: GivenPlan | None) -> None:
     agree_on_plan(
-        dist.PrefixStore(f"hexi-{next(_agreements)}", dist.distributed_c10d._get_default_store()),
+        _store("agreement"),
         dist.get_rank(),
         dist.get_world_size(),
         given.digest if given else NO_PLAN,

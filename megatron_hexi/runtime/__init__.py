@@ -3,5 +3,14 @@
 from megatron_hexi.runtime.agreement import NO_PLAN, agree_on_plan
 from megatron_hexi.runtime.attention import DomainAttention
 from megatron_hexi.runtime.kernels import KERNEL_NAMES, select_kernel
+from megatron_hexi.runtime.watch import start_watch, stop_watch
 
-__all__ = ["KERNEL_NAMES", "NO_PLAN", "DomainAttention", "agree_on_plan", "select_kernel"]
+__all__ = [
+    "KERNEL_NAMES",
+    "NO_PLAN",
+    "DomainAttention",
+    "agree_on_plan",
+    "select_kernel",
+    "start_watch",
+    "stop_watch",
+]

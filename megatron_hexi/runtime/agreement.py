@@ -1,8 +1,8 @@
 """What ranks agree on before anything is sent, so that a mistake is an error and never a hang.
 
-At set-up every rank posts the digest of its plan in the job's store; rank 0 compares and answers. The
-store works before any process group does and knows which ranks never came. Before the first message
-of a kind, the ranks of a domain compare the shapes that they are about to send.
+At set-up every rank posts the digest of its plan in the job's store, and what it alone found wrong; rank 0
+compares and answers. The store works before any process group does and knows which ranks never came. Before
+the first message of a kind, the ranks of a domain compare the shapes that they are about to send.
 """
 
 from __future__ import annotations
@@ -31,9 +31,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def agree_on_plan(
-    store: dist.Store, rank: int, world_size: int, digest: str, path: str, timeout: timedelta
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    digest: str,
+    path: str,
+    timeout: timedelta,
+    problem: str = "",
 ) -> None:
-    """Make sure that every rank of the job has the same plan.
+    """Make sure that every rank of the job has the same plan, and that none has found a problem of its own.
 
     Args:
         store: the job's store.
@@ -42,11 +48,12 @@ def agree_on_plan(
         digest: of this rank's plan; `NO_PLAN` if it has none.
         path: where this rank read it.
         timeout: how long to wait for the others.
+        problem: what this rank alone can know to be wrong (a file that it is to write, say); one line.
 
     Raises:
-        PlanError: on every rank, naming those that have another plan or never answered.
+        PlanError: on every rank, naming those that have a problem or another plan, or never answered.
     """
-    store.set(f"plan/{rank}", json.dumps([digest, path, socket.gethostname()]))
+    store.set(f"plan/{rank}", json.dumps([digest, path, socket.gethostname(), problem]))
     if rank == 0:
         store.set("verdict", _verdict(store, world_size, timeout))
     try:
@@ -73,15 +80,16 @@ def _verdict(store: dist.Store, world_size: int, timeout: timedelta) -> str:
             "and the same --hexi-plan"
         )
     answers = [json.loads(store.get(key)) for key in keys]
-    common, _ = Counter(digest for digest, _, _ in answers).most_common(1)[0]
+    common, _ = Counter(digest for digest, *_ in answers).most_common(1)[0]
     odd = [
         f"rank {rank} on {host} has {f'{path} ({digest[:12]})' if digest else 'no plan'}"
-        for rank, (digest, path, host) in enumerate(answers)
+        for rank, (digest, path, host, _) in enumerate(answers)
         if digest != common
     ]
     if not odd:
-        return ""
-    usual = next(path for digest, path, _ in answers if digest == common)
+        problems = ((rank, host, found) for rank, (_, _, host, found) in enumerate(answers) if found)
+        return next((f"rank {rank} on {host}: {found}" for rank, host, found in problems), "")
+    usual = next(path for digest, path, *_ in answers if digest == common)
     has = f"{usual} ({common[:12]})" if common else "no plan"
     more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
     return (

@@ -71,6 +71,8 @@ class StepMeter:
 
 def waiting(kind: Wait) -> AbstractContextManager[None]:
     """Count what is done inside as waiting, if a step is being measured; a wait inside a wait counts once."""
+    global _begun
+    _begun += 1
     return nullcontext() if _current is None or _current.waits else _current.wait(kind)
 
 
@@ -106,5 +108,11 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
 
 
+def waits_begun() -> int:
+    """How many waits this process has begun: it moves on as long as this grows."""
+    return _begun
+
+
 #: The step under way in this process, if it is measured.
 _current: _Step | None = None
+_begun = 0

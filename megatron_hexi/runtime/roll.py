@@ -1,0 +1,140 @@
+"""Who of a job's ranks is heard of, and what one of them wants all to know; kept in the job's store.
+
+Every rank counts up a beat of its own. Two ranks, the first and the last, so that one of them outlives the
+other, read all beats and publish who has fallen silent; every rank reads what they publish. Reading every
+beat is thus done twice in a job, not once a rank. A rank that finds something wrong posts a fault. The first
+one stays: what comes after it are its consequences.
+
+A request never ends where the store's host is stopped or the link to it is cut (c10d's client waits without a
+time-out), so all of this runs in a thread of its own: `watch`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+import torch.distributed as dist
+
+#: Seconds between two beats, and how many ranks one store serves at that rate, with 2,000 requests a second.
+_BEAT_S = 0.5
+_RANKS_AT_FULL_RATE = 512
+#: A rank is silent after so many beats that did not come.
+_MISSED_BEATS = 3
+
+_FAULT, _SILENT, _BEAT, _PLACE, _LEFT = "fault", "silent", "beat", "place", "left"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ended a rank, told to the others.
+
+    Args:
+        rank: its number in the job.
+        host: where it ran.
+        message: one line.
+        code: the exit code of all ranks.
+    """
+
+    rank: int
+    host: str
+    message: str
+    code: int
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A rank that is no longer heard of.
+
+    Args:
+        rank: its number in the job.
+        place: its host and process.
+        since: local time of its last beat, as hours, minutes and seconds.
+        seconds: for how long.
+    """
+
+    rank: int
+    place: str
+    since: str
+    seconds: float
+
+
+class Roll:
+    """One rank's part in keeping the roll.
+
+    Args:
+        store: the job's store; a clone, for it is used from another thread than the job's.
+        rank: this rank's number in the job.
+        world_size: ranks of the job.
+        clock: seconds, for silences.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self.rank = rank
+        self._clock = clock
+        self.host = socket.gethostname()
+        #: Seconds between two beats.
+        self.beat_s = _BEAT_S * max(1.0, world_size / _RANKS_AT_FULL_RATE)
+        self._keepers = sorted({0, world_size - 1})
+        self._beats = dict.fromkeys(range(world_size) if rank in self._keepers else (), -1)
+        self._heard: dict[int, tuple[float, str]] = {}
+        #: The first fault that any rank posted.
+        self.fault: Fault | None = None
+        #: Ranks that are not heard of, by number.
+        self.silent: dict[int, Silence] = {}
+
+    def enter(self) -> None:
+        """Begin to be heard of."""
+        self._store.set(f"{_PLACE}/{self.rank}", f"host {self.host} (process {os.getpid()})")
+        for key in (_FAULT, *(f"{_SILENT}/{keeper}" for keeper in self._keepers)):
+            self._store.compare_set(key, "", "")  # makes an empty one where there is none
+        for rank in self._beats:
+            self._store.add(f"{_BEAT}/{rank}", 0)
+        self.beat()
+
+    def beat(self) -> None:
+        """Be heard of, and hear what the others said."""
+        self._store.add(f"{_BEAT}/{self.rank}", 1)
+        if self._beats:
+            self._call()
+        fault, *lists = self._store.multi_get([_FAULT, *(f"{_SILENT}/{keeper}" for keeper in self._keepers)])
+        self.fault = Fault(**json.loads(fault)) if fault else None
+        entries = [Silence(**entry) for text in lists if text for entry in json.loads(text)]
+        self.silent = {entry.rank: entry for entry in entries if entry.rank != self.rank}
+
+    def post(self, fault: Fault) -> None:
+        """Tell all ranks of a fault, unless one was posted before."""
+        self._store.compare_set(_FAULT, "", json.dumps(asdict(fault)))
+
+    def leave(self) -> None:
+        """Be missed by nobody from now on."""
+        self._store.set(f"{_LEFT}/{self.rank}", "")
+
+    def _call(self) -> None:
+        """Read every beat, and publish who is silent."""
+        now, seconds = self._clock(), datetime.now().strftime("%H:%M:%S")
+        ranks = list(self._beats)
+        beats = self._store.multi_get([f"{_BEAT}/{rank}" for rank in ranks])
+        for rank, beat in zip(ranks, map(int, beats), strict=True):
+            if beat != self._beats[rank]:
+                self._beats[rank] = beat
+                # A rank that has not entered yet is not silent: the agreement on the plan waits for it.
+                if beat > 0:
+                    self._heard[rank] = (now, seconds)
+        limit = _MISSED_BEATS * self.beat_s
+        missed = [rank for rank, (last, _) in self._heard.items() if now - last > limit]
+        silent = [rank for rank in missed if not self._store.check([f"{_LEFT}/{rank}"])]
+        listed = [self._silence(rank, now) for rank in silent]
+        self._store.set(f"{_SILENT}/{self.rank}", json.dumps([asdict(entry) for entry in listed]))
+
+    def _silence(self, rank: int, now: float) -> Silence:
+        last, since = self._heard[rank]
+        return Silence(rank, self._store.get(f"{_PLACE}/{rank}").decode(), since, round(now - last, 1))

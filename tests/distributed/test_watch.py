@@ -1,0 +1,111 @@
+"""A rank that is gone is named by each of the others, and a rank's mistake ends all of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_hexi.testbed.isolation import find_isolation
+from tests.megatron.launch import environment
+from tests.support.testbed import pair
+
+RANKS = 3
+#: The job's time-out. Alone on a machine, ranks end within seconds after it; on a busy one a little later.
+TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended: exit code, seconds after the grief, what it printed."""
+
+    code: int
+    after_s: float
+    log: str
+
+    @property
+    def error(self) -> str:
+        [line] = [line for line in self.log.splitlines() if line.startswith("hexi: error:")]
+        return line
+
+
+def ranks_with(who: int, how: str, folder: Path) -> dict[int, Ended]:
+    """Run ranks of which one comes to grief; how those ended that did."""
+    command = [sys.executable, "-m", "tests.support.watched_rank", str(RANKS), str(who), how, str(TIMEOUT_S)]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=90, check=True
+    )
+    began = float((folder / f"reached-{who}").read_text())
+    ended = [json.loads(line) for line in done.stdout.splitlines()]
+    return {
+        rank: Ended(code, at - began, (folder / f"rank-{rank}.log").read_text()) for rank, code, at in ended
+    }
+
+
+@pytest.mark.parametrize("who", [0, 1], ids=["keeps-the-store", "another"])
+@pytest.mark.parametrize(("how", "limit_s"), [("killed", 5), ("stopped", TIMEOUT_S + 10)])
+def test_a_rank_that_is_gone_is_named_by_every_survivor(who, how, limit_s, tmp_path):
+    ended = ranks_with(who, how, tmp_path)
+    survivors = {rank: end for rank, end in ended.items() if rank != who}
+    assert len(survivors) == RANKS - 1
+    for rank, end in survivors.items():
+        assert f"[rank {rank}] no longer heard of: rank {who} on host " in end.error
+        assert "since " in end.error
+        assert "This rank was in " in end.error
+        assert end.code == 1
+        assert end.after_s < limit_s
+
+
+def test_a_mistake_of_one_rank_ends_all_with_its_message_and_exit_code(tmp_path):
+    ended = ranks_with(1, "mistaken", tmp_path)
+    assert [ended[rank].code for rank in range(RANKS)] == [2, 2, 2]
+    for rank, end in ended.items():
+        assert end.error.startswith(f"hexi: error: [rank {rank}] ")
+        assert "value 7 is too large; give 6" in end.error
+        assert ("rank 1 on host" in end.error) == (rank != 1)
+        assert "Traceback" not in end.log
+        assert end.after_s < 8
+
+
+def test_an_exception_of_one_rank_is_told_by_the_others_and_keeps_its_traceback(tmp_path):
+    ended = ranks_with(1, "broken", tmp_path)
+    assert [ended[rank].code for rank in range(RANKS)] == [1, 1, 1]
+    assert "Traceback" in ended[1].log
+    assert ended[1].log.rstrip().endswith("ValueError: nobody expected this")
+    for rank in (0, 2):
+        assert "rank 1 on host" in ended[rank].error
+        assert "ended by ValueError: nobody expected this. This rank was in" in ended[rank].error
+
+
+def test_a_rank_that_left_in_order_is_not_called_silent(tmp_path):
+    ended = ranks_with(1, "done", tmp_path)
+    assert ended[1].code == 0
+    assert "hexi: error" not in ended[1].log
+    for rank in (0, 2):  # their collective fails all the same
+        assert ended[rank].code == 1
+        assert "no longer heard of" not in ended[rank].log
+
+
+@pytest.mark.skipif(find_isolation() == "none", reason="neither root nor user namespaces: no link can be cut")
+def test_a_cut_link_is_named_on_both_sides(tmp_path):
+    (tmp_path / "pair.yaml").write_text(pair(memory=1, bandwidth=0.02))
+    words = ["run", "pair.yaml", "--speeds", "none", "-o", "run", "--", "-m", "tests.support.watched_rank"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_hexi.cli.main", "testbed", *words, "1", "cut", str(TIMEOUT_S)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "no longer heard of" in line]
+    named = {0: "rank 1 on host", 1: "keeps the job's store"}
+    for rank, name in named.items():
+        [line] = {line[line.index("hexi: error") :] for line in lines if f"[rank {rank}]" in line}
+        assert name in line
+    assert done.returncode == 1
