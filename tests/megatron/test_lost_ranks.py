@@ -85,10 +85,11 @@ class Training:
 
     def end(self) -> None:
         for started in self._started:
-            for child in psutil.Process(started.pid).children(recursive=True) if not started.poll() else []:
-                child.kill()
-            started.kill()
-            started.wait()
+            if started.poll() is None:
+                for child in psutil.Process(started.pid).children(recursive=True):
+                    child.kill()
+                started.kill()
+                started.wait()
 
 
 @pytest.fixture
