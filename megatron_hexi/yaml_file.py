@@ -77,6 +77,8 @@ def read_yaml(path: str | os.PathLike[str]) -> YamlFile:
     except yaml.MarkedYAMLError as problem:
         line = problem.problem_mark.line + 1 if problem.problem_mark else 1
         reason = ", ".join(part for part in (problem.context, problem.problem) if part)
+        if "nesting depth" in reason:  # libyaml's own limit, since 0.2.6
+            raise HexiError(_too_deep(path, line)) from None
         raise HexiError(f"{path}:{line}: not valid YAML ({reason}); mend that line") from None
     except yaml.YAMLError as problem:
         reason = str(problem).splitlines()[0]
@@ -98,11 +100,13 @@ def _refuse_bombs(path: Path, text: str) -> None:
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
             if depth > MAX_DEPTH:
-                raise HexiError(
-                    f"{path}:{line}: nested more than {MAX_DEPTH} levels deep; is it the right file?"
-                )
+                raise HexiError(_too_deep(path, line))
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
+
+
+def _too_deep(path: Path, line: int) -> str:
+    return f"{path}:{line}: nested more than {MAX_DEPTH} levels deep; is it the right file?"
 
 
 def _build(

@@ -32,6 +32,10 @@ VARIABLES = (
     ("LOCAL_RANK", "which GPU of its node a rank takes"),
     ("LOCAL_WORLD_SIZE", "ranks on this node; on the CPU, what Megatron is told of GPUs"),
     ("MASTER_ADDR, MASTER_PORT", "where rank 0 is reached"),
+    (
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "whether torchrun keeps the job's store, or rank 0: who is gone with it",
+    ),
     ("SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_GTIDS", "in place of the first four variables"),
     (
         "HEXI_HOSTS, SLURMD_NODENAME",
