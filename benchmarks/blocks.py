@@ -85,7 +85,7 @@ def measure(plan: Plan, device: torch.device, dtype: torch.dtype, kernel: str, r
             schedule = build_schedule(plan.workload, replica.domain, index, plan.exchange.parts)
             work = tuple((step.blocks, tuple(part.pieces for part in step.parts)) for step in schedule.steps)
             key = schedule.own_heads, schedule.own_kv, schedule.group_tokens, schedule.halves, work
-            alike.setdefault(key, (schedule, []))[1].append(member.rank)
+            alike.setdefault(key, (schedule, []))[1].append(member.number)
     rows = []
     for schedule, ranks in alike.values():
         if schedule.own_heads and schedule.group_tokens:

@@ -124,10 +124,10 @@ def check_wire(plan: Plan, job: Job, ranks: Iterable[int] | None = None) -> Wire
     """
     arrays = plan_arrays(plan)
     counted = counted_bytes(arrays, job)
-    chosen = range(plan.ranks) if ranks is None else sorted(set(ranks))
+    chosen = range(plan.units) if ranks is None else sorted(set(ranks))
     total: Bytes = Counter()
     for replica in plan.replicas:
-        places = {member.rank: place for place, member in enumerate(replica.domain.members)}
+        places = {member.number: place for place, member in enumerate(replica.domain.members)}
         for rank in chosen:
             if rank in places:
                 recorder = carry_out(plan, replica.domain, places[rank], job)
@@ -137,7 +137,7 @@ def check_wire(plan: Plan, job: Job, ranks: Iterable[int] | None = None) -> Wire
     inside = sum(size for (kind, _, _), size in total.items() if kind[0] == "all-to-all")
     return Wire(
         ranks=len(chosen),
-        of=plan.ranks,
+        of=plan.units,
         all_to_all_bytes=inside,
         message_bytes=sum(total.values()) - inside,
         messages=sum(1 for (kind, _, _), size in total.items() if kind[0] != "all-to-all" and size),
@@ -149,7 +149,7 @@ def carry_out(plan: Plan, domain: Domain, index: int, job: Job) -> _Recorder:
     workload = plan.workload
     schedules = Schedules(workload, domain, index, plan.exchange.parts)
     schedule = schedules()
-    ranks = [member.rank for member in domain.members]
+    ranks = [member.number for member in domain.members]
     recorder = _Recorder(ranks, [ranks[member] for member in schedule.members], ranks[index])
     layer = DomainAttention(
         workload, schedules, mock.sentinel.domain, mock.sentinel.group, plan.exchange.window

@@ -219,7 +219,7 @@ class CostModel:
         )
 
     def _ground(self, plan: Plan, gpus: Sequence[int] | None) -> _Ground:
-        asked = plan.ranks, plan.gpus if gpus is None else tuple(gpus)
+        asked = plan.units, plan.gpus if gpus is None else tuple(gpus)
         if asked not in self._grounds:
             self._grounds[asked] = self._find_ground(place(plan, self.job, self.cluster, gpus))
         return self._grounds[asked]

@@ -48,19 +48,20 @@ def place(plan: Plan, job: Job, cluster: Cluster, gpus: Sequence[int] | None = N
         ClusterError: too many or too few GPUs, one given twice, or a unit on two nodes.
     """
     tp, pp = job.tensor_parallel, job.pipeline_parallel
+    units = plan.units
     gpus = plan.gpus if gpus is None else gpus
     chosen = np.asarray(range(len(cluster.ranks)) if gpus is None else gpus, dtype=np.int64)
-    needed = plan.ranks * tp * pp
+    needed = units * tp * pp
     if len(chosen) != needed:
-        units = f"{plan.ranks} ranks" if tp * pp == 1 else f"{plan.ranks} ranks x {tp} tensor x {pp} pipeline"
+        said = f"{units} ranks" if tp * pp == 1 else f"{units} ranks x {tp} tensor x {pp} pipeline"
         has = f"cluster {cluster.name} has" if gpus is None else "the plan names"
         raise ClusterError(
-            f"{has} {len(chosen)} GPUs, the plan is for {needed} ({units}); "
+            f"{has} {len(chosen)} GPUs, the plan is for {needed} ({said}); "
             "make the plan for this cluster, or take GPUs out of the cluster file"
         )
     if gpus is not None:
         _check_choice(chosen, cluster)
-    placed = chosen.reshape(pp, plan.ranks, tp)
+    placed = chosen.reshape(pp, units, tp)
     nodes = np.array([rank.node for rank in cluster.ranks])[placed]
     split = np.argwhere(nodes.min(axis=2) != nodes.max(axis=2))
     if len(split):

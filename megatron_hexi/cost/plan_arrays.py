@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.serving import Serving, serving
-from megatron_hexi.plan import Plan
+from megatron_hexi.plan import Plan, require_repeated
 from megatron_hexi.plan.heads import head_parts, heads_first, kv_range
 from megatron_hexi.plan.layout import merge_segments
 from megatron_hexi.plan.model import Group, Range
@@ -96,16 +96,21 @@ class PlanArrays:
 
 
 def plan_arrays(plan: Plan) -> PlanArrays:
-    """The arrays of a plan that passed its checks."""
+    """The arrays of a plan that passed its checks.
+
+    Raises:
+        PlanError: its stages are not known to the cost model yet.
+    """
+    require_repeated(plan, "time")
     groups = [group for replica in plan.replicas for group in replica.domain.groups]
     counts = [len(replica.domain.groups) for replica in plan.replicas]
     ratio = plan.workload.queries_per_kv
     beside = np.repeat(counts, counts)
     parts = plan.exchange.parts
-    tokens, group_of = (np.zeros(plan.ranks, dtype=np.int64) for _ in range(2))
-    held = np.zeros((3 + 2 * parts, plan.ranks), dtype=np.int64)
+    tokens, group_of = (np.zeros(plan.units, dtype=np.int64) for _ in range(2))
+    held = np.zeros((3 + 2 * parts, plan.units), dtype=np.int64)
     for number, group in enumerate(groups):
-        ranks = [member.rank for member in group.members]
+        ranks = [member.number for member in group.members]
         tokens[ranks] = [member.tokens for member in group.members]
         held[:, ranks] = np.array([_held(member.heads, ratio, parts) for member in group.members]).T
         group_of[ranks] = number
@@ -126,7 +131,7 @@ def plan_arrays(plan: Plan) -> PlanArrays:
         part_heads=part_heads,
         part_kv=part_kv,
         group=group_of,
-        slots=np.array([member.rank for group in groups for member in group.members]),
+        slots=np.array([member.number for group in groups for member in group.members]),
         first_slot=np.cumsum([0, *(len(group.members) for group in groups)]),
         group_tokens=np.array([group.tokens for group in groups]),
         replica=np.repeat(np.arange(len(counts)), counts),

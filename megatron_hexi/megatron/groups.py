@@ -119,13 +119,13 @@ def start_session(given: GivenPlan, device: torch.device, options: GroupOptions)
 
     all_replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     rank, job_ranks = dist.get_rank(all_replicas), dist.get_process_group_ranks(all_replicas)
-    if len(job_ranks) != given.plan.ranks:
+    if len(job_ranks) != given.plan.units:
         raise PlanError(
-            f"{given.path}: the plan has {given.plan.ranks} ranks, Megatron's data-and-context-parallel "
+            f"{given.path}: the plan has {given.plan.units} members, Megatron's data-and-context-parallel "
             f"group {len(job_ranks)}; make the two equal"
         )
     domains = [replica.domain for replica in given.plan.replicas]
-    ranks = [[member.rank for member in domain.members] for domain in domains]
+    ranks = [[member.number for member in domain.members] for domain in domains]
     replica = next(number for number, own in enumerate(ranks) if rank in own)
     index = ranks[replica].index(rank)
     schedules = Schedules(given.plan.workload, domains[replica], index, given.plan.exchange.parts)

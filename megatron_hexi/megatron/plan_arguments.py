@@ -10,7 +10,15 @@ import torch
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.options import refuse_unsupported
 from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
-from megatron_hexi.plan import Plan, Share, deal_micro_batches, has_equal_replicas, plan_digest, read_plan
+from megatron_hexi.plan import (
+    Plan,
+    Share,
+    deal_micro_batches,
+    has_equal_replicas,
+    plan_digest,
+    read_plan,
+    require_repeated,
+)
 from megatron_hexi.record import open_record
 from megatron_hexi.runtime import select_kernel
 
@@ -42,6 +50,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
             )
         return []
     plan = read_plan(args.hexi_plan)
+    require_repeated(plan, "train by")
     refuse_unsupported(args, unequal=not has_equal_replicas(plan))
     changed = _set_decided_arguments(args, given, plan)
     check_workload(args, plan)
@@ -124,7 +133,7 @@ def check_ranks(args: Namespace, plan: Plan) -> None:
             f"--context-parallel-size {size}, or leave it out"
         )
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    needed = plan.ranks * model
+    needed = plan.units * model
     if args.world_size != needed:
         sizes = " + ".join(str(len(replica.domain.members)) for replica in plan.replicas)
         raise PlanError(
@@ -191,7 +200,7 @@ def _deals_micro_batches(plan: Plan) -> bool:
 
 def _context_parallel_size(plan: Plan) -> int:
     """Megatron's; unequal replicas do not fit its rectangle, and lie in one group together."""
-    return len(plan.replicas[0].domain.members) if has_equal_replicas(plan) else plan.ranks
+    return len(plan.replicas[0].domain.members) if has_equal_replicas(plan) else plan.units
 
 
 def _set_decided_arguments(args: Namespace, given: set[str], plan: Plan) -> list[str]:

@@ -1,6 +1,7 @@
 """The plan: what every rank does, its layout arithmetic, its checks, its file. No torch here."""
 
 from megatron_hexi.plan.blocks import Block, Shape
+from megatron_hexi.plan.check import require_repeated
 from megatron_hexi.plan.file import dump_plan, plan_dict, plan_digest, read_plan, validate_plan, write_plan
 from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import (
@@ -8,12 +9,14 @@ from megatron_hexi.plan.model import (
     Estimate,
     Exchange,
     Group,
+    JobTerms,
     Member,
     Plan,
     Provenance,
     Replica,
     Stage,
     Workload,
+    unit_ranks,
 )
 from megatron_hexi.plan.proportion import proportional_domain, proportional_plan
 from megatron_hexi.plan.schedule import Schedule, Schedules, Step, Transfer, build_schedule
@@ -26,6 +29,7 @@ __all__ = [
     "Estimate",
     "Exchange",
     "Group",
+    "JobTerms",
     "Mask",
     "Member",
     "Plan",
@@ -51,6 +55,8 @@ __all__ = [
     "proportional_domain",
     "proportional_plan",
     "read_plan",
+    "require_repeated",
+    "unit_ranks",
     "validate_plan",
     "write_plan",
 ]

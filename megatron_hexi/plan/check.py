@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import NoReturn
-
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan.model import Domain, Group, Plan, Range, Workload
+from megatron_hexi.plan.check_domain import check_domain, refuse
+from megatron_hexi.plan.model import Group, Member, Plan, Replica, Stage, Workload
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 
@@ -23,52 +21,175 @@ def check_plan(plan: Plan, where: Where) -> None:
     """
     _check_workload(plan.workload, where)
     if not plan.replicas:
-        _refuse(where, ("replicas",), "is empty", "give at least one replica")
+        refuse(where, ("replicas",), "is empty", "give at least one replica")
     seen: dict[int, Place] = {}
     for r, replica in enumerate(plan.replicas):
         place: Place = ("replicas", r, "stages")
-        if len(replica.stages) != 1:
-            _refuse(
-                where,
-                place,
-                f"has {len(replica.stages)} stages",
-                "give one, which all pipeline stages repeat: uneven stages are not supported yet",
-            )
-        stage = replica.stages[0]
-        if stage.layers is not None and stage.layers != plan.workload.layers:
-            _refuse(
-                where,
-                (*place, 0, "layers"),
-                f"is {stage.layers}, the model has {plan.workload.layers}",
-                "leave it null: uneven stages are not supported yet",
-            )
-        _check_domain(plan.workload, stage.domain, (*place, 0, "domain", "groups"), seen, where)
+        _check_layers(plan, replica, place, where)
+        for s, stage in enumerate(replica.stages):
+            _check_stage(plan, stage, (*place, s), seen, where)
     ranks = sorted(seen)
     if ranks != list(range(len(ranks))):
         missing = next(rank for rank in range(len(ranks)) if rank not in seen)
-        _refuse(
+        refuse(
             where,
             ("replicas",),
-            f"have {len(ranks)} members with ranks up to {ranks[-1]}, and rank {missing} is missing",
+            f"have {len(ranks)} ranks numbered up to {ranks[-1]}, and rank {missing} is missing",
             f"number them 0 to {len(ranks) - 1}",
         )
+    _check_batch(plan, where)
     if plan.gpus is not None:
-        _check_gpus(plan.gpus, len(ranks) * plan.workload.tensor_parallel, where)
+        _check_gpus(plan.gpus, len(ranks), plan.is_repeated, where)
 
 
-def _check_gpus(gpus: tuple[int, ...], stage: int, where: Where) -> None:
-    """A GPU for each rank of the job; stages of a pipeline repeat the members, so any multiple will do."""
-    if not gpus or len(gpus) % stage:
-        _refuse(
+def require_repeated(plan: Plan, what: str) -> None:
+    """Refuse a plan of more than one stage, domain or share of state, where these are not known yet.
+
+    Args:
+        plan: a plan that passed its checks.
+        what: what cannot be done with it, as a verb.
+
+    Raises:
+        PlanError: the plan has something of the kind; it names the first.
+    """
+    found = ""
+    if not plan.is_repeated:
+        found = "stages with layers of their own"
+    elif any(len(stage.domains) > 1 for replica in plan.replicas for stage in replica.stages):
+        found = "domains that share samples"
+    elif any(member.state != 1 for member in plan.members):
+        found = "uneven shares of the optimizer's state"
+    elif any(s.recompute is not None or s.exchange is not None for r in plan.replicas for s in r.stages):
+        found = "recomputation or an exchange of a stage of its own"
+    if found:
+        raise PlanError(
+            f"the plan has {found}, and this version cannot {what} such plans yet; give every replica one stage "
+            "without layers, of one domain"
+        )
+
+
+def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> None:
+    """The stages of a replica partition the layers in order, or the job repeats the one there is."""
+    stages = replica.stages
+    if not stages:
+        refuse(where, place, "is empty", "give at least one stage")
+    if len(stages) == 1 and stages[0].layers is None:
+        if not plan.is_repeated:
+            refuse(
+                where, (*place, 0, "layers"), "is missing, other replicas have it", "give it, as [0, layers]"
+            )
+        return
+    total, reached = plan.workload.layers, 0
+    if total is None:
+        refuse(where, ("workload", "layers"), "is missing, stages have layers of their own", "give it")
+    if plan.job.pipeline_parallel is not None:
+        refuse(
+            where,
+            ("job", "pipeline_parallel"),
+            f"is {plan.job.pipeline_parallel}, the plan has stages of its own",
+            "leave it out",
+        )
+    for s, stage in enumerate(stages):
+        here = (*place, s, "layers")
+        if stage.layers is None:
+            refuse(where, here, "is missing", "give the layers of each stage, as [start, stop]")
+        start, stop = stage.layers
+        if start != reached:
+            refuse(
+                where, here, f"begins at layer {start}", f"begin at {reached}, where the stage before ends"
+            )
+        if stop <= start or stop > total:
+            refuse(where, here, f"ends at layer {stop}", f"end it after {start}, and at {total} at most")
+        if isinstance(stage.recompute, int) and stage.recompute > stop - start:
+            refuse(
+                where,
+                (*place, s, "recompute"),
+                f"is {stage.recompute}, the stage has {stop - start} layers",
+                "give full, or fewer layers",
+            )
+        reached = stop
+    if reached != total:
+        refuse(where, (*place, len(stages) - 1, "layers"), f"ends at layer {reached}", f"end it at {total}")
+
+
+def _check_stage(plan: Plan, stage: Stage, place: Place, seen: dict[int, Place], where: Where) -> None:
+    """Its units, each rank once; the samples of its domains; and each domain by itself."""
+    if not stage.domains:
+        refuse(where, (*place, "domains"), "is empty", "give at least one domain")
+    for d, domain in enumerate(stage.domains):
+        here: Place = (*place, "domains", d, "groups")
+        if not domain.groups:
+            refuse(where, here, "is empty", "give at least one group")
+        for g, group in enumerate(domain.groups):
+            if not group.members:
+                refuse(
+                    where, (*here, g, "members"), "is empty", "give at least one member, or drop the group"
+                )
+        width = len((plan if plan.is_repeated else domain).members[0].ranks)
+        for g, group in enumerate(domain.groups):
+            _check_units(plan, group, width, (*here, g), seen, where)
+        check_domain(plan.workload, domain, here, where)
+    _check_samples(plan, stage, (*place, "domains"), where)
+
+
+def _check_samples(plan: Plan, stage: Stage, place: Place, where: Where) -> None:
+    """One domain takes all samples of a micro-batch, or several share them."""
+    stated = [domain.samples for domain in stage.domains]
+    if stated == [None]:
+        return
+    for d, samples in enumerate(stated):
+        if samples is None:
+            refuse(
+                where, (*place, d, "samples"), "is missing", "say how many of a micro-batch each domain takes"
+            )
+    size, total = plan.job.micro_batch_size, sum(samples or 0 for samples in stated)
+    if size is None:
+        refuse(where, ("job", "micro_batch_size"), "is missing, domains share its samples", f"give {total}")
+    if total != size:
+        refuse(
+            where, place, f"take {total} samples of each micro-batch", f"it has {size} (job.micro_batch_size)"
+        )
+
+
+def _check_batch(plan: Plan, where: Where) -> None:
+    """What replicas take is the global batch, where both are said."""
+    size, batch = plan.job.micro_batch_size, plan.job.global_batch_size
+    taken = [replica.micro_batches for replica in plan.replicas]
+    if size is None or batch is None:
+        return
+    here: Place = ("job", "global_batch_size")
+    if batch % size:
+        refuse(where, here, f"is {batch}", f"give a multiple of job.micro_batch_size = {size}")
+    together = sum(count for count in taken if count is not None)
+    if None not in taken and together * size != batch:
+        refuse(
+            where,
+            here,
+            f"is {batch}, the replicas take {together} micro-batches of {size}",
+            f"give {together * size}",
+        )
+    if None in taken and (batch // size) % len(taken) and set(taken) == {None}:
+        refuse(
+            where,
+            here,
+            f"is {batch // size} micro-batches of {size}, which {len(taken)} replicas cannot share equally",
+            "give every replica its micro_batches, or another batch",
+        )
+
+
+def _check_gpus(gpus: tuple[int, ...], ranks: int, is_repeated: bool, where: Where) -> None:
+    """A GPU for each rank of the job; where its pipeline repeats the one stage, any multiple will do."""
+    if not gpus or (len(gpus) % ranks if is_repeated else len(gpus) != ranks):
+        refuse(
             where,
             ("gpus",),
-            f"names {len(gpus)} GPUs, the plan has {stage} a pipeline stage",
+            f"names {len(gpus)} GPUs, the plan has {ranks} ranks{' a pipeline stage' if is_repeated else ''}",
             "name one for each rank of the job, or leave it out to use all of the cluster in order",
         )
     first: dict[int, int] = {}
     for rank, gpu in enumerate(gpus):
         if gpu in first:
-            _refuse(
+            refuse(
                 where,
                 ("gpus", rank),
                 f"is {gpu}, which rank {first[gpu]} has already",
@@ -78,141 +199,66 @@ def _check_gpus(gpus: tuple[int, ...], stage: int, where: Where) -> None:
 
 
 def _check_workload(workload: Workload, where: Where) -> None:
-    heads, kv_heads, tp = workload.heads, workload.kv_heads, workload.tensor_parallel
+    heads, kv_heads = workload.heads, workload.kv_heads
     if heads % kv_heads:
-        _refuse(
+        refuse(
             where,
             ("workload", "kv_heads"),
             f"is {kv_heads}, which does not divide the {heads} heads",
             "give a number that divides them",
         )
-    if heads % tp:
-        _refuse(
-            where,
-            ("workload", "tensor_parallel"),
-            f"is {tp}, which does not divide the {heads} heads",
-            "give a number that divides them",
-        )
-    if kv_heads % tp and tp % kv_heads:
-        _refuse(
-            where,
-            ("workload", "tensor_parallel"),
-            f"is {tp}, which neither divides the {kv_heads} KV heads nor is a multiple of them",
-            "give a number that does",
-        )
 
 
-def _check_domain(
-    workload: Workload, domain: Domain, place: Place, seen: dict[int, Place], where: Where
+def _check_units(
+    plan: Plan, group: Group, width: int, place: Place, seen: dict[int, Place], where: Where
 ) -> None:
-    if not domain.groups:
-        _refuse(where, place, "is empty", "give at least one group")
-    for g, group in enumerate(domain.groups):
-        _check_group(workload, group, (*place, g), seen, where)
-    _check_partition(
-        [
-            (segment, (*place, g, "segments", i))
-            for g, group in enumerate(domain.groups)
-            for i, segment in enumerate(group.segments)
-        ],
-        workload.seq_length,
-        ("position", "group", "seq_length"),
-        place,
-        where,
-    )
-
-
-def _check_group(
-    workload: Workload, group: Group, place: Place, seen: dict[int, Place], where: Where
-) -> None:
-    if not group.members:
-        _refuse(where, (*place, "members"), "is empty", "give at least one member, or drop the group")
-    for i, segment in enumerate(group.segments):
-        _check_range(segment, workload.seq_length, "seq_length", (*place, "segments", i), where)
-    for i, (before, after) in enumerate(itertools.pairwise(group.segments), start=1):
-        if after[0] < before[1]:
-            _refuse(
-                where,
-                (*place, "segments", i),
-                f"{list(after)} does not come after {list(before)}",
-                "list the segments in ascending order, without overlap",
-            )
-    _check_ranks(group, place, seen, where)
-    tokens = sum(member.tokens for member in group.members)
-    if tokens != group.tokens:
-        _refuse(
-            where,
-            (*place, "members"),
-            f"hold {tokens} tokens together, the group's segments {group.tokens}",
-            "make the two equal",
-        )
-    heads = "heads" if workload.tensor_parallel == 1 else "heads / tensor_parallel"
-    for m, member in enumerate(group.members):
-        _check_range(member.heads, workload.local_heads, heads, (*place, "members", m, "heads"), where)
-    _check_partition(
-        [(member.heads, (*place, "members", m, "heads")) for m, member in enumerate(group.members)],
-        workload.local_heads,
-        ("head", "member", heads),
-        (*place, "members"),
-        where,
-    )
-
-
-def _check_ranks(group: Group, place: Place, seen: dict[int, Place], where: Where) -> None:
+    """The members of a group in order, each of so many ranks that stand nowhere else."""
     previous = -1
     for m, member in enumerate(group.members):
-        here = (*place, "members", m, "rank")
-        if member.rank in seen:
-            _refuse(
+        here = (*place, "members", m, "ranks")
+        for rank in member.ranks:
+            if rank in seen:
+                refuse(
+                    where,
+                    here,
+                    f"has {rank}, which is given already at {where(seen[rank])}",
+                    "give every rank one place",
+                )
+            seen[rank] = here
+        if member.lead < previous:
+            refuse(
                 where,
                 here,
-                f"is {member.rank}, which is given already at {where(seen[member.rank])}",
-                "give every rank one place",
-            )
-        if member.rank < previous:
-            _refuse(
-                where,
-                here,
-                f"is {member.rank}, after {previous}",
+                f"begins with {member.lead}, after {previous}",
                 "list a group's members in ascending rank order",
             )
-        seen[member.rank] = here
-        previous = member.rank
+        previous = member.lead
+        _check_width(plan, member, width, here, where)
 
 
-def _check_range(span: Range, total: int, name: str, place: Place, where: Where) -> None:
-    start, stop = span
-    if stop < start:
-        _refuse(where, place, f"[{start}, {stop}] runs backwards", "write [start, stop] with start <= stop")
-    if stop > total:
-        _refuse(where, place, f"[{start}, {stop}] ends after {name} = {total}", f"end it at {total} at most")
-
-
-def _check_partition(
-    ranges: list[tuple[Range, Place]], total: int, words: tuple[str, str, str], place: Place, where: Where
-) -> None:
-    """Ranges that are in order by themselves must cover [0, total), everything once."""
-    thing, owner, name = words
-    reached = 0
-    for (start, stop), here in sorted(item for item in ranges if item[0][0] < item[0][1]):
-        if start > reached:
-            break
-        if start < reached:
-            _refuse(
-                where,
-                here,
-                f"[{start}, {stop}] holds {thing} {start}, which another {owner} holds already",
-                f"give every {thing} to one {owner}",
-            )
-        reached = stop
-    if reached != total:
-        _refuse(
+def _check_width(plan: Plan, member: Member, first: int, place: Place, where: Where) -> None:
+    """The tensor-parallel size of a unit: heads are cut by it, and units that exchange keys have one."""
+    width, workload = len(member.ranks), plan.workload
+    if workload.heads % width or (workload.kv_heads % width and width % workload.kv_heads):
+        refuse(
             where,
             place,
-            f"leave {thing} {reached} to no {owner}",
-            f"let the {owner}s cover [0, {total}), which is {name}",
+            f"has {width} ranks, which cannot share {workload.heads} heads and {workload.kv_heads} KV heads",
+            "give as many as divide the heads, and divide the KV heads or are a multiple of them",
         )
-
-
-def _refuse(where: Where, place: Place, problem: str, remedy: str) -> NoReturn:
-    raise PlanError(f"{where(place)} {problem}; {remedy}")
+    if width != first:
+        refuse(
+            where,
+            place,
+            f"has {width} ranks, the first member {first}",
+            "give all units of a domain as many, and of a plan whose stages the job repeats",
+        )
+    if plan.is_repeated:
+        start = member.number * width
+        if list(member.ranks) != list(range(start, start + width)):
+            refuse(
+                where,
+                place,
+                f"is {list(member.ranks)}, in a stage that the job's pipeline repeats",
+                f"give {width} consecutive ranks from a multiple of {width}, or give the stage its layers",
+            )

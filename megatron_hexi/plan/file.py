@@ -14,6 +14,8 @@ from pydantic import TypeAdapter
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.check import check_plan
 from megatron_hexi.plan.model import FORMAT_VERSION, Plan
+from megatron_hexi.plan.shorthand import shorten, spelt_out
+from megatron_hexi.plan.version_1 import converted, place_in_version_1
 from megatron_hexi.text_file import write_text_atomically
 from megatron_hexi.yaml_file import YamlFile, read_yaml, spell_place
 from megatron_hexi.yaml_schema import Where, parse, short
@@ -43,13 +45,16 @@ def plan_from_yaml(source: YamlFile) -> Plan:
         )
     if "nodes" in source.data and "workload" not in source.data:
         raise PlanError(f"{source.path}: is a cluster file; give the plan")
-    version = source.data.get("version", FORMAT_VERSION)
-    if type(version) is not int or version != FORMAT_VERSION:
+    version = source.data.get("version", 1)
+    if type(version) is not int or version not in (1, FORMAT_VERSION):
         raise PlanError(
-            f"{source.where(('version',))} is {short(version)}, this megatron-hexi reads {FORMAT_VERSION}; "
-            "make the plan again"
+            f"{source.where(('version',))} is {short(version)}, this megatron-hexi reads 1 and "
+            f"{FORMAT_VERSION}; make the plan again"
         )
-    return _checked(source.data, source.where)
+    if version == FORMAT_VERSION:
+        return _checked(source.data, source.where)
+    old = converted(source.data, source.where)
+    return _checked(old, lambda place: source.where(place_in_version_1(place)))
 
 
 def validate_plan(plan: Plan) -> None:
@@ -58,7 +63,12 @@ def validate_plan(plan: Plan) -> None:
     Raises:
         PlanError: a value or a rule is broken.
     """
-    _checked(plan_dict(plan), spell_place)
+    checked = _checked(plan_dict(plan), spell_place)
+    if checked.workload != plan.workload:
+        raise PlanError(
+            f"workload.tensor_parallel is {plan.workload.tensor_parallel}, the members have "
+            f"{checked.workload.tensor_parallel or 'different numbers of'} ranks; make the two equal"
+        )
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -78,11 +88,21 @@ def dump_plan(plan: Plan) -> str:
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values, in the order of the file, without fields that are not set."""
+    """The plan as plain values, in the order of the file, without what is not set or follows."""
     data = _without_none(dataclasses.asdict(plan))
     assert isinstance(data, dict)
-    if data["exchange"]["parts"] == 1:
-        del data["exchange"]["parts"]  # plans from before there were parts keep their text and their digest
+    del data["workload"]["tensor_parallel"]
+    if not data["job"]:
+        del data["job"]
+    for exchange in (
+        data["exchange"],
+        *(s.get("exchange", {}) for r in data["replicas"] for s in r["stages"]),
+    ):
+        if exchange.get("parts") == 1:
+            del exchange["parts"]
+    for replica in data["replicas"]:
+        for stage in replica["stages"]:
+            stage["domains"] = [shorten(domain) for domain in stage["domains"]]
     return {"version": data.pop("version"), **data}
 
 
@@ -93,7 +113,17 @@ def plan_digest(plan: Plan) -> str:
 
 
 def _checked(data: dict[str, Any], where: Where) -> Plan:
-    plan = parse(_ADAPTER, data, where, PlanError)
+    workload = data.get("workload")
+    if isinstance(workload, dict) and "tensor_parallel" in workload:
+        raise PlanError(
+            f"{where(('workload', 'tensor_parallel'))} is not a known field; it follows from the ranks of "
+            "the members"
+        )
+    spelt, where = spelt_out(data, where)
+    plan = parse(_ADAPTER, spelt, where, PlanError)
+    sizes = {len(member.ranks) for member in plan.members}
+    width = sizes.pop() if len(sizes) == 1 else 0
+    plan = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, tensor_parallel=width))
     check_plan(plan, where)
     return plan
 
@@ -106,11 +136,15 @@ def _without_none(value: Any) -> Any:
     return value
 
 
+#: What has one of these fields is written on one line: members, whole domains, the exchange.
+_ONE_LINE = ("ranks", "window")
+
+
 class _Dumper(yaml.SafeDumper):
-    """Block style above, flow style for members and lists of numbers: one line a rank."""
+    """Block style above, flow style for what is short: one line a member."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
-        flow = isinstance(mapping, dict) and "rank" in mapping
+        flow = isinstance(mapping, dict) and not mapping.keys().isdisjoint(_ONE_LINE)
         return super().represent_mapping(tag, mapping, flow_style=flow)
 
     def represent_sequence(

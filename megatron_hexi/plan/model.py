@@ -1,22 +1,23 @@
 """The plan: what every rank of a job does, as plain data.
 
-The levels are replicas > stages > groups > members. Sizes are counts; ranges and segments are half
+The levels are replicas > stages > domains > groups > members. Sizes are counts; ranges and segments are half
 open. Everything here is frozen, so a plan can be shared, compared and digested.
 
 Terms:
     * replica: the ranks that process whole sequences of their own (data parallelism).
-    * stage: a pipeline stage of a replica.
-    * domain: the ranks that share one sequence; with pipeline parallelism the same domain stands once
-      in every stage.
-    * group (A2A group): ranks of a domain that exchange by all-to-all. A group holds a set of tokens;
+    * stage: a pipeline stage of a replica: some of its layers.
+    * domain: the units of a stage that share the sequences of some samples of each micro-batch.
+    * group (A2A group): units of a domain that exchange by all-to-all. A group holds a set of tokens;
       together its members hold every attention head for those tokens.
+    * member, unit: the tensor-parallel ranks that share every weight of a stage; one rank without tensor
+      parallelism.
     * shard: the tokens that one member holds outside attention.
     * head range: the query heads that one member computes in attention, for all tokens of its group.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field
@@ -30,7 +31,11 @@ Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 #: What pydantic checks when a plan is read from a file. The constructors themselves check nothing.
 _STRICT = ConfigDict(extra="forbid")
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+
+#: What the backward pass computes again: nothing, core attention, every layer, or so many first layers.
+Recompute = Literal["none", "selective", "full"] | Positive
+Precision = Literal["bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,11 @@ class Workload:
         causal: whether a token sees itself and earlier tokens only, or all.
         layers: transformer layers of the model; ``None`` where the plan does not care.
         hidden_size: width of the model; ``None`` where the plan does not care.
-        tensor_parallel: ranks over which each head-wise weight is cut evenly. With more than one, a
-            member of the plan is a unit of that many ranks, and its head range counts the heads of
-            one of them.
         value_dim: size of one head's values, where it is not `head_dim` (multi-latent attention).
+        padded_vocabulary: rows of the embedding, padding included; ``None`` where the plan does not care.
+        tensor_parallel: ranks of a member, over which each head-wise weight is cut evenly; head ranges count
+            the heads of one of them. Not in the file: it follows from the members. 0 where they differ:
+            `Plan.workload_of` says it of a domain.
     """
 
     seq_length: Positive
@@ -58,8 +64,9 @@ class Workload:
     causal: bool = True
     layers: Positive | None = None
     hidden_size: Positive | None = None
-    tensor_parallel: Positive = 1
     value_dim: Positive | None = None
+    padded_vocabulary: Positive | None = None
+    tensor_parallel: Count = 1
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -86,20 +93,38 @@ class Workload:
 
 @dataclass(frozen=True)
 class Member:
-    """One rank's part.
+    """One unit's part.
 
     Args:
-        rank: the rank with its tensor and pipeline coordinates taken out: Megatron's rank in the
-            data-and-context-parallel group. The job's own rank where neither is used.
+        ranks: its tensor-parallel ranks, by their numbers in the job. Of a stage that the job repeats
+            (`Stage.layers`): their numbers in the first stage.
         tokens: size of its shard (T); may be 0.
-        heads: its query heads in attention; may be empty.
+        heads: its query heads in attention, of one of its ranks; may be empty.
+        state: its share of the optimizer's state, relative to the others that hold the same weights.
     """
 
-    rank: Count
+    ranks: Annotated[tuple[Count, ...], Field(min_length=1)]
     tokens: Count
     heads: Range
+    state: Positive = 1
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    @property
+    def lead(self) -> int:
+        """Its first rank: what members are told apart and ordered by."""
+        return self.ranks[0]
+
+    @property
+    def number(self) -> int:
+        """Its number among the units of a stage that the job repeats: Megatron's data-and-context rank."""
+        return self.ranks[0] // len(self.ranks)
+
+
+def unit_ranks(workload: Workload, number: int) -> tuple[int, ...]:
+    """The ranks of a unit by its number, in a stage that the job repeats: as Megatron numbers them."""
+    width = workload.tensor_parallel
+    return tuple(range(number * width, (number + 1) * width))
 
 
 @dataclass(frozen=True)
@@ -126,35 +151,73 @@ class Group:
 
 @dataclass(frozen=True)
 class Domain:
-    """The ranks that share one sequence.
+    """The units that share the sequences of some samples.
+
+    In the file a domain of one unit, which holds all tokens and heads, is written by its ranks:
+    ``ranks: [4, 5]``.
 
     Args:
         groups: its A2A groups. Keys and values travel between them, round in this order.
+        samples: how many of each micro-batch it takes; ``None``: all.
     """
 
     groups: tuple[Group, ...]
+    samples: Positive | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     @property
     def members(self) -> tuple[Member, ...]:
         """All members, in the order of their ranks: the order of a context-parallel group (P of them)."""
-        return tuple(sorted((m for g in self.groups for m in g.members), key=lambda m: m.rank))
+        return tuple(sorted((m for g in self.groups for m in g.members), key=lambda m: m.lead))
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How keys and values travel between groups.
+
+    Args:
+        window: KV blocks in flight ahead of the one in use.
+        parts: in how many parts, by KV heads, the blocks of the first step travel at most: before the first
+            part there is only the own group's block to hide it; the others hide behind it. With more than
+            one, the all-to-alls of queries and outputs travel in two, each half behind the other's work.
+    """
+
+    window: Positive = 1
+    parts: Positive = 1
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage. Until uneven pipelines are carried out, a replica has one, for all its layers.
+    """A pipeline stage.
 
     Args:
-        domain: its ranks and what they hold.
-        layers: transformer layers of the stage; ``None``: all of the model's.
+        domains: its units, by the samples that they take.
+        layers: its transformer layers; ``None``, for the only stage of its replica: all of the model's, and
+            each pipeline stage of the job repeats it, on the ranks that follow.
+        recompute: what its backward pass computes again; ``None``: as the job says.
+        exchange: how keys and values travel in it; ``None``: as the plan says.
     """
 
-    domain: Domain
-    layers: Positive | None = None
+    domains: tuple[Domain, ...]
+    layers: Range | None = None
+    recompute: Recompute | None = None
+    exchange: Exchange | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    @property
+    def domain(self) -> Domain:
+        """The only domain."""
+        (domain,) = self.domains
+        return domain
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of all domains, in the order of their ranks."""
+        return tuple(sorted((m for d in self.domains for m in d.members), key=lambda m: m.lead))
 
 
 @dataclass(frozen=True)
@@ -173,23 +236,38 @@ class Replica:
 
     @property
     def domain(self) -> Domain:
-        """The domain of the one stage."""
-        return self.stages[0].domain
+        """The only domain of the only stage."""
+        (stage,) = self.stages
+        return stage.domain
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """How keys and values travel between groups.
+class JobTerms:
+    """How the job must run that the plan is for; ``None`` where the plan does not care.
+
+    Megatron's arguments are set by it, and a job that says something else is refused.
 
     Args:
-        window: KV blocks in flight ahead of the one in use.
-        parts: in how many parts, by KV heads, the blocks of the first step travel at most: before the first
-            part there is only the own group's block to hide it; the others hide behind it. With more than
-            one, the all-to-alls of queries and outputs travel in two, each half behind the other's work.
+        micro_batch_size: sequences that go through a replica at once (B): --micro-batch-size.
+        global_batch_size: sequences of an iteration: --global-batch-size.
+        pipeline_parallel: stages, of a plan that leaves them to the job: --pipeline-model-parallel-size.
+        precision: --bf16, --fp16, or neither of them.
+        recompute: what the backward pass computes again: --recompute-granularity.
+        optimizer: --optimizer.
+        distributed_optimizer: --use-distributed-optimizer.
+        overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
+        sequence_parallel: --sequence-parallel, where units have several ranks.
     """
 
-    window: Positive = 1
-    parts: Positive = 1
+    micro_batch_size: Positive | None = None
+    global_batch_size: Positive | None = None
+    pipeline_parallel: Positive | None = None
+    precision: Precision | None = None
+    recompute: Recompute | None = None
+    optimizer: Literal["adam", "sgd"] | None = None
+    distributed_optimizer: bool | None = None
+    overlap_gradients: bool | None = None
+    sequence_parallel: bool | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -249,7 +327,8 @@ class Plan:
     Args:
         workload: what it was made for.
         replicas: who does what.
-        exchange: how keys and values travel.
+        exchange: how keys and values travel, in stages that do not say it.
+        job: how the job must run.
         gpus: the cluster's GPU, numbered in the order of the cluster file, on which each rank of the job
             must be started; ``None``: all of the cluster, in that order. The runtime cannot check it.
         estimate: what the planner expects.
@@ -260,14 +339,35 @@ class Plan:
     workload: Workload
     replicas: tuple[Replica, ...]
     exchange: Exchange = field(default_factory=Exchange)
+    job: JobTerms = field(default_factory=JobTerms)
     gpus: tuple[Count, ...] | None = None
     estimate: Estimate | None = None
     provenance: Provenance | None = None
-    version: Literal[1] = FORMAT_VERSION
+    version: Literal[2] = FORMAT_VERSION
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     @property
+    def members(self) -> tuple[Member, ...]:
+        """All members, in the order of their ranks."""
+        stages = (stage for replica in self.replicas for stage in replica.stages)
+        return tuple(sorted((m for stage in stages for m in stage.members), key=lambda m: m.lead))
+
+    @property
+    def units(self) -> int:
+        """Members over all replicas and stages."""
+        return len(self.members)
+
+    @property
     def ranks(self) -> int:
-        """Members over all replicas."""
-        return sum(len(group.members) for replica in self.replicas for group in replica.domain.groups)
+        """Ranks that it numbers: those of the job, or of one pipeline stage where the job repeats it."""
+        return sum(len(member.ranks) for member in self.members)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the job's pipeline stages repeat the one stage of each replica."""
+        return all(stage.layers is None for replica in self.replicas for stage in replica.stages)
+
+    def workload_of(self, domain: Domain) -> Workload:
+        """The workload with the tensor-parallel size of a domain's units."""
+        return replace(self.workload, tensor_parallel=len(domain.members[0].ranks))

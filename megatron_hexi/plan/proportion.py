@@ -9,17 +9,27 @@ from collections.abc import Sequence
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive, full_segments
-from megatron_hexi.plan.model import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload
+from megatron_hexi.plan.model import (
+    Domain,
+    Exchange,
+    Group,
+    Member,
+    Plan,
+    Replica,
+    Stage,
+    Workload,
+    unit_ranks,
+)
 from megatron_hexi.plan.parts import worthwhile_parts
 
 
-def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], first_rank: int = 0) -> Domain:
+def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], first_unit: int = 0) -> Domain:
     """A domain whose groups and members are given their part of the work.
 
     Args:
         workload: the model and the sequence.
-        speeds: for each group, the relative speed of each of its members; ranks are numbered in this order.
-        first_rank: number of the first.
+        speeds: for each group, the relative speed of each of its members; units are numbered in this order.
+        first_unit: number of the first.
 
     Raises:
         PlanError: no group, a group without members, or a speed that is not above 0.
@@ -33,12 +43,14 @@ def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], f
     group_tokens = apportion(workload.seq_length, [sum(group) for group in speeds])
     segments = (causal_segments if workload.causal else full_segments)(group_tokens)
     groups = []
-    rank = first_rank
+    unit = first_unit
     for number, group in enumerate(speeds):
         tokens = apportion(group_tokens[number], group)
         heads = consecutive(apportion(workload.local_heads, group))
-        members = tuple(Member(rank + i, tokens[i], heads[i]) for i in range(len(group)))
-        rank += len(group)
+        members = tuple(
+            Member(unit_ranks(workload, unit + i), tokens[i], heads[i]) for i in range(len(group))
+        )
+        unit += len(group)
         groups.append(Group(segments[number], members, name=f"group-{number}"))
     return Domain(tuple(groups))
 
@@ -52,9 +64,9 @@ def proportional_plan(
         PlanError: as `proportional_domain`.
     """
     built = []
-    first_rank = 0
+    first_unit = 0
     for speeds in replicas:
-        domain = proportional_domain(workload, speeds, first_rank)
-        first_rank += len(domain.members)
-        built.append(Replica((Stage(domain),)))
+        domain = proportional_domain(workload, speeds, first_unit)
+        first_unit += len(domain.members)
+        built.append(Replica((Stage((domain,)),)))
     return Plan(workload, tuple(built), Exchange(window, worthwhile_parts(built)))

@@ -184,11 +184,11 @@ def build_schedule(
     seq_length = workload.seq_length
     ratio = workload.queries_per_kv
     members = domain.members
-    rank = members[index].rank
-    number = next(n for n, group in enumerate(domain.groups) if any(m.rank == rank for m in group.members))
+    rank = members[index].lead
+    number = next(n for n, group in enumerate(domain.groups) if any(m.lead == rank for m in group.members))
     group = domain.groups[number]
-    indices = {member.rank: i for i, member in enumerate(members)}
-    position = next(i for i, member in enumerate(group.members) if member.rank == rank)
+    indices = {member.lead: i for i, member in enumerate(members)}
+    position = next(i for i, member in enumerate(group.members) if member.lead == rank)
     heads = group.members[position].heads
     others = len(domain.groups)
     halves = _halves(group, ratio, parts)
@@ -205,7 +205,7 @@ def build_schedule(
         step = []
         for place in range(max(len(own), *(len(ranges) for _, ranges in asked))):
             sends = [
-                Transfer(indices[user.rank], transfer.kv, transfer.rows)
+                Transfer(indices[user.lead], transfer.kv, transfer.rows)
                 for user, ranges in asked
                 if place < len(ranges)
                 for transfer in _incoming(ranges[place], shown, group, indices, ratio)
@@ -231,7 +231,7 @@ def build_schedule(
     own_first, own_beside = own_blocks(group, mask, seq_length) if group.tokens else ((), ())
     return Schedule(
         index=index,
-        members=tuple(indices[member.rank] for member in group.members),
+        members=tuple(indices[member.lead] for member in group.members),
         position=position,
         segments=shard_segments(group, position),
         shards=tuple(member.tokens for member in group.members),
@@ -309,6 +309,6 @@ def _incoming(
     if not seen.blocks:
         return ()
     return tuple(
-        Transfer(indices[source.members[position].rank], kv, seen.rows)
+        Transfer(indices[source.members[position].lead], kv, seen.rows)
         for position, kv in kv_owners(heads, tuple(member.heads for member in source.members), ratio)
     )

@@ -35,7 +35,7 @@ class Share:
 
 def has_equal_replicas(plan: Plan) -> bool:
     """Whether the replicas are Megatron's: as many ranks each, dealt in order, and equal shares."""
-    ranks = [member.rank for replica in plan.replicas for member in replica.domain.members]
+    ranks = [member.lead for replica in plan.replicas for member in replica.domain.members]
     sizes = {(len(replica.domain.members), replica.micro_batches) for replica in plan.replicas}
     return len(sizes) == 1 and ranks == sorted(ranks)
 

@@ -1,11 +1,12 @@
-"""Who holds what: a plan turned round, one row a rank. Tables, pictures and JSON are made from it."""
+"""Who holds what: a plan turned round, one row a unit. Tables, pictures and JSON are made from it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_hexi.plan import Plan, Traffic, backward_traffic, build_schedule, forward_traffic
-from megatron_hexi.plan.model import Range
+from megatron_hexi.plan import Plan, Stage, Traffic, backward_traffic, build_schedule, forward_traffic
+from megatron_hexi.plan.model import Range, Recompute
 
 #: What the traffic is counted for: one sequence in bf16.
 BATCH = 1
@@ -14,24 +15,37 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank holds, and what it sends in one attention layer for one sequence in bf16.
+    """What one unit holds, and what a rank of it sends in one attention layer for one sequence in bf16.
 
     Args:
-        rank: its number in the plan.
+        rank: its number among the units of the plan.
+        ranks: its ranks.
         replica: index of its replica.
-        group: index of its group in the replica's domain.
+        stage: index of its stage in the replica.
+        layers: the layers of the stage; ``None``: all, and the job's pipeline repeats it.
+        recompute: what the stage computes again; ``None``: as the job says.
+        domain: index of its domain in the stage.
+        samples: of each micro-batch, what the domain takes; ``None``: all.
+        group: index of its group in the domain.
         group_name: the group's name; may be empty.
         tokens: size of its shard.
         share: part of the sequence that this is, from 0 to 1.
         heads: its query heads in attention.
         kv_heads: the KV heads that these read.
         segments: positions of the sequence that it holds.
+        state: its share of the optimizer's state, relative to others.
         forward: what it sends in the forward pass.
         backward: what it sends in the backward pass.
     """
 
     rank: int
+    ranks: tuple[int, ...]
     replica: int
+    stage: int
+    layers: Range | None
+    recompute: Recompute | None
+    domain: int
+    samples: int | None
     group: int
     group_name: str
     tokens: int
@@ -39,29 +53,48 @@ class Holding:
     heads: Range
     kv_heads: Range
     segments: tuple[Range, ...]
+    state: int
     forward: Traffic
     backward: Traffic
 
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Replica, stage, domain and group: what members of one group have in common."""
+        return (self.replica, self.stage, self.domain, self.group)
+
 
 def holdings(plan: Plan) -> list[Holding]:
-    """One row for each rank of a plan that passed its checks, ascending."""
-    return sorted(
-        (row for replica in range(len(plan.replicas)) for row in _replica_holdings(plan, replica)),
-        key=lambda row: row.rank,
+    """One row for each unit of a plan that passed its checks, ascending."""
+    number = {member.lead: number for number, member in enumerate(plan.members)}
+    rows = (
+        row
+        for r, replica in enumerate(plan.replicas)
+        for s, stage in enumerate(replica.stages)
+        for row in _stage_holdings(plan, number, stage, (r, s))
     )
+    return sorted(rows, key=lambda row: row.rank)
 
 
-def _replica_holdings(plan: Plan, replica: int) -> list[Holding]:
-    workload, domain = plan.workload, plan.replicas[replica].domain
-    group_of = {member.rank: g for g, group in enumerate(domain.groups) for member in group.members}
-    rows = []
-    for index, member in enumerate(domain.members):
-        schedule = build_schedule(workload, domain, index, plan.exchange.parts)
-        group = group_of[member.rank]
-        rows.append(
-            Holding(
-                rank=member.rank,
-                replica=replica,
+def _stage_holdings(
+    plan: Plan, number: dict[int, int], stage: Stage, place: tuple[int, int]
+) -> Iterator[Holding]:
+    exchange = stage.exchange or plan.exchange
+    for d, domain in enumerate(stage.domains):
+        workload = plan.workload_of(domain)
+        group_of = {member.lead: g for g, group in enumerate(domain.groups) for member in group.members}
+        for index, member in enumerate(domain.members):
+            schedule = build_schedule(workload, domain, index, exchange.parts)
+            group = group_of[member.lead]
+            counted = (schedule, workload.head_dim, BATCH, ELEMENT_BYTES, workload.value_dim)
+            yield Holding(
+                rank=number[member.lead],
+                ranks=member.ranks,
+                replica=place[0],
+                stage=place[1],
+                layers=stage.layers,
+                recompute=stage.recompute,
+                domain=d,
+                samples=domain.samples,
                 group=group,
                 group_name=domain.groups[group].name,
                 tokens=member.tokens,
@@ -69,12 +102,7 @@ def _replica_holdings(plan: Plan, replica: int) -> list[Holding]:
                 heads=member.heads,
                 kv_heads=schedule.own_kv,
                 segments=schedule.segments,
-                forward=forward_traffic(
-                    schedule, workload.head_dim, BATCH, ELEMENT_BYTES, workload.value_dim
-                ),
-                backward=backward_traffic(
-                    schedule, workload.head_dim, BATCH, ELEMENT_BYTES, workload.value_dim
-                ),
+                state=member.state,
+                forward=forward_traffic(*counted),
+                backward=backward_traffic(*counted),
             )
-        )
-    return rows

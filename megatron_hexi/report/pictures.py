@@ -13,6 +13,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.model import Range
 from megatron_hexi.report.holdings import Holding
+from megatron_hexi.report.tables import spell_range
 
 #: Red, green, blue, opacity; each from 0 to 1.
 Colour = tuple[float, float, float, float]
@@ -23,22 +24,23 @@ _LABEL_SHARE = 0.01  # part of the axis that a bar must take for its label to fi
 
 
 def draw_plan(plan: Plan, rows: Sequence[Holding]) -> Figure:
-    """The sequence above, one row a replica; the heads below, one row a group.
+    """The sequence above, one row a domain; the heads below, one row a group.
 
     Args:
         plan: the plan.
         rows: its holdings.
     """
-    groups = [(r, g) for r, replica in enumerate(plan.replicas) for g in range(len(replica.domain.groups))]
-    height = min(2.6 + 0.5 * (len(plan.replicas) + len(groups)), _MAX_HEIGHT)
+    domains = {row.place[:3]: _domain_name(row) for row in sorted(rows, key=lambda row: row.place)}
+    groups = {row.place: _group_name(plan, row) for row in sorted(rows, key=lambda row: row.place)}
+    height = min(2.6 + 0.5 * (len(domains) + len(groups)), _MAX_HEIGHT)
     figure = Figure(figsize=(11, height), layout="constrained")
-    sequence, heads = figure.subplots(2, 1, height_ratios=[len(plan.replicas) + 0.5, len(groups) + 0.5])
-    _set_up(sequence, "position in the sequence", plan.workload.seq_length, _replica_names(plan))
-    _set_up(heads, "query head", plan.workload.local_heads, _group_names(plan))
+    sequence, heads = figure.subplots(2, 1, height_ratios=[len(domains) + 0.5, len(groups) + 0.5])
+    _set_up(sequence, "position in the sequence", plan.workload.seq_length, list(domains.values()))
+    _set_up(heads, "query head", max(row.heads[1] for row in rows), list(groups.values()))
     for row in rows:
-        colour = _colour(row.rank, len(rows))
-        _add_bars(sequence, row.segments, row.replica, colour, str(row.rank))
-        _add_bars(heads, [row.heads], groups.index((row.replica, row.group)), colour, str(row.rank))
+        colour, label = _colour(row.rank, len(rows)), spell_range((row.ranks[0], row.ranks[-1] + 1))
+        _add_bars(sequence, row.segments, list(domains).index(row.place[:3]), colour, label)
+        _add_bars(heads, [row.heads], list(groups).index(row.place), colour, label)
     sequence.set_title("Numbers are ranks. Above: tokens outside attention. Below: heads in attention.")
     return figure
 
@@ -89,14 +91,16 @@ def _set_up(axes: Axes, what: str, end: int, rows: list[str]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
-def _replica_names(plan: Plan) -> list[str]:
-    return [f"replica {number}" for number in range(len(plan.replicas))]
+def _domain_name(row: Holding) -> str:
+    """Replica, stage with its layers, and samples, where there is more than one."""
+    words = [f"replica {row.replica}"]
+    if row.layers is not None:
+        words.append(f"layers {spell_range(row.layers)}")
+    if row.samples is not None:
+        words.append(f"{row.samples} samples")
+    return ", ".join(words)
 
 
-def _group_names(plan: Plan) -> list[str]:
-    several = len(plan.replicas) > 1
-    return [
-        (f"replica {r}: " if several else "") + (group.name or f"group {g}")
-        for r, replica in enumerate(plan.replicas)
-        for g, group in enumerate(replica.domain.groups)
-    ]
+def _group_name(plan: Plan, row: Holding) -> str:
+    several = len(plan.replicas) > 1 or not plan.is_repeated
+    return (f"{_domain_name(row)}: " if several else "") + (row.group_name or f"group {row.group}")

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_hexi.cost import IterationCost
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.errors import HexiError
-from megatron_hexi.plan import Plan, plan_digest
+from megatron_hexi.plan import Plan, plan_digest, require_repeated
 from megatron_hexi.plan.model import Range
 from megatron_hexi.record import Interval, Leg, Record, Start
 from megatron_hexi.report.estimate import spell_seconds
@@ -127,7 +127,8 @@ def last_start(record: Record, plan: Plan) -> Start:
             f"{record.path}: was recorded under the plan {found}, not under {digest[:_DIGEST]}; give that "
             "run's plan"
         )
-    ranks = plan.ranks * plan.workload.tensor_parallel * starts[-1].pipeline_parallel
+    require_repeated(plan, "report on")
+    ranks = plan.units * plan.workload.tensor_parallel * starts[-1].pipeline_parallel
     if len(starts[-1].devices) != ranks:
         raise HexiError(
             f"{record.path}: the job had {len(starts[-1].devices)} ranks, the plan makes it {ranks}; is the "
@@ -226,7 +227,7 @@ def _ranks(
     plan: Plan, start: Start, intervals: Sequence[Interval], cost: IterationCost | None
 ) -> tuple[RankRun, ...]:
     members = sorted(
-        (member for replica in plan.replicas for member in replica.domain.members), key=lambda one: one.rank
+        (member for replica in plan.replicas for member in replica.domain.members), key=lambda one: one.lead
     )
     width = plan.workload.tensor_parallel
     count = sum(len(interval.iterations) for interval in intervals)
@@ -240,7 +241,7 @@ def _ranks(
         found.append(
             RankRun(
                 rank=rank,
-                member=member.rank,
+                member=member.number,
                 stage=stage,
                 device=device if own is None else f"{own.device} ({own.name})",
                 tokens=member.tokens,

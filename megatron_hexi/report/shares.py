@@ -194,10 +194,10 @@ def _models(cluster: Cluster) -> list[int]:
 def _kinds(group: Group, ranks: dict[int, list[RankCost]], models: Sequence[int]) -> _Kinds:
     found: dict[tuple[int, ...], list[Member]] = {}
     for member in group.members:
-        found.setdefault(tuple(models[rank.gpu] for rank in ranks[member.rank]), []).append(member)
+        found.setdefault(tuple(models[rank.gpu] for rank in ranks[member.number]), []).append(member)
     kinds = []
     for model, members in found.items():
-        devices = dict.fromkeys(rank.device for rank in ranks[members[0].rank])
+        devices = dict.fromkeys(rank.device for rank in ranks[members[0].number])
         kinds.append(_Kind(model, " + ".join(devices), tuple(members)))
     return kinds
 
@@ -210,7 +210,7 @@ def _share(
     ranks: dict[int, list[RankCost]],
 ) -> Share:
     members = [member for kind in same for member in kind.members]
-    held = [rank for member in members for rank in ranks[member.rank]]
+    held = [rank for member in members for rank in ranks[member.number]]
     fullest = max(held, key=lambda rank: rank.memory_gib / rank.usable_gib)
     return Share(
         replicas=replicas,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,6 +14,30 @@ from megatron_hexi.report.holdings import Holding
 
 _CAPTION = "heads and positions: first-last; sent: bytes a layer and sequence in bf16, forward + backward"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def _always(plan: Plan, rows: Sequence[Holding]) -> bool:
+    return True
+
+
+#: The columns of who holds what, and when each says something.
+_COLUMNS: dict[str, Callable[[Plan, Sequence[Holding]], bool]] = {
+    "replica": lambda plan, rows: len(plan.replicas) > 1,
+    "stage": lambda plan, rows: not plan.is_repeated,
+    "layers": lambda plan, rows: not plan.is_repeated,
+    "recompute": lambda plan, rows: any(row.recompute is not None for row in rows),
+    "rank": _always,
+    "samples": lambda plan, rows: any(row.samples is not None for row in rows),
+    "group": _always,
+    "tokens": _always,
+    "share": _always,
+    "heads": _always,
+    "kv heads": _always,
+    "state": lambda plan, rows: any(row.state != 1 for row in rows),
+    "positions": _always,
+    "sent in group": _always,
+    "to others": _always,
+}
 
 
 def plan_report(plan: Plan, rows: Sequence[Holding]) -> RenderableType:
@@ -36,41 +60,31 @@ def plan_report(plan: Plan, rows: Sequence[Holding]) -> RenderableType:
 
 
 def holdings_table(plan: Plan, rows: Sequence[Holding]) -> Table:
-    """Who holds what, one line a rank, with a rule between groups."""
+    """Who holds what, one line a unit, with a rule between groups; columns that say nothing are left out."""
     table = Table(caption=_CAPTION, caption_justify="left")
-    several_replicas = len(plan.replicas) > 1
-    if several_replicas:
-        table.add_column("replica", justify="right")
-    for name in (
-        "rank",
-        "group",
-        "tokens",
-        "share",
-        "heads",
-        "kv heads",
-        "positions",
-        "sent in group",
-        "to others",
-    ):
+    columns = [name for name, says in _COLUMNS.items() if says(plan, rows)]
+    for name in columns:
         table.add_column(name, justify="left" if name in ("group", "positions") else "right", overflow="fold")
     for number, row in enumerate(rows):
         following = rows[number + 1] if number + 1 < len(rows) else row
-        cells = (
-            str(row.rank),
-            Text(row.group_name or str(row.group)),  # a name may hold what rich takes for markup
-            f"{row.tokens:,}",
-            f"{row.share:.1%}",
-            spell_range(row.heads),
-            spell_range(row.kv_heads),
-            ", ".join(map(spell_range, row.segments)) or "none",
-            _both_ways(row.forward, row.backward, "all_to_all_bytes"),
-            _both_ways(row.forward, row.backward, "message_bytes"),
-        )
-        table.add_row(
-            *([str(row.replica)] if several_replicas else []),
-            *cells,
-            end_section=(following.replica, following.group) != (row.replica, row.group),
-        )
+        cells: dict[str, str | Text] = {
+            "replica": str(row.replica),
+            "stage": str(row.stage),
+            "layers": spell_range(row.layers or (0, 0)),
+            "recompute": "" if row.recompute is None else str(row.recompute),
+            "rank": spell_range((row.ranks[0], row.ranks[-1] + 1)),
+            "samples": "all" if row.samples is None else str(row.samples),
+            "group": Text(row.group_name or str(row.group)),  # a name may hold what rich takes for markup
+            "tokens": f"{row.tokens:,}",
+            "share": f"{row.share:.1%}",
+            "heads": spell_range(row.heads),
+            "kv heads": spell_range(row.kv_heads),
+            "state": str(row.state),
+            "positions": ", ".join(map(spell_range, row.segments)) or "none",
+            "sent in group": _both_ways(row.forward, row.backward, "all_to_all_bytes"),
+            "to others": _both_ways(row.forward, row.backward, "message_bytes"),
+        }
+        table.add_row(*(cells[name] for name in columns), end_section=following.place != row.place)
     return table
 
 
@@ -120,8 +134,9 @@ def _workload_line(workload: Workload) -> str:
         facts.append(f"{workload.layers} layers")
     if workload.hidden_size is not None:
         facts.append(f"hidden size {workload.hidden_size}")
-    if workload.tensor_parallel > 1:
-        facts.append(f"tensor parallel {workload.tensor_parallel} (heads below are those of one such rank)")
+    if workload.tensor_parallel != 1:
+        width = workload.tensor_parallel or "differs"
+        facts.append(f"tensor parallel {width} (heads below are those of one such rank)")
     return "workload: " + ", ".join(facts)
 
 

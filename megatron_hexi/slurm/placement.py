@@ -97,11 +97,11 @@ def _gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
             f"the plan was made for the cluster {name} (digest {made_for[:12]}), and cluster {cluster.name} "
             f"(digest {cluster_digest(cluster)[:12]}) is another; give its own cluster file, or plan again"
         )
-    units = plan.ranks * plan.workload.tensor_parallel
     gpus = range(len(cluster.ranks)) if plan.gpus is None else plan.gpus
-    if max(gpus) >= len(cluster.ranks) or len(gpus) % units:
+    odd = len(gpus) % plan.ranks if plan.is_repeated else len(gpus) != plan.ranks
+    if max(gpus) >= len(cluster.ranks) or odd:
         raise PlanError(
-            f"the plan is for {units} ranks a pipeline stage on the GPUs up to {max(gpus)}, cluster "
+            f"the plan is for {plan.ranks} ranks{' a pipeline stage' if plan.is_repeated else ''} on the GPUs up to {max(gpus)}, cluster "
             f"{cluster.name} has {len(cluster.ranks)} GPUs; give the cluster file that it was made for"
         )
     return gpus

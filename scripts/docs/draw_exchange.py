@@ -43,7 +43,7 @@ def _draw_step(axes: Axes, domain: Domain, step: int, *, grey: bool) -> None:
                     add_rectangle(axes, keys, segment, colour, edgecolor="white")
             continue
         source = domain.groups[_source(domain, g, step)]
-        index = [member.rank for member in domain.members].index(group.members[0].rank)
+        index = [member.number for member in domain.members].index(group.members[0].number)
         schedule = build_schedule(WORKLOAD, domain, index, parts=1)
         for block in schedule.steps[step - 1].blocks:
             for down in slice_segments(group.segments, *block.queries):
@@ -53,12 +53,14 @@ def _draw_step(axes: Axes, domain: Domain, step: int, *, grey: bool) -> None:
 
 def _source(domain: Domain, group: int, step: int) -> int:
     """Whose keys a group uses in a step: the owners of what its schedule says that it receives."""
-    ranks = [member.rank for member in domain.members]
-    index = ranks.index(domain.groups[group].members[0].rank)
+    ranks = [member.number for member in domain.members]
+    index = ranks.index(domain.groups[group].members[0].number)
     schedule = build_schedule(WORKLOAD, domain, index, parts=1)
     owner = ranks[schedule.steps[step - 1].receives[0].peer]
     return next(
-        number for number, one in enumerate(domain.groups) if owner in {member.rank for member in one.members}
+        number
+        for number, one in enumerate(domain.groups)
+        if owner in {member.number for member in one.members}
     )
 
 

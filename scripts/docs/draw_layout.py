@@ -42,7 +42,7 @@ def draw_all_to_all() -> Figure:
         for axes, across, down in ((before, shard, heads), (after, (0, group.tokens), member.heads)):
             add_rectangle(axes, across, down, GROUP_COLOURS[0], alpha=_SHADES[number], edgecolor="white")
             middle = (across[0] + across[1]) / 2, (down[0] + down[1]) / 2
-            axes.text(*middle, f"rank {member.rank}", ha="center", va="center")
+            axes.text(*middle, f"rank {member.number}", ha="center", va="center")
     for axes, title in ((before, "outside attention"), (after, "in attention")):
         axes.set_title(title, fontsize=10)
         axes.set_xlim(0, group.tokens)
@@ -61,7 +61,7 @@ def _draw_positions(axes: Axes, domain: Domain) -> None:
             for segment in shard_segments(group, m):
                 down = (row, row + 1)
                 add_rectangle(axes, segment, down, GROUP_COLOURS[g], alpha=_SHADES[m % 2], edgecolor="white")
-            names.append(f"group {g}, rank {member.rank}: {member.tokens}")
+            names.append(f"group {g}, rank {member.number}: {member.tokens}")
     axes.set_xlim(0, WORKLOAD.seq_length)
     axes.set_ylim(len(names), 0)
     axes.set_yticks([row + 0.5 for row in range(len(names))], names)

@@ -183,7 +183,7 @@ def test_collectives_messages_and_bytes_are_those_that_the_plan_says(plan, batch
 
     wire = Wire()
     with wire.counted():
-        counted = run_ranks(plan.ranks, work)
+        counted = run_ranks(plan.units, work)
     size = (workload.head_dim, batch, dtype.itemsize, workload.value_dim)
     for schedule, (forward, backward) in zip(schedules_of(plan), counted, strict=True):
         assert forward == forward_traffic(schedule, *size)

@@ -28,14 +28,16 @@ PLANS = {
     ),
     "a rank without heads, one without tokens": one_replica(
         Workload(29, 6, 2, 4),
-        Group(((0, 5), (20, 29)), (Member(0, 9, (0, 3)), Member(2, 0, (3, 6)), Member(3, 5, (6, 6)))),
-        Group(((5, 20),), (Member(1, 15, (0, 6)),)),
+        Group(
+            ((0, 5), (20, 29)), (Member((0,), 9, (0, 3)), Member((2,), 0, (3, 6)), Member((3,), 5, (6, 6)))
+        ),
+        Group(((5, 20),), (Member((1,), 15, (0, 6)),)),
     ),
     "a group without tokens": one_replica(
         Workload(17, 3, 1, 4),
-        Group(((0, 4), (12, 17)), (Member(1, 9, (0, 3)),)),
-        Group((), (Member(0, 0, (0, 1)), Member(3, 0, (1, 3)))),
-        Group(((4, 12),), (Member(2, 8, (0, 3)),)),
+        Group(((0, 4), (12, 17)), (Member((1,), 9, (0, 3)),)),
+        Group((), (Member((0,), 0, (0, 1)), Member((3,), 0, (1, 3)))),
+        Group(((4, 12),), (Member((2,), 8, (0, 3)),)),
         window=3,
     ),
     "tensor parallel": proportional_plan(Workload(64, 12, 4, 8, tensor_parallel=2), [[[1, 2], [2, 1]]]),

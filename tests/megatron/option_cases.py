@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload
+from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
 from tests.megatron.test_uneven_training import SEQ_LENGTH
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -97,19 +97,23 @@ class Case:
             pairs = {name: (domain,) for name, domain in of_one.items()}
         return {
             name: Plan(
-                self.workload, tuple(_replica(domain, number) for number, domain in enumerate(domains))
+                self.workload,
+                tuple(_replica(self.workload, domain, number) for number, domain in enumerate(domains)),
             )
             for name, domains in pairs.items()
         }
 
 
-def _replica(domain: _Domain, number: int) -> Replica:
+def _replica(workload: Workload, domain: _Domain, number: int) -> Replica:
     ranks = iter(range(number * sum(len(group) - 1 for group in domain), 1000))
     groups = tuple(
-        Group(segments, tuple(Member(next(ranks), tokens, heads) for tokens, heads in members))
+        Group(
+            segments,
+            tuple(Member(unit_ranks(workload, next(ranks)), tokens, heads) for tokens, heads in members),
+        )
         for segments, *members in domain
     )
-    return Replica((Stage(Domain(groups)),))
+    return Replica((Stage((Domain(groups),)),))
 
 
 #: The run without a plan has a mask that keeps documents apart, of all pairs of tokens.

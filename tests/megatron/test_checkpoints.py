@@ -39,7 +39,7 @@ def saved(forks, references, tmp_path_factory):
 def test_training_goes_on_under_any_plan_and_parallelism(case: Case, name, saved, forks, tmp_path):
     weights, whole = saved
     plan = case.plans()[name] if name else None
-    ranks = plan.ranks * case.model_parallel if plan else 1
+    ranks = plan.units * case.model_parallel if plan else 1
     words = [*MODEL, *RESHARDABLE, *case.job, "--train-iters", "4", "--load", weights, "--no-load-rng"]
     log = forks.train(tmp_path, ranks=ranks, args=words, plan=plan)
     assert log.iterations == [3, 4]

@@ -84,7 +84,7 @@ def test_packed_conversations_train_as_on_one_rank(
     plan = case.plans()[name]
     log = forks.train(
         tmp_path,
-        ranks=plan.ranks * case.model_parallel,
+        ranks=plan.units * case.model_parallel,
         args=[*conversations, *model, *job, "--train-iters", "10", "--load", weights, "--finetune"],
         plan=plan,
         entry=ENTRY,

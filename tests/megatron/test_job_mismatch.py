@@ -89,10 +89,10 @@ def test_a_batch_that_only_the_plan_states_is_the_plans(shares, batch, take, mon
 
 
 def two_replicas(*shares: int | None) -> Plan:
-    domains = [proportional_domain(WORKLOAD, [[1, 1]], first_rank=first) for first in (0, 2)]
+    domains = [proportional_domain(WORKLOAD, [[1, 1]], first_unit=first) for first in (0, 2)]
     return Plan(
         WORKLOAD,
-        tuple(Replica((Stage(domain),), share) for domain, share in zip(domains, shares, strict=True)),
+        tuple(Replica((Stage((domain,)),), share) for domain, share in zip(domains, shares, strict=True)),
     )
 
 

@@ -178,7 +178,7 @@ def test_a_combination_trains_as_without_a_plan(row: Choice, forks, references, 
     told = (*model, *(APART if apart else ()))
     weights, reference = references(told, iterations=3, ranks=len(plan.replicas))
     words = [*job(model), *options, "--train-iters", "3", "--load", weights, "--finetune"]
-    log = forks.train(tmp_path, ranks=plan.ranks * case.model_parallel, args=words, plan=plan)
+    log = forks.train(tmp_path, ranks=plan.units * case.model_parallel, args=words, plan=plan)
     assert largest_difference(log, reference) < 1e-5
 
 
@@ -208,8 +208,8 @@ def test_a_refused_option_ends_every_rank_with_one_line(option, name, forks, tmp
     plan = _plan(Case(tuple(given), replicas=name == "replicas"), name)
     write_plan(plan, tmp_path / "plan.yaml")
     words = [*job(given), "--train-iters", "1", "--hexi-plan", tmp_path / "plan.yaml"]
-    outcome = forks.launch(tmp_path, ranks=plan.ranks, args=words)
-    assert outcome.codes == [2] * plan.ranks
+    outcome = forks.launch(tmp_path, ranks=plan.units, args=words)
+    assert outcome.codes == [2] * plan.units
     # Beside unequal replicas experts are refused, whatever else is asked of them.
     first = "--num-experts" if name == "unequal" and "--num-experts" in given else option.option
     for output in outcome.output:

@@ -34,7 +34,7 @@ def test_losses_and_gradient_norms_are_those_without_a_plan(
     plan = case.plans()[name]
     log = forks.train(
         tmp_path,
-        ranks=plan.ranks * case.model_parallel,
+        ranks=plan.units * case.model_parallel,
         args=[*job([*case.model, *data]), *ITERATIONS, "--load", weights, "--finetune", *case.job],
         plan=plan,
     )
@@ -63,7 +63,7 @@ def test_other_losses_are_logged_as_without_a_plan(job, plan, name, forks, refer
     weights, reference = references(case.model)
     log = forks.train(
         tmp_path,
-        ranks=case.plans()[plan].ranks,
+        ranks=case.plans()[plan].units,
         args=[*MODEL, *ITERATIONS, "--load", weights, "--finetune", *case.model],
         plan=case.plans()[plan],
     )

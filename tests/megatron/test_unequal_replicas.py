@@ -78,10 +78,10 @@ def plan_of(name: str, tensor_parallel: int = 1) -> Plan:
 
     def replica(domain: _Domain, share: int | None) -> Replica:
         groups = tuple(
-            Group(segments, tuple(Member(rank, tokens, heads(span)) for rank, tokens, span in members))
+            Group(segments, tuple(Member((rank,), tokens, heads(span)) for rank, tokens, span in members))
             for segments, *members in domain
         )
-        return Replica((Stage(Domain(groups)),), share)
+        return Replica((Stage((Domain(groups),)),), share)
 
     workload = Workload(SEQ_LENGTH, heads=6, kv_heads=2, head_dim=16, tensor_parallel=tensor_parallel)
     return Plan(workload, tuple(replica(*one) for one in PLANS[name]))
@@ -115,7 +115,7 @@ class Case:
         """Micro-batches of each rank of the job."""
         replicas = plan_of(self.plan).replicas
         share = {
-            member.rank: replica.micro_batches or 8 // len(replicas)
+            member.number: replica.micro_batches or 8 // len(replicas)
             for replica in replicas
             for member in replica.domain.members
         }
@@ -190,7 +190,7 @@ def test_other_losses_are_logged_as_on_one_rank(forks, references, tmp_path):
 def test_evaluation_gives_the_loss_of_one_rank(forks, references, tmp_path):
     weights, _ = references(BATCH)
     words = [*MODEL, *BATCH, "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "2"]
-    runs = [(1, None), *((plan_of(name).ranks, plan_of(name)) for name in ("three-and-one", "two-one-one"))]
+    runs = [(1, None), *((plan_of(name).units, plan_of(name)) for name in ("three-and-one", "two-one-one"))]
     losses = [
         logged(
             forks.train(

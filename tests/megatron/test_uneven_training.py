@@ -46,14 +46,20 @@ THREE_AND_ONE = Plan(
         Replica(
             (
                 Stage(
-                    Domain(
-                        (
-                            Group(
-                                ((0, 50), (77, 127)),
-                                (Member(0, 51, (0, 2)), Member(1, 36, (2, 5)), Member(2, 13, (5, 6))),
-                            ),
-                            Group(((50, 77),), (Member(3, 27, (0, 6)),)),
-                        )
+                    (
+                        Domain(
+                            (
+                                Group(
+                                    ((0, 50), (77, 127)),
+                                    (
+                                        Member((0,), 51, (0, 2)),
+                                        Member((1,), 36, (2, 5)),
+                                        Member((2,), 13, (5, 6)),
+                                    ),
+                                ),
+                                Group(((50, 77),), (Member((3,), 27, (0, 6)),)),
+                            )
+                        ),
                     )
                 ),
             )
@@ -70,8 +76,8 @@ def with_tensor_parallel(size: int) -> Workload:
 
 def one_domain(*members: tuple[int, tuple[int, int]]) -> Plan:
     """All ranks in one group: tokens and heads of each."""
-    group = Group(((0, SEQ_LENGTH),), tuple(Member(i, t, h) for i, (t, h) in enumerate(members)))
-    return Plan(WORKLOAD, (Replica((Stage(Domain((group,))),)),))
+    group = Group(((0, SEQ_LENGTH),), tuple(Member((i,), t, h) for i, (t, h) in enumerate(members)))
+    return Plan(WORKLOAD, (Replica((Stage((Domain((group,)),)),)),))
 
 
 class Run(Protocol):

@@ -133,7 +133,7 @@ def planned(slurm, tmp_path_factory):
     assert desk.wait(job) == "COMPLETED", desk.said(job)
     assert "{name: fast0, " in (desk.folder / "cluster.yaml").read_text()
     plan = read_plan(desk.folder / "plan.yaml")
-    assert plan.ranks == 2 * GPUS
+    assert plan.units == 2 * GPUS
     return desk.folder
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_hexi.cost import CostModel, attention_seconds, token_seconds
 from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
 from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
-from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage
+from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, unit_ranks
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
 
 #: Factors by which the pattern search changes shares, and how far from the best one may be after each.
@@ -246,11 +246,12 @@ def plan_of(job, groups, shares, order, window, gpus):
         members = sorted(zip(groups[number], apportion(total, shares[number]), strict=True))
         heads = consecutive(count for (_, count), _ in members)
         held = (
-            Member(rank[gpu], tokens, span) for ((gpu, _), tokens), span in zip(members, heads, strict=True)
+            Member(unit_ranks(job.workload(), rank[gpu]), tokens, span)
+            for ((gpu, _), tokens), span in zip(members, heads, strict=True)
         )
         built.append(Group(segments, tuple(held)))
-    replica = Replica((Stage(Domain(tuple(built))),))
-    return Plan(job.workload(), (replica,), Exchange(window), None if len(used) == gpus else tuple(used))
+    replica = Replica((Stage((Domain(tuple(built)),)),))
+    return Plan(job.workload(), (replica,), Exchange(window), gpus=None if len(used) == gpus else tuple(used))
 
 
 def falling(shares):

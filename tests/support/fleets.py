@@ -224,7 +224,7 @@ def layouts_of(fleet, plan):
     width, job = fleet.job.tensor_parallel, fleet.job
     gpus = plan.gpus or range(len(fleet.cluster.ranks))
     number = {unit.gpus[0]: place for place, unit in enumerate(fleet.units)}
-    unit = [number[tuple(gpus[rank * width : (rank + 1) * width])] for rank in range(plan.ranks)]
+    unit = [number[tuple(gpus[rank * width : (rank + 1) * width])] for rank in range(plan.units)]
     share = job.global_batch_size // job.micro_batch_size // len(plan.replicas)
     layouts = []
     for replica in plan.replicas:
@@ -232,7 +232,7 @@ def layouts_of(fleet, plan):
         for group in replica.domain.groups:
             # A layout's heads go by the order of its units.
             members = sorted(group.members, key=lambda member: member.heads)
-            units = tuple(unit[member.rank] for member in members)
+            units = tuple(unit[member.number] for member in members)
             heads = tuple(member.heads[1] - member.heads[0] for member in members)
             parts.append(Part(units, tuple(member.tokens for member in members), heads))
         layouts.append(Layout(tuple(parts), replica.micro_batches or share))

@@ -18,6 +18,7 @@ from megatron_hexi.plan import (
     Replica,
     Stage,
     Workload,
+    unit_ranks,
     validate_plan,
 )
 from megatron_hexi.plan.layout import merge_segments
@@ -86,7 +87,7 @@ def plans(draw, workload=None, most_ranks=8, most_replicas=1):
     for _ in range(random.randint(1, most_replicas)):
         domain = _domain(random, workload, most_ranks, first_rank)
         first_rank += len(domain.members)
-        replicas.append(Replica((Stage(domain),)))
+        replicas.append(Replica((Stage((domain,)),)))
     plan = Plan(workload, tuple(replicas), Exchange(random.randint(1, 3), random.randint(1, 4)))
     validate_plan(plan)
     return plan
@@ -129,7 +130,7 @@ def _domain(random, workload, most_ranks, first_rank):
             Group(
                 segments[number],
                 tuple(
-                    Member(rank, stop - start, head_range)
+                    Member(unit_ranks(workload, rank), stop - start, head_range)
                     for rank, (start, stop), head_range in zip(members, tokens, heads, strict=True)
                 ),
                 name=f"group-{number}",
@@ -140,7 +141,7 @@ def _domain(random, workload, most_ranks, first_rank):
 
 def one_replica(workload, *groups, window=1, parts=1):
     """A plan of one domain."""
-    plan = Plan(workload, (Replica((Stage(Domain(groups)),)),), Exchange(window, parts))
+    plan = Plan(workload, (Replica((Stage((Domain(groups),)),)),), Exchange(window, parts))
     validate_plan(plan)
     return plan
 
@@ -148,17 +149,17 @@ def one_replica(workload, *groups, window=1, parts=1):
 #: A KV head cut in the middle, on both sides differently; a rank without heads; one without tokens.
 TORN = one_replica(
     Workload(29, 6, 2, 4),
-    Group(((0, 5), (20, 29)), (Member(0, 9, (0, 2)), Member(1, 0, (2, 5)), Member(2, 5, (5, 6)))),
-    Group(((5, 20),), (Member(3, 8, (0, 0)), Member(4, 7, (0, 6)))),
+    Group(((0, 5), (20, 29)), (Member((0,), 9, (0, 2)), Member((1,), 0, (2, 5)), Member((2,), 5, (5, 6)))),
+    Group(((5, 20),), (Member((3,), 8, (0, 0)), Member((4,), 7, (0, 6)))),
     parts=2,
 )
 
 #: Ranks with 1, 2, 3, 4 and 6 KV heads, cut in the middle on both sides; three queries read each.
 RAGGED = one_replica(
     Workload(41, 18, 6, 4),
-    Group(((0, 7), (30, 41)), (Member(0, 5, (0, 2)), Member(1, 9, (2, 8)), Member(4, 4, (8, 18)))),
-    Group(((7, 18),), (Member(2, 3, (0, 5)), Member(5, 8, (5, 12)), Member(6, 0, (12, 18)))),
-    Group(((18, 30),), (Member(3, 12, (0, 18)),)),
+    Group(((0, 7), (30, 41)), (Member((0,), 5, (0, 2)), Member((1,), 9, (2, 8)), Member((4,), 4, (8, 18)))),
+    Group(((7, 18),), (Member((2,), 3, (0, 5)), Member((5,), 8, (5, 12)), Member((6,), 0, (12, 18)))),
+    Group(((18, 30),), (Member((3,), 12, (0, 18)),)),
     window=2,
     parts=4,
 )
@@ -166,9 +167,9 @@ RAGGED = one_replica(
 #: Four groups, of which one has no tokens and one stands in the middle of another.
 SPARSE = one_replica(
     Workload(17, 3, 1, 4),
-    Group(((0, 1), (16, 17)), (Member(1, 2, (0, 3)),)),
-    Group((), (Member(0, 0, (0, 1)), Member(5, 0, (1, 3)))),
-    Group(((1, 4), (6, 9), (12, 16)), (Member(2, 10, (2, 3)), Member(3, 0, (0, 2)))),
-    Group(((4, 6), (9, 12)), (Member(4, 5, (0, 3)),)),
+    Group(((0, 1), (16, 17)), (Member((1,), 2, (0, 3)),)),
+    Group((), (Member((0,), 0, (0, 1)), Member((5,), 0, (1, 3)))),
+    Group(((1, 4), (6, 9), (12, 16)), (Member((2,), 10, (2, 3)), Member((3,), 0, (0, 2)))),
+    Group(((4, 6), (9, 12)), (Member((4,), 5, (0, 3)),)),
     window=2,
 )

@@ -86,7 +86,7 @@ def test_random_clusters_are_those_of_the_seed():
 @examples(60)
 def test_the_runtime_would_send_what_the_cost_model_counts(plan):
     found = check_wire(plan, job_for(plan, batch=2))
-    assert found.ranks == found.of == plan.ranks
+    assert found.ranks == found.of == plan.units
 
 
 @pytest.mark.parametrize("plan", [TORN, RAGGED, SPARSE], ids=["torn", "ragged", "sparse"])

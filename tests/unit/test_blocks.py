@@ -103,7 +103,7 @@ def test_without_window_and_documents_blocks_are_as_few_as_can_be(plan):
 
 def test_a_window_by_hand():
     """Ten tokens in one group, of which each sees two before itself."""
-    group = Group(((0, 10),), (Member(0, 10, (0, 1)),))
+    group = Group(((0, 10),), (Member((0,), 10, (0, 1)),))
     first, beside = own_blocks(group, Mask(window=2), 10)
     chunks = [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert first == tuple(Block(rows, rows, Shape.CAUSAL) for rows in chunks)
@@ -138,7 +138,7 @@ def test_dealing_keeps_both_sums_and_stays_near_the_shares(rows, random):
 def test_one_document_is_the_layout_of_a_sequence():
     tokens = [5, 8, 3]
     groups = tuple(
-        Group(segments, (Member(rank, count, (0, 1)),))
+        Group(segments, (Member((rank,), count, (0, 1)),))
         for rank, (segments, count) in enumerate(zip(causal_segments(tokens), tokens, strict=True))
     )
     assert packed_domain(Domain(groups), (16,)) == Domain(groups)
@@ -155,7 +155,7 @@ def test_every_group_has_its_share_of_the_work_whatever_the_documents_lengths_ar
         lengths.append(min(int(2 ** random.uniform(3, 15)), 2**15 - sum(lengths)))
     tokens = [16384, 8192, 5000, 3192]
     groups = tuple(
-        Group(segments, (Member(rank, count, (0, 1)),))
+        Group(segments, (Member((rank,), count, (0, 1)),))
         for rank, (segments, count) in enumerate(zip(causal_segments(tokens), tokens, strict=True))
     )
     mask = Mask(documents=tuple(lengths))

@@ -65,7 +65,7 @@ def test_plan_writes_the_plan_and_reports(hexi, asked):
     code, out, err = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml")
     assert (code, err) == (0, LEFT + "wrote plan.yaml\n")
     plan = read_plan("plan.yaml")
-    assert (plan.ranks, plan.workload.seq_length) == (8, 16384)
+    assert (plan.units, plan.workload.seq_length) == (8, 16384)
     for words in (
         "gpt-3b, 16,384 tokens",
         "tokens/s",

@@ -39,7 +39,7 @@ def check_against_schedules(plan):
     found = list(steps_of(arrays))
     for replica in plan.replicas:
         domain = replica.domain
-        ranks = [member.rank for member in domain.members]
+        ranks = [member.number for member in domain.members]
         schedules = [
             build_schedule(plan.workload, domain, index, plan.exchange.parts) for index in range(len(ranks))
         ]
@@ -81,8 +81,8 @@ def test_steps_are_those_of_the_split_tables(plan, chunk):
 #: The first step is cut, and has nothing to send.
 IDLE = one_replica(
     Workload(16, 4, 2, 4),
-    Group(((0, 16),), (Member(0, 9, (0, 2)), Member(1, 7, (2, 4)))),
-    Group((), (Member(2, 0, (0, 4)),)),
+    Group(((0, 16),), (Member((0,), 9, (0, 2)), Member((1,), 7, (2, 4)))),
+    Group((), (Member((2,), 0, (0, 4)),)),
     parts=2,
 )
 
@@ -113,7 +113,7 @@ def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch):
             schedule = build_schedule(workload, replica.domain, index, plan.exchange.parts)
             there = forward_traffic(schedule, workload.head_dim, batch, 2)
             back = backward_traffic(schedule, workload.head_dim, batch, 2)
-            assert list(sent[:, member.rank]) == [
+            assert list(sent[:, member.number]) == [
                 there.all_to_all_bytes,
                 back.all_to_all_bytes,
                 there.message_bytes,

@@ -39,7 +39,7 @@ def one(value):
 def alone(**changes):
     """Memory of a single GPU that does everything."""
     job = tiny_job(**changes)
-    plan = one_replica(job.workload(), Group(((0, 4096),), (Member(0, 4096, (0, 4)),)))
+    plan = one_replica(job.workload(), Group(((0, 4096),), (Member((0,), 4096, (0, 4)),)))
     return unit_memory(stage_memory(job, 0, Holdings.of(plan_arrays(plan), np.array([1]), NONE), 1, 1), 0)
 
 
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_named():
 def test_longer_contexts_never_take_less(length, recompute):
     def total(tokens):
         job = tiny_job(seq_length=tokens, recompute=recompute)
-        plan = one_replica(job.workload(), Group(((0, tokens),), (Member(0, tokens, (0, 4)),)))
+        plan = one_replica(job.workload(), Group(((0, tokens),), (Member((0,), tokens, (0, 4)),)))
         return estimate(plan, job, cluster([("a", "PLAIN", 1)])).memory_gib[0]
 
     assert total(length * 1000) <= total(length * 1000 + 777)

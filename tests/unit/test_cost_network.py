@@ -128,7 +128,9 @@ def test_as_the_cluster_s_own_routes_and_capacities_say(kind, messages):
 def test_all_to_alls_by_hand():
     # One group of two units on two nodes: T = 3000 and 1096, 3 heads and 1 head of 128.
     workload = Workload(4096, 4, 4, 128)
-    plan = one_replica(workload, Group(((0, 4096),), (Member(0, 3000, (0, 3)), Member(1, 1096, (3, 4)))))
+    plan = one_replica(
+        workload, Group(((0, 4096),), (Member((0,), 3000, (0, 3)), Member((1,), 1096, (3, 4))))
+    )
     job = tiny_job()
     links = LinkTable(cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)]))
     inward, outward = all_to_alls(plan_arrays(plan), job, links, whole(0, 1))
@@ -145,7 +147,7 @@ def test_all_to_alls_by_hand():
 def test_halves_of_all_to_alls_by_hand():
     # As above, in two: of unit 0 one head comes first (two would be as near to the middle); unit 1 has one.
     workload = Workload(4096, 4, 4, 128)
-    groups = Group(((0, 4096),), (Member(0, 3000, (0, 3)), Member(1, 1096, (3, 4))))
+    groups = Group(((0, 4096),), (Member((0,), 3000, (0, 3)), Member((1,), 1096, (3, 4))))
     links = LinkTable(cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)]))
     arrays = plan_arrays(one_replica(workload, groups, parts=2))
     inward, outward = all_to_alls(arrays, tiny_job(), links, whole(0, 1))

@@ -144,10 +144,10 @@ def test_parts_leave_every_call_enough_to_do(groups, parts):
     for tokens, heads in groups:
         members: list[Member] = []
         for number, count in enumerate(heads):
-            members.append(Member(len(members), tokens * (number == 0), (0, count)))
+            members.append(Member((len(members),), tokens * (number == 0), (0, count)))
         built.append(Group(((stop, stop + tokens),) if tokens else (), tuple(members)))
         stop += tokens
-    assert worthwhile_parts([Replica((Stage(Domain(tuple(built))),))]) == parts
+    assert worthwhile_parts([Replica((Stage((Domain(tuple(built)),)),))]) == parts
 
 
 @given(head_ranges(), head_ranges())

@@ -125,7 +125,7 @@ def test_a_slice_is_a_slice_of_the_positions(segments, start, stop):
 @examples(100)
 def test_shards_are_the_group_cut_in_member_order(segments, count, data):
     ranges = data.draw(cuts(len(positions(segments)), count))
-    members = tuple(Member(rank, stop - start, (0, 1)) for rank, (start, stop) in enumerate(ranges))
+    members = tuple(Member((rank,), stop - start, (0, 1)) for rank, (start, stop) in enumerate(ranges))
     group = Group(segments, members)
     assert [positions(shard_segments(group, i)) for i in range(count)] == [
         positions(segments)[start:stop] for start, stop in ranges

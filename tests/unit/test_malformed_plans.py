@@ -8,7 +8,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import read_plan
 
 GOOD = """\
-version: 1
+version: 2
 workload:
   seq_length: 64
   heads: 8
@@ -16,35 +16,36 @@ workload:
   head_dim: 16
   causal: true
   layers: 2
-  tensor_parallel: 1
+  value_dim: 16
 replicas:
 - micro_batches: 3
   stages:
   - layers: null
-    domain:
-      groups:
+    domains:
+    - groups:
       - name: fast
         segments: [[0, 20], [44, 64]]
         members:
-        - {rank: 0, tokens: 25, heads: [0, 5]}
-        - {rank: 1, tokens: 15, heads: [5, 8]}
+        - {ranks: [0], tokens: 25, heads: [0, 5]}
+        - {ranks: [1], tokens: 15, heads: [5, 8]}
       - name: slow
         segments: [[20, 44]]
         members:
-        - {rank: 2, tokens: 24, heads: [0, 8]}
+        - {ranks: [2], tokens: 24, heads: [0, 8]}
 exchange: {window: 1}
 estimate: {iteration_s: 1.5, memory_gib: [1.0, 2.0, 3.0], against: {ring: 2.5}}
 provenance: {planner: hexi, seed: 0}
 """
 
-GROUPS = "replicas[0].stages[0].domain.groups"
+GROUPS = "replicas[0].stages[0].domains[0].groups"
 FAST, SLOW = f"{GROUPS}[0]", f"{GROUPS}[1]"
 SLOW_GROUP = """\
       - name: slow
         segments: [[20, 44]]
         members:
-        - {rank: 2, tokens: 24, heads: [0, 8]}
+        - {ranks: [2], tokens: 24, heads: [0, 8]}
 """
+GROUPS_TEXT = GOOD[GOOD.index("      - name: fast") : GOOD.index("exchange:")]
 STAGE = GOOD[GOOD.index("  - layers: null") : GOOD.index("exchange:")]
 
 
@@ -99,10 +100,18 @@ MISTAKES = [
         "keep one",
     ),
     # Fields.
-    edit("another version", "version: 1", "version: 2", 1, "version is 2", "reads 1", "make the plan again"),
+    edit(
+        "another version",
+        "version: 2",
+        "version: 3",
+        1,
+        "version is 3",
+        "reads 1 and 2",
+        "make the plan again",
+    ),
     edit(
         "a version that is not an int",
-        "version: 1",
+        "version: 2",
         "version: true",
         1,
         "version is True",
@@ -136,14 +145,19 @@ MISTAKES = [
     edit(
         "groups that are a mapping",
         STAGE,
-        "  - domain: {groups: {a: 1}}\n",
+        "  - domains: [{groups: {a: 1}}]\n",
         13,
         GROUPS,
         "{'a': 1}",
         "not a list",
     ),
     edit(
-        "a member that is a number", "- {rank: 2, tokens: 24, heads: [0, 8]}", "- 2", 24, "[0] = 2", "mapping"
+        "a member that is a number",
+        "- {ranks: [2], tokens: 24, heads: [0, 8]}",
+        "- 2",
+        24,
+        "[0] = 2",
+        "mapping",
     ),
     edit("a name that is a number", "name: slow", "name: 7", 21, f"{SLOW}.name = 7 is not text", "quotes"),
     # Numbers.
@@ -218,7 +232,15 @@ MISTAKES = [
         "too small",
         "is 0",
     ),
-    edit("a negative rank", "rank: 0,", "rank: -1,", 19, f"{FAST}.members[0].rank = -1", "too small", "is 0"),
+    edit(
+        "a negative rank",
+        "ranks: [0],",
+        "ranks: [-1],",
+        19,
+        f"{FAST}.members[0].ranks[0] = -1",
+        "too small",
+        "is 0",
+    ),
     edit(
         "zero seq_length", "seq_length: 64", "seq_length: 0", 3, "seq_length = 0", "too small", "least is 1"
     ),
@@ -263,22 +285,32 @@ MISTAKES = [
         "more KV heads than heads", "kv_heads: 4", "kv_heads: 16", 5, "kv_heads is 16", "the 8 heads", "give"
     ),
     edit(
-        "tensor parallel that does not divide",
-        "parallel: 1",
-        "parallel: 3",
-        9,
-        "parallel is 3",
-        "8 heads",
-        "give",
+        "units that do not divide the heads",
+        "{ranks: [2], tokens: 24, heads: [0, 8]}",
+        "{ranks: [2, 3, 4], tokens: 24, heads: [0, 8]}",
+        24,
+        f"{SLOW}.members[0].ranks has 3 ranks",
+        "cannot share 8 heads and 4 KV heads",
+        "divide the heads",
     ),
     edit(
-        "tensor parallel against the KV heads",
-        "heads: 8\n  kv_heads: 4\n  head_dim: 16\n  causal: true\n  layers: 2\n  tensor_parallel: 1",
-        "heads: 12\n  kv_heads: 4\n  head_dim: 16\n  causal: true\n  layers: 2\n  tensor_parallel: 6",
+        "units of two sizes",
+        "{ranks: [2], tokens: 24, heads: [0, 8]}",
+        "{ranks: [2, 3], tokens: 24, heads: [0, 8]}",
+        24,
+        f"{SLOW}.members[0].ranks has 2 ranks, the first member 1",
+        "give all units",
+    ),
+    edit(
+        "a unit without ranks", "{ranks: [2],", "{ranks: [],", 24, f"{SLOW}.members[0].ranks = []", "is empty"
+    ),
+    edit(
+        "tensor parallel beside the ranks",
+        "  value_dim: 16\n",
+        "  tensor_parallel: 1\n",
         9,
-        "workload.tensor_parallel is 6",
-        "the 4 KV heads",
-        "give",
+        "workload.tensor_parallel is not a known field",
+        "follows from the ranks",
     ),
     # Segments and tokens.
     edit(
@@ -386,42 +418,42 @@ MISTAKES = [
     ),
     edit(
         "heads of one parallel rank",
-        "parallel: 1",
-        "parallel: 2",
+        GROUPS_TEXT,
+        GROUPS_TEXT.replace("[0],", "[0, 1],").replace("[1],", "[2, 3],").replace("[2],", "[4, 5],"),
         19,
         "[0, 5] ends after heads / tensor_parallel = 4",
     ),
     # Ranks, groups, replicas.
     edit(
         "a rank twice",
-        "rank: 2",
-        "rank: 1",
+        "ranks: [2]",
+        "ranks: [1]",
         24,
-        f"{SLOW}.members[0].rank is 1",
+        f"{SLOW}.members[0].ranks has 1",
         f":20: {FAST}.members[1]",
         "one place",
     ),
     edit(
         "descending ranks",
-        "{rank: 0, tokens: 25, heads: [0, 5]}\n        - {rank: 1",
-        "{rank: 1, tokens: 25, heads: [0, 5]}\n        - {rank: 0",
+        "{ranks: [0], tokens: 25, heads: [0, 5]}\n        - {ranks: [1]",
+        "{ranks: [1], tokens: 25, heads: [0, 5]}\n        - {ranks: [0]",
         20,
-        f"{FAST}.members[1].rank is 0, after 1",
+        f"{FAST}.members[1].ranks begins with 0, after 1",
         "ascending rank order",
     ),
     edit(
         "a missing rank",
-        "rank: 2",
-        "rank: 3",
+        "ranks: [2]",
+        "ranks: [3]",
         11,
-        "replicas have 3 members",
+        "replicas have 3 ranks",
         "rank 2 is missing",
         "number them 0 to 2",
     ),
-    edit("no groups", STAGE, "  - domain: {groups: []}\n", 13, f"{GROUPS} is empty", "at least one group"),
+    edit("no groups", STAGE, "  - domains: [{groups: []}]\n", 13, f"{GROUPS} is empty", "at least one group"),
     edit(
         "no members",
-        "members:\n        - {rank: 2, tokens: 24, heads: [0, 8]}",
+        "members:\n        - {ranks: [2], tokens: 24, heads: [0, 8]}",
         "members: []",
         23,
         "is empty",
@@ -435,23 +467,55 @@ MISTAKES = [
         "replicas is empty",
         "one",
     ),
-    edit("no stages", f"stages:\n{STAGE}", "stages: []\n", 12, "replicas[0].stages has 0 stages", "give one"),
+    edit("no stages", f"stages:\n{STAGE}", "stages: []\n", 12, "replicas[0].stages is empty", "at least one"),
     edit(
         "two stages",
         STAGE,
         STAGE + STAGE,
         13,
-        "replicas[0].stages has 2 stages",
-        "uneven stages",
-        "not supported yet",
+        "stages[0].layers is missing",
+        "as [start, stop]",
+    ),
+    edit("layers of a stage", "layers: null", "layers: 1", 13, "stages[0].layers = 1", "not a list"),
+    edit(
+        "layers left out",
+        "layers: null",
+        "layers: [0, 1]",
+        13,
+        "stages[0].layers ends at layer 1",
+        "end it at 2",
     ),
     edit(
-        "layers of a stage",
+        "layers from the second",
         "layers: null",
-        "layers: 1",
+        "layers: [1, 2]",
         13,
-        "stages[0].layers is 1, the model has 2",
-        "leave it null",
+        "stages[0].layers begins at layer 1",
+        "begin at 0",
+    ),
+    edit(
+        "recomputation of more layers than there are",
+        "layers: null",
+        "layers: [0, 2]\n    recompute: 3",
+        14,
+        "stages[0].recompute is 3, the stage has 2 layers",
+        "give full",
+    ),
+    edit(
+        "samples without a micro-batch",
+        "    - groups:",
+        "    - samples: 2\n      groups:",
+        1,
+        "job.micro_batch_size is missing, domains share its samples",
+        "give 2",
+    ),
+    edit(
+        "a batch that replicas do not take",
+        "exchange: {window: 1}",
+        "job: {micro_batch_size: 2, global_batch_size: 8}",
+        25,
+        "job.global_batch_size is 8, the replicas take 3 micro-batches of 2",
+        "give 6",
     ),
     edit("a group left out", SLOW_GROUP, "", 16, f"{GROUPS} leave position 20 to no group", "cover [0, 64)"),
 ]

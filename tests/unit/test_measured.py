@@ -111,7 +111,7 @@ def test_the_schedule_of_every_rank_runs_on_one_device(plan, tmp_path, capsys):
     rows = json.loads(capsys.readouterr().out)
     assert found == 0
     with_work = {
-        member.rank
+        member.number
         for group in plan.replicas[0].domain.groups
         for member in group.members
         if group.tokens and member.heads[0] < member.heads[1]

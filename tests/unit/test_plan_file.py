@@ -70,15 +70,17 @@ PLAN = Plan(
         Replica(
             (
                 Stage(
-                    Domain(
-                        (
-                            Group(
-                                ((0, 20), (44, 64)),
-                                (Member(0, 25, (0, 5)), Member(1, 15, (5, 8))),
-                                name="fast",
-                            ),
-                            Group(((20, 44),), (Member(2, 24, (0, 8)),), name="slow"),
-                        )
+                    (
+                        Domain(
+                            (
+                                Group(
+                                    ((0, 20), (44, 64)),
+                                    (Member((0,), 25, (0, 5)), Member((1,), 15, (5, 8))),
+                                    name="fast",
+                                ),
+                                Group(((20, 44),), (Member((2,), 24, (0, 8)),), name="slow"),
+                            )
+                        ),
                     )
                 ),
             ),
@@ -107,14 +109,14 @@ def test_the_same_plan_gives_the_same_bytes(path, plan):
 
 def test_a_rank_is_one_line_of_the_file():
     text = dump_plan(proportional_plan(Workload(2**20, 128, 8, 128), [[[1.0] * 8] * 4]))
-    assert sum("rank:" in line for line in text.splitlines()) == 32
-    assert "- {rank: 31, tokens: 32768, heads: [112, 128]}" in text
+    assert sum("ranks:" in line for line in text.splitlines()) == 32
+    assert "- {ranks: [31], tokens: 32768, heads: [112, 128]}" in text
     assert max(map(len, text.splitlines())) <= 110
 
 
 def test_fields_that_are_not_set_are_not_written():
     text = dump_plan(PLAN)
-    assert text.startswith("version: 1\nworkload:\n")
+    assert text.startswith("version: 2\nworkload:\n")
     assert "estimate" not in text
     assert "null" not in text
 
@@ -127,6 +129,10 @@ def test_fields_that_are_not_set_are_not_written():
 def test_the_digest_ignores_what_people_are_told(plan, other):
     told = dataclasses.replace(plan, estimate=other.estimate, provenance=other.provenance)
     assert plan_digest(told) == plan_digest(plan)
+
+
+#: The one follows from the members; the other is of a type of its own, and told apart below.
+NOT_WRITTEN = (("workload", "tensor_parallel"), ("replicas", 0, "stages", 0, "exchange"))
 
 
 def leaves(value, place=()):
@@ -155,25 +161,35 @@ def changed(value, place):
 
 @pytest.mark.parametrize(
     "place",
-    [place for place, _ in leaves(PLAN) if place[0] not in ("estimate", "provenance")],
+    [
+        place
+        for place, _ in leaves(PLAN)
+        if place[0] not in ("estimate", "provenance") and place not in NOT_WRITTEN
+    ],
     ids=spell_place,
 )
 def test_the_digest_tells_every_other_value_apart(place):
     assert plan_digest(changed(PLAN, place)) != plan_digest(PLAN)
 
 
+def test_the_digest_tells_stages_apart_that_exchange_otherwise():
+    stage = dataclasses.replace(PLAN.replicas[0].stages[0], exchange=PLAN.exchange)
+    replica = dataclasses.replace(PLAN.replicas[0], stages=(stage,))
+    assert plan_digest(dataclasses.replace(PLAN, replicas=(replica,))) != plan_digest(PLAN)
+
+
 def test_the_digest_is_the_same_in_every_release():
     """Ranks with different releases compare digests: a change here needs another version of the format."""
-    assert plan_digest(PLAN) == "023ff54df7555538b724194c41488ad85004ebcc5b5597bb159fb40664ed2c74"
+    assert plan_digest(PLAN) == "63402ccde15c5580f26cf62085b74908c2775b39326d536396e382527798ef10"
 
 
 # Writing.
 
 
 def test_a_plan_that_breaks_a_rule_is_not_written(tmp_path):
-    broken = changed(PLAN, ("replicas", 0, "stages", 0, "domain", "groups", 0, "members", 0, "tokens"))
+    broken = changed(PLAN, ("replicas", 0, "stages", 0, "domains", 0, "groups", 0, "members", 0, "tokens"))
     with pytest.raises(
-        PlanError, match=r"^replicas\[0\]\.stages\[0\]\.domain\.groups\[0\]\.members hold 41 tokens"
+        PlanError, match=r"^replicas\[0\]\.stages\[0\]\.domains\[0\]\.groups\[0\]\.members hold 41 tokens"
     ):
         write_plan(broken, tmp_path / "plan.yaml")
     with pytest.raises(PlanError):
@@ -240,13 +256,13 @@ def test_every_place_knows_its_line(tmp_path):
     write_plan(PLAN, path)
     lines = path.read_text().splitlines()
     source = read_yaml(path)
-    group = ("replicas", 0, "stages", 0, "domain", "groups", 1)
+    group = ("replicas", 0, "stages", 0, "domains", 0, "groups", 1)
     for place, text in {
-        ("version",): "version: 1",
+        ("version",): "version: 2",
         ("workload", "head_dim"): "  head_dim: 16",
         (*group, "segments", 0, 1): "        segments:",
-        (*group, "members", 0, "heads", 1): "        - {rank: 2, tokens: 24, heads: [0, 8]}",
-        ("exchange", "window"): "  window: 2",
+        (*group, "members", 0, "heads", 1): "        - {ranks: [2], tokens: 24, heads: [0, 8]}",
+        ("exchange", "window"): "exchange: {window: 2}",
     }.items():
         assert lines[source.lines[place] - 1].startswith(text)
 

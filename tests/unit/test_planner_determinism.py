@@ -83,7 +83,7 @@ def described(plan, known):
         return node_of(known, gpu) if twins else known.rank_name(gpu)
 
     def members(group):
-        return sorted((name(one.rank), one.tokens, one.heads[1] - one.heads[0]) for one in group.members)
+        return sorted((name(one.number), one.tokens, one.heads[1] - one.heads[0]) for one in group.members)
 
     return sorted(
         (replica.micro_batches, sorted(map(members, replica.domain.groups))) for replica in plan.replicas

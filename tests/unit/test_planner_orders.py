@@ -22,7 +22,7 @@ def mixed_fleet(**job):
 def heads_in_common(trial):
     """Of each unit of the outer group: heads that ranks from 4 on, which are slow, have in the inner one."""
     outer, inner = trial.plan.replicas[0].domain.groups
-    slow = [of.heads for of in inner.members if of.rank >= 4]
+    slow = [of.heads for of in inner.members if of.number >= 4]
     return [
         sum(max(0, min(one.heads[1], stop) - max(one.heads[0], start)) for start, stop in slow)
         for one in outer.members

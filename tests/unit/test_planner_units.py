@@ -154,8 +154,8 @@ def test_a_layout_as_a_plan():
     assert plan.gpus == (0, 1, 2)
     assert plan.exchange.window == 3
     first, second = plan.replicas[0].domain.groups
-    assert [(m.rank, m.tokens, m.heads) for m in first.members] == [(1, 500, (3, 4)), (2, 1500, (0, 3))]
-    assert [(m.rank, m.tokens, m.heads) for m in second.members] == [(0, 2096, (0, 4))]
+    assert [(m.lead, m.tokens, m.heads) for m in first.members] == [(1, 500, (3, 4)), (2, 1500, (0, 3))]
+    assert [(m.lead, m.tokens, m.heads) for m in second.members] == [(0, 2096, (0, 4))]
     assert first.segments == ((0, 1000), (3096, 4096))
     assert (first.name, second.name) == ("b-0 + a-0", "a-0/0")
 

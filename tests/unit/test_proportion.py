@@ -38,8 +38,8 @@ def test_tokens_and_heads_are_within_one_of_their_share(workload, speeds):
 
 
 def test_by_hand():
-    domain = proportional_domain(Workload(30, 8, 4, 16), [[3, 1], [2]], first_rank=4)
-    members = [[(m.rank, m.tokens, m.heads) for m in group.members] for group in domain.groups]
+    domain = proportional_domain(Workload(30, 8, 4, 16), [[3, 1], [2]], first_unit=4)
+    members = [[(m.lead, m.tokens, m.heads) for m in group.members] for group in domain.groups]
     assert members == [[(4, 15, (0, 6)), (5, 5, (6, 8))], [(6, 10, (0, 8))]]
     assert [group.segments for group in domain.groups] == [((0, 10), (20, 30)), ((10, 20),)]
 

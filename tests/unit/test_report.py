@@ -63,10 +63,10 @@ def test_holdings_count_traffic_by_hand():
 
 def test_ranks_need_not_follow_the_groups():
     groups = (
-        Group(((0, 1000),), (Member(0, 500, (0, 8)), Member(2, 500, (8, 16)))),
-        Group(((1000, 4096),), (Member(1, 3096, (0, 16)),)),
+        Group(((0, 1000),), (Member((0,), 500, (0, 8)), Member((2,), 500, (8, 16)))),
+        Group(((1000, 4096),), (Member((1,), 3096, (0, 16)),)),
     )
-    plan = Plan(Workload(4096, 16, 4, 64, causal=False), (Replica((Stage(Domain(groups)),)),))
+    plan = Plan(Workload(4096, 16, 4, 64, causal=False), (Replica((Stage((Domain(groups),)),)),))
     validate_plan(plan)
     assert [(row.rank, row.group, row.tokens) for row in holdings(plan)] == [
         (0, 0, 500),
@@ -87,16 +87,16 @@ def test_table_shows_what_the_plan_says(two_replicas):
 
 
 def test_table_of_a_rank_without_work():
-    group = Group(((0, 4096),), (Member(0, 4096, (0, 16)), Member(1, 0, (16, 16))))
-    plan = Plan(WORKLOAD, (Replica((Stage(Domain((group,))),)),))
+    group = Group(((0, 4096),), (Member((0,), 4096, (0, 16)), Member((1,), 0, (16, 16))))
+    plan = Plan(WORKLOAD, (Replica((Stage((Domain((group,)),)),)),))
     validate_plan(plan)
     (line,) = (line for line in text_of(plan).splitlines() if " 0.0%" in line)
     assert line.count("none") == 3  # heads, KV heads, positions
 
 
 def test_group_names_are_no_markup():
-    group = Group(((0, 4096),), (Member(0, 4096, (0, 16)),), name="[red]a")
-    assert "[red]a" in text_of(Plan(WORKLOAD, (Replica((Stage(Domain((group,))),)),)))
+    group = Group(((0, 4096),), (Member((0,), 4096, (0, 16)),), name="[red]a")
+    assert "[red]a" in text_of(Plan(WORKLOAD, (Replica((Stage((Domain((group,)),)),)),)))
 
 
 def test_estimate_and_provenance_are_shown_where_given():

@@ -94,9 +94,9 @@ def test_replicas_that_are_alike_share_a_line():
 def test_replicas_with_other_shares_of_the_batch_are_not_alike():
     nodes = cluster([("a", "PLAIN", 1), ("b", "PLAIN", 1)])
     job = tiny_job(global_batch_size=3, data_parallel=2)
-    whole = Domain((Group(((0, 4096),), (Member(0, 4096, (0, 4)),)),))
-    other = Domain((Group(((0, 4096),), (Member(1, 4096, (0, 4)),)),))
-    plan = Plan(job.workload(), (Replica((Stage(whole),), 2), Replica((Stage(other),), 1)))
+    whole = Domain((Group(((0, 4096),), (Member((0,), 4096, (0, 4)),)),))
+    other = Domain((Group(((0, 4096),), (Member((1,), 4096, (0, 4)),)),))
+    plan = Plan(job.workload(), (Replica((Stage((whole,)),), 2), Replica((Stage((other,)),), 1)))
     shares = find_shares(plan, job, estimate(plan, job, nodes), nodes)
     assert [(one.replicas, one.micro_batches) for one in shares] == [((0,), 2), ((1,), 1)]
 

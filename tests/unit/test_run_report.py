@@ -205,7 +205,7 @@ def test_names_cannot_become_html(path):
     replica = PLAN.replicas[0]
     group = dataclasses.replace(replica.domain.groups[0], name="<script>alert(1)</script>")
     domain = dataclasses.replace(replica.domain, groups=(group, *replica.domain.groups[1:]))
-    stage = dataclasses.replace(replica.stages[0], domain=domain)
+    stage = dataclasses.replace(replica.stages[0], domains=(domain,))
     plan = dataclasses.replace(PLAN, replicas=(dataclasses.replace(replica, stages=(stage,)),))
     told = start(plan, devices=("<b>GPU</b>", "&amp;"))
     record = read_record(write_record(path, told, *INTERVALS))
@@ -308,7 +308,7 @@ def test_with_a_cluster_and_a_model_it_predicts(hexi, tmp_path):
     ("words", "said"),
     [
         (("--record", "gone.jsonl", "-o", "report.html"), "gone.jsonl: cannot be read"),
-        (("--record", "plan.yaml", "-o", "report.html"), "plan.yaml:1: 'version: 1' is no line of a run's"),
+        (("--record", "plan.yaml", "-o", "report.html"), "plan.yaml:1: 'version: 2' is no line of a run's"),
         (("--record", "record.jsonl"), "Missing option '--out'"),
         (("-o", "report.html"), "Missing option '--record'"),
         (("--record", "record.jsonl", "-o", "record.jsonl"), "record.jsonl: would be overwritten"),

@@ -25,8 +25,8 @@ def schedules_of(plan):
 
 def group_of(plan, index):
     domain = plan.replicas[0].domain
-    rank = domain.members[index].rank
-    return next(group for group in domain.groups if rank in [member.rank for member in group.members])
+    rank = domain.members[index].number
+    return next(group for group in domain.groups if rank in [member.number for member in group.members])
 
 
 def sees(workload, query, key):
@@ -162,8 +162,8 @@ def test_two_groups_by_hand():
     """Outer group 0: 2 ranks; inner group 1: one rank. 4 heads share 2 KV heads."""
     workload = Workload(12, 4, 2, 8)
     domain = domain_of(
-        Group(((0, 3), (9, 12)), (Member(0, 4, (0, 1)), Member(1, 2, (1, 4)))),
-        Group(((3, 9),), (Member(2, 6, (0, 4)),)),
+        Group(((0, 3), (9, 12)), (Member((0,), 4, (0, 1)), Member((1,), 2, (1, 4)))),
+        Group(((3, 9),), (Member((2,), 6, (0, 4)),)),
     )
     outer, second, inner = (build_schedule(workload, domain, index, 1) for index in range(3))
     # The outer group's back half sees all of the inner keys; its front half sees none of them.
@@ -183,8 +183,8 @@ def test_groups_cut_alike_are_served_by_their_counterparts():
     """One KV head for all: each rank is served by the one with the same query heads, not all by the first."""
     workload = Workload(16, 4, 1, 8, causal=False)
     domain = domain_of(
-        Group(((0, 8),), (Member(0, 4, (0, 2)), Member(1, 4, (2, 4)))),
-        Group(((8, 16),), (Member(2, 4, (0, 2)), Member(3, 4, (2, 4)))),
+        Group(((0, 8),), (Member((0,), 4, (0, 2)), Member((1,), 4, (2, 4)))),
+        Group(((8, 16),), (Member((2,), 4, (0, 2)), Member((3,), 4, (2, 4)))),
     )
     peers = [build_schedule(workload, domain, index, 1).steps[0].receives for index in range(4)]
     assert peers == [(Transfer(peer, (0, 1), ((0, 8),)),) for peer in (2, 3, 0, 1)]
@@ -200,7 +200,7 @@ def test_a_rank_without_heads_or_tokens_serves_nobody_and_asks_for_nothing(plan)
 
 def test_ranks_of_a_second_replica_are_counted_from_its_own_first():
     workload = Workload(8, 2, 2, 8)
-    groups = Group(((0, 4),), (Member(5, 4, (0, 2)),)), Group(((4, 8),), (Member(4, 4, (0, 2)),))
-    plan = Plan(workload, (Replica((Stage(domain_of(*groups)),)),))
+    groups = Group(((0, 4),), (Member((5,), 4, (0, 2)),)), Group(((4, 8),), (Member((4,), 4, (0, 2)),))
+    plan = Plan(workload, (Replica((Stage((domain_of(*groups),)),)),))
     assert [schedule.segments for schedule in schedules_of(plan)] == [((4, 8),), ((0, 4),)]
     assert build_schedule(workload, plan.replicas[0].domain, 0, 1).steps[0].receives[0].peer == 1

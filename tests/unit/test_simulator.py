@@ -67,7 +67,7 @@ def job_for(plan, **changes):
 
 def nodes_for(plan, bandwidth=10, latency=5, per="gpu"):
     """Two units of the plan a node."""
-    tp, units = plan.workload.tensor_parallel, plan.ranks
+    tp, units = plan.workload.tensor_parallel, plan.units
     sizes = [min(2, units - first) * tp for first in range(0, units, 2)]
     nodes = [(f"n{number}", ("PLAIN", "DOUBLE")[number % 2], size) for number, size in enumerate(sizes)]
     return cluster(nodes, bandwidth=bandwidth, latency=latency, per=per)
@@ -90,7 +90,7 @@ def check_traffic(plan, recompute):
                 wanted = (
                     (0, 0) if lap.way == "logits" else (expected.all_to_all_bytes, expected.message_bytes)
                 )
-                assert (inside[number, member.rank], between[number, member.rank]) == wanted
+                assert (inside[number, member.number], between[number, member.number]) == wanted
     # Every byte that is sent is received.
     assert inside.sum() == inside_in.sum()
     assert between.sum() == between_in.sum()
@@ -129,7 +129,7 @@ def test_every_second_of_every_unit_is_accounted_for(plan, recompute, per):
     job = job_for(plan, recompute=recompute)
     found, _, _ = replay(plan, job, nodes_for(plan, per=per))
     exposed, wire = found.exposed(), found.wire()
-    for unit in range(plan.ranks):
+    for unit in range(plan.units):
         own = [piece for piece in found.log.pieces if piece.unit == unit and piece.lane == "compute"]
         waits = [(wait.start, wait.end) for wait in found.log.waits if wait.unit == unit]
         times = sorted([(piece.start, piece.end) for piece in own] + waits)
@@ -176,7 +176,7 @@ def test_busy_exposed_and_idle_are_the_iteration(speeds, changes, window, stages
     if replicas == 3:
         shares = zip(plan.replicas, (1, 3, 2), strict=True)
         plan = dataclasses.replace(plan, replicas=tuple(Replica(r.stages, n) for r, n in shares))
-    known = cluster([("a", "PLAIN", plan.ranks), ("b", "DOUBLE", plan.ranks)][:stages])
+    known = cluster([("a", "PLAIN", plan.units), ("b", "DOUBLE", plan.units)][:stages])
     found, cost = simulate(plan, job, known), estimate(plan, job, known)
     assert found.phases.total == pytest.approx(found.iteration_s)
     assert found.tokens_per_s == pytest.approx(6 * job.seq_length / found.iteration_s)

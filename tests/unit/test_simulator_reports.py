@@ -22,7 +22,7 @@ from tests.support.costs import TINY, cluster, tiny_job
 def simulated(groups=((2.0, 1.0), (1.0, 1.0)), **changes):
     job = tiny_job(**changes)
     plan = proportional_plan(job.workload(), [[list(group) for group in groups]])
-    units = plan.ranks * job.tensor_parallel * job.pipeline_parallel
+    units = plan.units * job.tensor_parallel * job.pipeline_parallel
     known = cluster(
         [("a", "PLAIN", units // 2), ("b", "DOUBLE", units - units // 2)], bandwidth=4, per="node"
     )

@@ -16,7 +16,7 @@ def held_kv(member, ratio):
 
 
 def elsewhere(group, rank):
-    return [member for member in group.members if member.rank != rank]
+    return [member for member in group.members if member.number != rank]
 
 
 @given(plans())
@@ -30,7 +30,7 @@ def test_bytes_between_members_are_the_heads_that_move_for_each_token(plan):
                 plan.workload, domain, domain.members.index(member), plan.exchange.parts
             )
             heads, kv = len(range(*member.heads)), len(held_kv(member, ratio))
-            others = elsewhere(group, member.rank)
+            others = elsewhere(group, member.number)
             query_out = sum(member.tokens * len(range(*other.heads)) for other in others)
             keys_out = sum(2 * member.tokens * len(held_kv(other, ratio)) for other in others)
             back = sum(other.tokens * heads for other in others)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload
+from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
 from megatron_hexi.plan.layout import causal_segments, consecutive, full_segments
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.planner.fleet.units import Fleet
@@ -71,7 +71,8 @@ def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
     rank = {unit: number for number, unit in enumerate(used)}
     gpus = fleet.gpus(used)
     replicas = tuple(
-        Replica((Stage(_domain(fleet, workload, layout, rank)),), layout.micro_batches) for layout in layouts
+        Replica((Stage((_domain(fleet, workload, layout, rank),)),), layout.micro_batches)
+        for layout in layouts
     )
     return Plan(
         workload=workload,
@@ -95,8 +96,8 @@ def _domain(fleet: Fleet, workload: Workload, layout: Layout, rank: dict[int, in
         # that are alike have the same heads, so keys and values travel between counterparts.
         given = zip(part.units, part.tokens, consecutive(part.heads), strict=True)
         members = sorted(
-            (Member(rank[unit], tokens, heads) for unit, tokens, heads in given),
-            key=lambda member: member.rank,
+            (Member(unit_ranks(workload, rank[unit]), tokens, heads) for unit, tokens, heads in given),
+            key=lambda member: member.lead,
         )
         groups.append(Group(held, tuple(members), name=_name(fleet, part)))
     return Domain(tuple(groups))

@@ -1,0 +1,79 @@
+"""A domain of one unit that holds all tokens and heads is written by its ranks: ``{ranks: [4, 5]}``.
+
+Most stages of a pipeline are such domains. In memory there are groups only: what is short in the file is
+spelt out when it is read, and shortened when it is written.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron_hexi.yaml_file import Place
+from megatron_hexi.yaml_schema import Where
+
+#: Where the one member of a shortened domain stands in the groups.
+_MEMBER: Place = ("groups", 0, "members", 0)
+
+
+def spelt_out(data: dict[str, Any], where: Where) -> tuple[dict[str, Any], Where]:
+    """A plan's plain values with groups in every domain, and what spells its places as they are in the file.
+
+    Args:
+        data: plain values, perhaps malformed; not changed.
+        where: spells a place of the file.
+    """
+    data = copy.deepcopy(data)
+    workload = data.get("workload")
+    sizes = workload if isinstance(workload, dict) else {}
+    shortened: set[Place] = set()
+    for place, domain in _domains(data):
+        if "ranks" not in domain or "groups" in domain:
+            continue
+        shortened.add(place)
+        member: dict[str, Any] = {key: domain.pop(key) for key in ("ranks", "state") if key in domain}
+        width = len(member["ranks"]) if isinstance(member["ranks"], list) else 1
+        heads = sizes.get("heads", 0)
+        heads = heads // max(1, width) if type(heads) is int else 0
+        member |= {"tokens": sizes.get("seq_length", 0), "heads": [0, heads]}
+        domain["groups"] = [{"segments": [[0, sizes.get("seq_length", 0)]], "members": [member]}]
+
+    def in_file(place: Place) -> str:
+        for short in shortened:
+            if place[: len(short) + 1] == (*short, "groups"):
+                rest = place[len(short) :]
+                return where((*short, *rest[len(_MEMBER) :]))
+        return where(place)
+
+    return data, in_file
+
+
+def shorten(domain: dict[str, Any]) -> dict[str, Any]:
+    """A domain's plain values as they are written; `samples` and `state` only where they say something."""
+    for group in domain["groups"]:
+        for member in group["members"]:
+            if member["state"] == 1:
+                del member["state"]
+    members = [member for group in domain["groups"] for member in group["members"]]
+    first = domain["groups"][0]
+    if len(members) > 1 or len(domain["groups"]) > 1 or len(first["segments"]) > 1 or first["name"]:
+        return domain
+    member = members[0]
+    rest = {key: value for key, value in domain.items() if key != "groups"}
+    return {**{key: member[key] for key in ("ranks", "state") if key in member}, **rest}
+
+
+def _domains(data: dict[str, Any]) -> list[tuple[Place, dict[str, Any]]]:
+    """The domains that are mappings, each with its place."""
+    found: list[tuple[Place, dict[str, Any]]] = []
+    for r, replica in _entries(data.get("replicas")):
+        for s, stage in _entries(replica.get("stages")):
+            for d, domain in _entries(stage.get("domains")):
+                found.append((("replicas", r, "stages", s, "domains", d), domain))
+    return found
+
+
+def _entries(values: Any) -> list[tuple[int, dict[str, Any]]]:
+    if not isinstance(values, list):
+        return []
+    return [(number, value) for number, value in enumerate(values) if isinstance(value, dict)]

@@ -1,0 +1,167 @@
+"""Plans with stages, units and samples of their own: as files, and what version 1 becomes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_hexi.errors import PlanError
+from megatron_hexi.plan import Exchange, dump_plan, read_plan
+
+#: Two depths, units of one and two ranks, domains by tokens and by samples, uneven state.
+MIXED = """\
+version: 2
+workload:
+  seq_length: 64
+  heads: 8
+  kv_heads: 4
+  head_dim: 16
+  causal: true
+  layers: 6
+  padded_vocabulary: 512
+replicas:
+- stages:
+  - domains:
+    - groups:
+      - name: ''
+        segments: [[0, 20], [44, 64]]
+        members:
+        - {ranks: [0, 1], tokens: 25, heads: [0, 3], state: 3}
+        - {ranks: [2, 3], tokens: 15, heads: [3, 4]}
+      - name: ''
+        segments: [[20, 44]]
+        members:
+        - {ranks: [4, 5], tokens: 24, heads: [0, 4]}
+    layers: [0, 1]
+    recompute: full
+    exchange: {window: 2}
+  - domains:
+    - {ranks: [6], samples: 3}
+    - {ranks: [7, 8], state: 2, samples: 1}
+    layers: [1, 6]
+    recompute: 2
+  micro_batches: 3
+- stages:
+  - domains:
+    - {ranks: [9]}
+    layers: [0, 6]
+  micro_batches: 1
+exchange: {window: 1}
+job:
+  micro_batch_size: 4
+  global_batch_size: 16
+  precision: bf16
+  distributed_optimizer: true
+"""
+
+VERSION_1 = """\
+workload: {seq_length: 64, heads: 8, kv_heads: 4, head_dim: 16, layers: 2, tensor_parallel: 2}
+replicas:
+- stages:
+  - layers: 2
+    domain:
+      groups:
+      - segments: [[0, 64]]
+        members:
+        - {rank: 0, tokens: 40, heads: [0, 3]}
+        - {rank: 1, tokens: 24, heads: [3, 4]}
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text):
+        path = tmp_path / "plan.yaml"
+        path.write_text(text)
+        return read_plan(path)
+
+    return read
+
+
+def test_what_is_read_is_written_byte_for_byte(read):
+    assert dump_plan(read(MIXED)) == MIXED
+
+
+def test_stages_units_and_samples_are_read(read):
+    plan = read(MIXED)
+    first, second = plan.replicas[0].stages
+    assert [member.ranks for member in plan.members] == [(0, 1), (2, 3), (4, 5), (6,), (7, 8), (9,)]
+    assert (plan.ranks, plan.units, plan.is_repeated) == (10, 6, False)
+    assert plan.workload.tensor_parallel == 0
+    assert plan.workload_of(first.domain).local_heads == 4
+    assert (first.exchange, second.exchange) == (Exchange(2), None)
+    assert [domain.samples for domain in second.domains] == [3, 1]
+    (whole,) = second.domains[1].members
+    assert (whole.tokens, whole.heads, whole.state) == (64, (0, 4), 2)
+    assert second.domains[1].groups[0].segments == ((0, 64),)
+
+
+def test_version_1_is_read_as_the_stage_that_the_job_repeats(read):
+    plan = read(VERSION_1)
+    assert plan.is_repeated
+    assert plan.workload.tensor_parallel == 2
+    assert [(member.ranks, member.number) for member in plan.members] == [((0, 1), 0), ((2, 3), 1)]
+    assert read(dump_plan(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            "rank: 1",
+            "rank: x",
+            ":10: replicas[0].stages[0].domain.groups[0].members[1].rank = 'x' is not a whole number",
+        ),
+        ("tokens: 24", "tokens: 23", ":9: replicas[0].stages[0].domain.groups[0].members hold 63 tokens"),
+        ("rank: 1", "rank: 0", ":10: replicas[0].stages[0].domain.groups[0].members[1].rank has 0"),
+        ("- layers: 2", "- layers: 1", ":4: replicas[0].stages[0].layers is 1; leave it out"),
+        ("tensor_parallel: 2", "tensor_parallel: a", ":1: workload.tensor_parallel = 'a'; write a number"),
+        ("    domain:", "    domains:", "is of version 2; write version: 2"),
+    ],
+)
+def test_mistakes_in_version_1_are_told_in_its_own_words(old, new, says, read):
+    with pytest.raises(PlanError) as refused:
+        read(VERSION_1.replace(old, new))
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("    layers: [0, 6]\n", "", ":33: replicas[1].stages[0].layers is missing"),
+        (
+            "layers: [1, 6]",
+            "layers: [2, 6]",
+            ":29: replicas[0].stages[1].layers begins at layer 2; begin at 1",
+        ),
+        ("layers: [1, 6]", "layers: [1, 7]", "ends at layer 7; end it after 1, and at 6 at most"),
+        (
+            "layers: [0, 6]",
+            "layers: [0, 5]",
+            ":35: replicas[1].stages[0].layers ends at layer 5; end it at 6",
+        ),
+        ("samples: 3", "samples: 2", ":27: replicas[0].stages[1].domains take 3 samples of each micro-batch"),
+        (", samples: 1}", "}", ":28: replicas[0].stages[1].domains[1].samples is missing"),
+        ("ranks: [9]", "ranks: [8]", ":34: replicas[1].stages[0].domains[0].ranks has 8, which is given"),
+        ("ranks: [9]", "ranks: [10]", "have 10 ranks numbered up to 10, and rank 9 is missing"),
+        ("ranks: [7, 8]", "ranks: [7, 8, 9]", ":28: replicas[0].stages[1].domains[1].ranks has 3 ranks"),
+        ("recompute: 2", "recompute: some", "stages[1].recompute"),
+        ("recompute: 2", "recompute: 6", ":30: replicas[0].stages[1].recompute is 6, the stage has 5 layers"),
+        (
+            "micro_batches: 1",
+            "micro_batches: 2",
+            "global_batch_size is 16, the replicas take 5 micro-batches",
+        ),
+        (
+            "  precision: bf16",
+            "  pipeline_parallel: 2",
+            "pipeline_parallel is 2, the plan has stages of its own",
+        ),
+        ("  layers: 6\n", "", ":3: workload.layers is missing, stages have layers of their own"),
+        ("{ranks: [6], samples: 3}", "{ranks: [6], samples: 3, groups: []}", "ranks is not a known field"),
+    ],
+)
+def test_a_broken_rule_of_stages_names_its_place_in_the_file(old, new, says, read):
+    assert MIXED.count(old) == 1
+    with pytest.raises(PlanError) as refused:
+        read(MIXED.replace(old, new))
+    assert says in str(refused.value)
