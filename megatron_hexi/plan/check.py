@@ -63,8 +63,8 @@ def require_repeated(plan: Plan, what: str) -> None:
         found = "recomputation or an exchange of a stage of its own"
     if found:
         raise PlanError(
-            f"the plan has {found}, and this version cannot {what} such plans yet; give every replica one stage "
-            "without layers, of one domain"
+            f"the plan has {found}, and this version cannot {what} such plans yet; give every replica one "
+            "stage without layers, of one domain"
         )
 
 
