@@ -12,6 +12,8 @@ from typing import Any
 from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.options import refuse_yaml_configuration
 from megatron_hexi.megatron.plan_arguments import check_interleaving, take_plan
+from megatron_hexi.megatron.session import given_plan
+from megatron_hexi.megatron.stages.arguments import as_one_rank
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform import Platform, adjust_cpu_arguments
 from megatron_hexi.platform.select import PLATFORM_FLAG, PLATFORM_NAMES, say
@@ -114,7 +116,9 @@ def _with_hexi_checks(original: Callable[..., Any], platform: Platform) -> Calla
         with user_errors():
             given = {word.partition("=")[0] for word in sys.argv[1:] if word.startswith("--")}
             prepare_arguments(args, given, platform)
-        validated = original(args, defaults)
+        plan = given_plan()
+        with as_one_rank(args, plan.mesh if plan else None):
+            validated = original(args, defaults)
         with user_errors():
             check_interleaving(validated)
         return validated

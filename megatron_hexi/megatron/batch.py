@@ -50,7 +50,7 @@ def cut_batch(batch: Batch, session: Session) -> Batch:
                 f"{key} hold {tensor.shape[1]} tokens, the plan {session.given.path} was made for "
                 f"{session.seq_length}; use a plan for this length"
             )
-        batch[key] = tensor.index_select(1, shard.positions)
+        batch[key] = tensor[session.samples].index_select(1, shard.positions)
     if batch.get("loss_mask") is not None:
         batch["loss_mask"][:, shard.tokens :] = 0
     return batch

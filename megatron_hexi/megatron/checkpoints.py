@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.megatron.session import given_plan
+from megatron_hexi.megatron.stages.checkpoints import with_own_boxes
 from megatron_hexi.patching import Patch
 
 
 def _with_provenance(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate_state_dict(args: Namespace, *rest: Any, **kwargs: Any) -> Any:
-        return original(without_ours(args), *rest, **kwargs)
+        return with_own_boxes(original(without_ours(args), *rest, **kwargs))
 
     return generate_state_dict
 

@@ -13,16 +13,14 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 
 from megatron_hexi.errors import PlanError, user_errors
+from megatron_hexi.megatron.process_groups import GroupOptions
 from megatron_hexi.megatron.session import (
     GivenPlan,
     Session,
@@ -31,6 +29,8 @@ from megatron_hexi.megatron.session import (
     set_active_session,
     set_given_plan,
 )
+from megatron_hexi.megatron.stages.groups import MeshGroups
+from megatron_hexi.megatron.stages.session import start_stages_session
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan import Schedules
 from megatron_hexi.runtime import NO_PLAN, DomainAttention, agree_on_plan, start_watch, stop_watch
@@ -40,8 +40,6 @@ _AGREEMENT_TIMEOUT = timedelta(seconds=60)
 
 #: The store outlives Megatron's groups: each time they are made, the ranks meet under other names.
 _names = itertools.count()
-#: Megatron's name for the groups that exchange keys and values, in its options of NCCL.
-_CONTEXT_PARALLEL = "cp"
 
 
 def group_patches(device: torch.device) -> tuple[Patch, ...]:
@@ -59,49 +57,6 @@ def group_patches(device: torch.device) -> tuple[Patch, ...]:
             parameters=(),
         ),
     )
-
-
-@dataclass(frozen=True)
-class GroupOptions:
-    """What Megatron gives to each process group that it makes, and we to those of the plan.
-
-    Args:
-        timeout: of a collective.
-        communicators: options of NCCL's communicators by Megatron's names for groups, of the file given by
-            ``--nccl-communicator-config-path``. Those of `cp` hold for the plan's groups.
-    """
-
-    timeout: timedelta
-    communicators: dict[str, dict[str, Any]]
-
-    @classmethod
-    def of_call(cls, call: dict[str, Any]) -> GroupOptions:
-        """From the arguments of ``initialize_model_parallel``."""
-        path = call["nccl_communicator_config_path"]
-        communicators = {} if path is None else yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        if _CONTEXT_PARALLEL in (call["high_priority_stream_groups"] or ()):
-            own = communicators.get(_CONTEXT_PARALLEL, {})
-            communicators = {**communicators, _CONTEXT_PARALLEL: {**own, "is_high_priority_stream": True}}
-        return cls(timedelta(minutes=call["distributed_timeout_minutes"]), communicators)
-
-    def make(self, ranks: list[int], name: str) -> dist.ProcessGroup:
-        """A group that this rank belongs to, on Megatron's list of groups.
-
-        Groups of different size cannot be made by all ranks in one order, so each is made by its members
-        alone. A rank that is alone makes one too: torch names groups by how many a process has made, and with
-        unequal counts the next group that ranks make together would hang.
-        """
-        from megatron.core import parallel_state
-
-        group = parallel_state.create_group(
-            ranks,
-            timeout=self.timeout,
-            pg_options=parallel_state.get_nccl_options(_CONTEXT_PARALLEL, self.communicators),
-            use_local_synchronization=True,
-            group_desc=name,
-        )
-        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-        return group
 
 
 def start_session(given: GivenPlan, device: torch.device, options: GroupOptions) -> Session:
@@ -161,13 +116,22 @@ def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Cal
                 _refuse_bound_device()
                 if dist.get_world_size() > 1:
                     start_watch(_store("watch"), dist.get_rank(), dist.get_world_size())
-        original(*args, **kwargs)
+        if given is None:
+            original(*args, **kwargs)
+            return
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        options = GroupOptions.of_call(call.arguments)
+        if given.mesh is None:
+            original(*args, **kwargs)
         with user_errors():
-            if given is not None:
-                call = signature.bind(*args, **kwargs)
-                call.apply_defaults()
-                set_active_session(start_session(given, device, GroupOptions.of_call(call.arguments)))
-                _announce(given)
+            if given.mesh is None:
+                session = start_session(given, device, options)
+            else:
+                groups = MeshGroups(dist.get_rank(), options)
+                session = start_stages_session(given, given.mesh, groups, device)
+            set_active_session(session)
+            _announce(given)
 
     return initialize_model_parallel
 
@@ -213,6 +177,15 @@ def _announce(given: GivenPlan) -> None:
     if dist.get_rank() != 0:
         return
     replicas = given.plan.replicas
+    if given.mesh is not None:
+        print(
+            f"hexi: plan {given.path} ({given.digest[:12]}): replicas of "
+            f"{', '.join(str(len(replica.stages)) for replica in replicas)} stages on {given.plan.ranks} "
+            f"ranks; attention kernel {given.kernel}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return
     groups = [" + ".join(str(len(group.members)) for group in replica.domain.groups) for replica in replicas]
     if given.shares is None:
         ranks = f"{len(replicas)} x {len(replicas[0].domain.members)} ranks in groups of {'; '.join(groups)}"

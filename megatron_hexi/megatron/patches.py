@@ -16,6 +16,7 @@ from megatron_hexi.megatron.pipeline import PIPELINE_PATCHES
 from megatron_hexi.megatron.progress import PROGRESS_PATCHES
 from megatron_hexi.megatron.rotary import ROTARY_PATCHES
 from megatron_hexi.megatron.samplers import SAMPLER_PATCHES
+from megatron_hexi.megatron.stages.patches import STAGES_PATCHES
 from megatron_hexi.megatron.step_times import STEP_TIME_PATCHES
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform import Platform
@@ -39,6 +40,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *ROTARY_PATCHES,
         *ATTENTION_PATCHES,
         *PIPELINE_PATCHES,
+        *STAGES_PATCHES,
         *EXPERT_PATCHES,
         *MULTI_TOKEN_PATCHES,
     ]

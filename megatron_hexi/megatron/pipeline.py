@@ -30,21 +30,36 @@ def _told(schedule: Callable[..., Any], session: Session) -> Callable[..., Any]:
     from megatron.core import parallel_state
 
     length = session.shard.rows * parallel_state.get_context_parallel_world_size()
-    share = session.share
+    share, stages = session.share, session.stages
 
     @functools.wraps(schedule)
     def forward_backward(
-        *, num_microbatches: int, seq_length: int, decoder_seq_length: int | None = None, **kwargs: Any
+        *,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        **kwargs: Any,
     ) -> Any:
         if share is not None:
             assert num_microbatches == share.total, "no job with other batches passes the checks"
             num_microbatches = share.count
-        return schedule(
+        if stages is not None:
+            first, last = stages.view.place.samples
+            micro_batch_size = last - first
+            stages.channels.begin(num_microbatches, forward_only)
+        result = schedule(
             num_microbatches=num_microbatches,
             seq_length=length,
+            micro_batch_size=micro_batch_size,
             decoder_seq_length=None if decoder_seq_length is None else length,
+            forward_only=forward_only,
             **kwargs,
         )
+        if stages is not None:
+            stages.channels.finish()
+        return result
 
     return forward_backward
 

@@ -10,6 +10,8 @@ import torch
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.options import refuse_unsupported
 from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
+from megatron_hexi.megatron.stages.arguments import check_stages
+from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import (
     Plan,
     Share,
@@ -50,18 +52,27 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
             )
         return []
     plan = read_plan(args.hexi_plan)
-    require_repeated(plan, "train by")
-    refuse_unsupported(args, unequal=not has_equal_replicas(plan))
+    stages = not plan.is_repeated
+    refuse_unsupported(args, unequal=stages or not has_equal_replicas(plan))
+    if stages:
+        check_stages(args, given, plan)
+    else:
+        require_repeated(plan, "train by")
     changed = _set_decided_arguments(args, given, plan)
     check_workload(args, plan)
-    check_ranks(args, plan)
+    if not stages:
+        check_ranks(args, plan)
     shares = take_shares(args, plan)
     widest = max(plan.workload.head_dim, plan.workload.value_size)
     kernel = select_kernel(args.hexi_kernel, device, _dtype(args), widest)
-    row_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    mesh = Mesh(plan, args.micro_batch_size, args.sequence_parallel) if stages else None
+    width = len(mesh.member(mesh.places[args.rank]).ranks) if mesh else args.tensor_model_parallel_size
+    row_multiple = width if args.sequence_parallel else 1
     if args.hexi_record is not None and args.rank == 0:
         open_record(Path(args.hexi_record))
-    set_given_plan(GivenPlan(plan, args.hexi_plan, plan_digest(plan), kernel.name, row_multiple, shares))
+    set_given_plan(
+        GivenPlan(plan, args.hexi_plan, plan_digest(plan), kernel.name, row_multiple, shares, mesh)
+    )
     return changed
 
 
@@ -98,7 +109,7 @@ def check_workload(args: Namespace, plan: Plan) -> None:
         ("hidden_size", workload.hidden_size, "--hidden-size", args.hidden_size),
         (
             "tensor_parallel",
-            workload.tensor_parallel,
+            workload.tensor_parallel if plan.is_repeated else None,
             "--tensor-model-parallel-size",
             args.tensor_model_parallel_size,
         ),
@@ -165,7 +176,7 @@ def take_shares(args: Namespace, plan: Plan) -> tuple[Share, ...] | None:
             f"{path}: {problem} (--global-batch-size {args.global_batch_size}, --micro-batch-size "
             f"{args.micro_batch_size})"
         ) from None
-    return None if has_equal_replicas(plan) else shares
+    return None if plan.is_repeated and has_equal_replicas(plan) else shares
 
 
 def check_interleaving(args: Namespace) -> None:
@@ -195,7 +206,7 @@ def check_interleaving(args: Namespace) -> None:
 def _deals_micro_batches(plan: Plan) -> bool:
     """Whether the plan says anything of the batch."""
     stated = any(replica.micro_batches is not None for replica in plan.replicas)
-    return stated or not has_equal_replicas(plan)
+    return stated or not plan.is_repeated or not has_equal_replicas(plan)
 
 
 def _context_parallel_size(plan: Plan) -> int:
@@ -206,7 +217,7 @@ def _context_parallel_size(plan: Plan) -> int:
 def _set_decided_arguments(args: Namespace, given: set[str], plan: Plan) -> list[str]:
     """Set what a plan decides, where the user said nothing else."""
     changed = []
-    if "--context-parallel-size" not in given:
+    if plan.is_repeated and "--context-parallel-size" not in given:
         args.context_parallel_size = _context_parallel_size(plan)
         changed.append(f"--context-parallel-size {args.context_parallel_size}")
     if not args.calculate_per_token_loss:

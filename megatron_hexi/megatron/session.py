@@ -6,12 +6,17 @@ One object, replaced whole, so that a plan can one day be swapped between two it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import Plan, Schedule, Share
 from megatron_hexi.runtime import DomainAttention
+
+if TYPE_CHECKING:
+    from megatron_hexi.megatron.stages.session import StagesSession
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class GivenPlan:
             tensor-parallel size under sequence parallelism, else 1.
         shares: which micro-batches each replica takes; ``None`` where replicas are equal, and Megatron
             deals them.
+        mesh: where all ranks stand, of a plan whose stages have layers of their own; else ``None``.
     """
 
     plan: Plan
@@ -35,6 +41,7 @@ class GivenPlan:
     kernel: str
     row_multiple: int
     shares: tuple[Share, ...] | None = None
+    mesh: Mesh | None = None
 
 
 @dataclass(frozen=True)
@@ -68,12 +75,19 @@ class Session:
         attention: its part in every attention layer.
         shard: its rows outside attention.
         share: the micro-batches that its replica takes of each global batch; ``None``: Megatron deals them.
+        stages: its part in stages that differ; ``None`` where Megatron's own groups can hold the plan.
     """
 
     given: GivenPlan
     attention: DomainAttention
     shard: LocalShard
     share: Share | None = None
+    stages: StagesSession | None = None
+
+    @property
+    def samples(self) -> slice:
+        """The samples of each micro-batch that this rank takes."""
+        return slice(None) if self.stages is None else slice(*self.stages.view.place.samples)
 
     @property
     def seq_length(self) -> int:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hexi.runtime.waiting import waiting
+from megatron_hexi.runtime.waiting import Wait, waiting
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,15 @@ class Transfers:
     _works: list[dist.Work] = field(default_factory=list)
     _staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _alive: list[Tensor] = field(default_factory=list)
+    kind: Wait = "attention"
+
+    def is_done(self) -> bool:
+        """Whether all have left or arrived."""
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """Return when all have arrived (on CUDA: when the current stream will see them)."""
-        with waiting("attention"):
+        with waiting(self.kind):
             for work in self._works:
                 work.wait()
             for tensor, host in self._staged:
@@ -66,14 +71,18 @@ def all_to_all(
 
 
 def post(
-    receives: Sequence[Message], sends: Sequence[Message], group: dist.ProcessGroup, tag: int
+    receives: Sequence[Message],
+    sends: Sequence[Message],
+    group: dist.ProcessGroup,
+    tag: int,
+    kind: Wait = "attention",
 ) -> Transfers:
     """Start sending and receiving, without waiting.
 
     Every rank of the group posts its batches in the same order, which is all that NCCL needs to match
     them; gloo matches by tag. Receives go first: gloo would serialise both directions otherwise.
     """
-    transfers = Transfers()
+    transfers = Transfers(kind=kind)
     operations: list[dist.P2POp] = []
     for message in receives:
         tensor = message.tensor

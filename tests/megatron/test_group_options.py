@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.megatron import groups
-from megatron_hexi.megatron.groups import GroupOptions
+from megatron_hexi.megatron.process_groups import GroupOptions
 
 
 @pytest.fixture

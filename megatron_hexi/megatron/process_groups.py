@@ -1,0 +1,64 @@
+"""How the plan's process groups are made: with the options that Megatron gives to its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+
+#: Megatron's name for the groups that exchange keys and values, in its options of NCCL.
+_CONTEXT_PARALLEL = "cp"
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """What Megatron gives to each process group that it makes, and we to those of the plan.
+
+    Args:
+        timeout: of a collective.
+        communicators: options of NCCL's communicators by Megatron's names for groups, of the file given by
+            ``--nccl-communicator-config-path``. Those of `cp` hold for the plan's groups.
+    """
+
+    timeout: timedelta
+    communicators: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of_call(cls, call: dict[str, Any]) -> GroupOptions:
+        """From the arguments of ``initialize_model_parallel``."""
+        path = call["nccl_communicator_config_path"]
+        communicators = {} if path is None else yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if _CONTEXT_PARALLEL in (call["high_priority_stream_groups"] or ()):
+            own = communicators.get(_CONTEXT_PARALLEL, {})
+            communicators = {**communicators, _CONTEXT_PARALLEL: {**own, "is_high_priority_stream": True}}
+        return cls(timedelta(minutes=call["distributed_timeout_minutes"]), communicators)
+
+    def make(self, ranks: list[int], name: str) -> dist.ProcessGroup:
+        """A group that this rank belongs to, made by its members alone, on Megatron's list of groups.
+
+        A rank that is alone makes one too: torch names groups by how many a process has made, and with
+        unequal counts the next group that ranks make together would hang.
+        """
+        group = self._make(ranks, name, by_members=True)
+        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
+        return group
+
+    def make_by_all(self, ranks: list[int], name: str) -> dist.ProcessGroup | None:
+        """A group that all ranks of the job make together; ``None`` on those that do not belong to it."""
+        group = self._make(ranks, name, by_members=False)
+        return group if isinstance(group, dist.ProcessGroup) else None
+
+    def _make(self, ranks: list[int], name: str, by_members: bool) -> Any:
+        from megatron.core import parallel_state
+
+        return parallel_state.create_group(
+            ranks,
+            timeout=self.timeout,
+            pg_options=parallel_state.get_nccl_options(_CONTEXT_PARALLEL, self.communicators),
+            use_local_synchronization=by_members,
+            group_desc=name,
+        )

@@ -1,0 +1,144 @@
+"""Megatron's arguments where stages differ: checked as those of one rank, then set to each rank's own view.
+
+Megatron derives the batch, the learning rate's schedule and the samples consumed from one rectangle of ranks.
+As one replica of one rank they are right for the job whatever its stages are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron_hexi.errors import PlanError
+from megatron_hexi.mesh import Mesh, Place
+from megatron_hexi.plan import Plan
+
+#: What the plan's stages say in place of these flags.
+_REPLACED = (
+    ("--tensor-model-parallel-size", "tensor_model_parallel_size"),
+    ("--pipeline-model-parallel-size", "pipeline_model_parallel_size"),
+    ("--context-parallel-size", "context_parallel_size"),
+)
+_LAYOUT_FLAGS = (
+    "--pipeline-model-parallel-layout",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+)
+
+
+def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
+    """Hold a plan whose stages have layers of their own against the job.
+
+    Args:
+        args: Megatron's arguments, not yet checked.
+        given: the flags that the user wrote.
+        plan: the plan.
+
+    Raises:
+        PlanError: they contradict each other; with both values.
+    """
+    path = args.hexi_plan
+    for flag in (*(flag for flag, _ in _REPLACED), *_LAYOUT_FLAGS):
+        if flag in given:
+            raise PlanError(
+                f"{flag} does not work with {path}: its stages say which ranks and layers they have; "
+                "leave it out"
+            )
+    if args.world_size != plan.ranks:
+        raise PlanError(
+            f"{path}: the plan numbers {plan.ranks} ranks, the job has {args.world_size}; start {plan.ranks} "
+            "ranks or use another plan"
+        )
+    loss_ranks = {max(m.ranks) for replica in plan.replicas for m in replica.stages[-1].members}
+    if plan.ranks - 1 not in loss_ranks:
+        raise PlanError(
+            f"{path}: rank {plan.ranks - 1} does not compute the loss, which the job's last rank logs; give "
+            "it a place in the last stage of a replica, as the highest rank of its unit"
+        )
+    size = args.ffn_hidden_size
+    for member in plan.members:
+        width = len(member.ranks)
+        if size is not None and size % width:
+            raise PlanError(
+                f"{path}: ranks {list(member.ranks)} cut each weight in {width}, which does not divide "
+                f"--ffn-hidden-size {size}; give the unit another number of ranks"
+            )
+
+
+@contextlib.contextmanager
+def as_one_rank(args: Namespace, mesh: Mesh | None) -> Iterator[None]:
+    """Let Megatron check the arguments of a job of one rank; afterwards they are this rank's own.
+
+    Args:
+        args: Megatron's arguments; changed in place.
+        mesh: the places of all ranks; ``None``: nothing is changed.
+    """
+    if mesh is None:
+        yield
+        return
+    world_size, sequence_parallel = args.world_size, args.sequence_parallel
+    # Without tensor parallelism Megatron drops it, and says so.
+    args.world_size, args.sequence_parallel = 1, False
+    yield
+    args.world_size = world_size
+    args.sequence_parallel = sequence_parallel
+    # What Megatron's distributed optimizer cuts evenly is cut by the plan's shares.
+    args.overlap_param_gather = False
+    args.dist_ckpt_optim_fully_reshardable = True
+    _set_view(args, mesh, mesh.places[args.rank])
+
+
+def _set_view(args: Namespace, mesh: Mesh, place: Place) -> None:
+    """Set what Megatron reads of a rank's stage."""
+    plan, stage = mesh.plan, mesh.stage(place)
+    width = len(mesh.member(place).ranks)
+    args.tensor_model_parallel_size = width
+    for name in (
+        "expert_tensor_parallel_size",
+        "tensor_parallel_num_weight_shards",
+        "expert_tensor_parallel_num_weight_shards",
+    ):
+        if getattr(args, name, None) is not None:
+            setattr(args, name, width)
+    args.sequence_parallel = args.sequence_parallel and width > 1
+    args.context_parallel_size = len(mesh.domain(place).members)
+    args.pipeline_model_parallel_size = mesh.depth(place)
+    stages = mesh.replica(place).stages
+    if len(stages) > 1:
+        cells = ["t" * (layers[1] - layers[0]) for layers in (one.layers for one in stages) if layers]
+        cells[0], cells[-1] = f"E{cells[0]}", f"{cells[-1]}L"
+        args.pipeline_model_parallel_layout = "|".join(cells)
+    args.make_vocab_size_divisible_by = _vocabulary_step(plan, args) // width
+    recompute = plan.job.recompute if stage.recompute is None else stage.recompute
+    if recompute is not None:
+        _set_recomputation(args, recompute)
+    # One rank after another would write its part; ranks that hold the same are not one group here.
+    args.ckpt_fully_parallel_save = args.ckpt_fully_parallel_load = False
+
+
+def _vocabulary_step(plan: Plan, args: Namespace) -> int:
+    """What the padded vocabulary is a multiple of: one size that every tensor-parallel size divides."""
+    widths = math.lcm(*(len(member.ranks) for member in plan.members))
+    if plan.workload.padded_vocabulary is not None:
+        return plan.workload.padded_vocabulary
+    return math.lcm(args.make_vocab_size_divisible_by, widths)
+
+
+def _set_recomputation(args: Namespace, recompute: str | int) -> None:
+    """Set recomputation as a stage says: none, selective, full, or of so many first layers."""
+    args.recompute_granularity = args.recompute_method = args.recompute_num_layers = None
+    if recompute == "selective":
+        args.recompute_granularity = "selective"
+    elif recompute == "full":
+        args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
+    elif recompute != "none":
+        args.recompute_granularity, args.recompute_method = "full", "block"
+        args.recompute_num_layers = int(recompute)

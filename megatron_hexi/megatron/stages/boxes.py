@@ -1,0 +1,93 @@
+"""Which parts of which weights this rank's parameters hold, read from Megatron's own checkpoint format.
+
+A module's ``sharded_state_dict`` maps each parameter to boxes of global weights: layers along one axis, rows
+of a tensor-parallel rank, both halves of a gated projection, the padded vocabulary, tied embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_hexi.errors import PlanError
+from megatron_hexi.mesh import Box
+from megatron_hexi.runtime.piece_buffers import HeldBox
+
+
+def held_boxes(module: torch.nn.Module) -> list[HeldBox]:
+    """The boxes of all parameters that are trained.
+
+    Raises:
+        PlanError: a parameter is in no box, or not all of it is.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    by_storage = {
+        parameter.untyped_storage().data_ptr(): (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    depths = _depths(module)
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "chained_optim_avoid_prefix": True,
+    }
+    held: list[HeldBox] = []
+    elements: dict[str, int] = dict.fromkeys((name for name, _ in by_storage.values()), 0)
+    describe: Any = module.sharded_state_dict
+    for leaf in _leaves(describe(metadata=metadata)):
+        built = _leaves(leaf.build()) if isinstance(leaf, ShardedTensorFactory) else [leaf]
+        for tensor in built:
+            if not isinstance(tensor, ShardedTensor) or tensor.data is None:
+                continue
+            found = by_storage.get(tensor.data.untyped_storage().data_ptr())
+            if found is None:
+                continue
+            name, parameter = found
+            shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+            cell = tuple(
+                (start, start + size) for start, size in zip(tensor.global_offset, shape, strict=True)
+            )
+            strides = (0,) * tensor.prepend_axis_num + tuple(tensor.data.stride())
+            offset = tensor.data.storage_offset() - parameter.storage_offset()
+            box = Box(tensor.key, cell, tuple(tensor.global_shape), depths[name])
+            held.append(HeldBox(box, parameter, strides, offset))
+            elements[name] += tensor.data.numel()
+    for name, parameter in by_storage.values():
+        if elements[name] != parameter.numel():
+            raise PlanError(
+                f"parameter {name}: {elements[name]} of its {parameter.numel()} elements are in Megatron's "
+                "sharded_state_dict, so a plan with stages cannot tell who else holds them; train without it"
+            )
+    return held
+
+
+def _depths(module: torch.nn.Module) -> dict[str, int]:
+    """How early the forward pass uses each parameter: 0 before the layers, then the layer's number."""
+    layers = {
+        f"{name}.": layer.layer_number
+        for name, layer in module.named_modules()
+        if isinstance(getattr(layer, "layer_number", None), int) and name.rpartition(".")[2].isdigit()
+    }
+    behind = max(layers.values(), default=0) + 1
+    depths: dict[str, int] = {}
+    seen_layers = False
+    for name, _ in module.named_parameters():
+        layer = next((number for prefix, number in layers.items() if name.startswith(prefix)), None)
+        seen_layers = seen_layers or layer is not None
+        depths[name] = layer if layer is not None else behind if seen_layers or "embedding" not in name else 0
+    return depths
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _leaves(value)
+    else:
+        yield tree

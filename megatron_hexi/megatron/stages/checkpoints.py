@@ -1,0 +1,157 @@
+"""Checkpoints where stages differ: in Megatron's own format, of any layout and for any other.
+
+Weights lie in a checkpoint by their names and boxes, so a layout does not matter as long as each rank says
+which box it holds, and one rank of all that hold it writes it. Boxes of unequal layouts are no regular grid,
+which Megatron's stacked layers assume; as single boxes they are stored and found all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron_hexi.megatron.session import active_session
+
+
+def stages_active() -> bool:
+    """Whether this rank trains by a plan whose stages differ."""
+    session = active_session()
+    return session is not None and session.stages is not None
+
+
+def with_own_boxes(state: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's state dict with this rank's weights as boxes that stand for themselves.
+
+    Args:
+        state: as Megatron generates it for saving or loading; changed in place.
+    """
+    session = active_session()
+    if session is None or session.stages is None:
+        return state
+    copy = session.stages.mesh.copy(session.stages.view.place)
+    state["model"] = _walk(state["model"], copy)
+    return state
+
+
+def _walk(tree: Any, copy: int) -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    if isinstance(tree, dict):
+        return {key: _walk(value, copy) for key, value in tree.items()}
+    if isinstance(tree, ShardedTensor):
+        return _own_box(replace(tree, replica_id=_replica(tree.replica_id, copy)))
+    if isinstance(tree, ShardedTensorFactory):
+        return _own_boxes(replace(tree, replica_id=_replica(tree.replica_id, copy)))
+    if hasattr(tree, "replica_id"):
+        tree.replica_id = _replica(tree.replica_id, copy)
+    return tree
+
+
+def _replica(given: Any, copy: int) -> Any:
+    """Which copy this is: 0 for the one that is written. Megatron counts the ranks of its groups last."""
+    return (*given[:-1], copy) if isinstance(given, tuple) else copy
+
+
+def _own_box(tensor: Any) -> Any:
+    """A tensor, or where layers are stacked, what makes one with the layers' axis of its own."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    if not tensor.prepend_axis_num:
+        return replace(tensor, axis_fragmentations=None)
+    shape = tensor.data.shape
+
+    def build(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:
+        return _unstacked(replace(tensor, key=key, data=data, replica_id=replica_id))
+
+    return ShardedTensorFactory(
+        tensor.key, tensor.data, build, lambda loaded: loaded.view(shape), tensor.replica_id
+    )
+
+
+def _own_boxes(factory: Any) -> Any:
+    """A factory whose tensors are boxes that stand for themselves."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    build, merge = factory.build_fn, factory.merge_fn
+    stacked = next(
+        leaf.prepend_axis_num for leaf in _leaves(factory.build()) if isinstance(leaf, ShardedTensor)
+    )
+
+    def build_boxes(*args: Any, **kwargs: Any) -> Any:
+        return _mapped(
+            build(*args, **kwargs), lambda leaf: _unstacked(leaf) if isinstance(leaf, ShardedTensor) else leaf
+        )
+
+    def merge_boxes(loaded: Any) -> Any:
+        return merge(_mapped(loaded, lambda tensor: tensor.view(tensor.shape[stacked:])))
+
+    return replace(factory, build_fn=build_boxes, merge_fn=merge_boxes)
+
+
+def _unstacked(tensor: Any) -> Any:
+    """The same box with the axes that Megatron only thinks in front of it."""
+    shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
+    return replace(
+        tensor, data=tensor.data.view(shape), local_shape=shape, axis_fragmentations=None, prepend_axis_num=0
+    )
+
+
+def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, dict):
+        return {key: _mapped(value, function) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(value, function) for value in tree)
+    return function(tree)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _leaves(value)
+    else:
+        yield tree
+
+
+def _by_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Random states, in Megatron a grid of pipeline and tensor-parallel ranks: here one a rank."""
+
+    @functools.wraps(original)
+    def get_rng_state(*args: Any, **kwargs: Any) -> Any:
+        state = original(*args, **kwargs)
+        session = active_session()
+        if session is not None and session.stages is not None:
+            place = session.stages.view.place
+            state.global_shape = (len(session.stages.mesh.places), 1)
+            state.global_offset, state.replica_id = (place.rank, 0), 0
+        return state
+
+    return get_rng_state
+
+
+def _as_chain(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron takes random states from a checkpoint of the same grid: here a chain of all ranks."""
+
+    @functools.wraps(original)
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        with _grid(get_args()) if stages_active() else contextlib.nullcontext():
+            return original(*args, **kwargs)
+
+    return checkpoint
+
+
+@contextlib.contextmanager
+def _grid(args: Namespace) -> Iterator[None]:
+    own = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = 1, args.world_size
+    try:
+        yield
+    finally:
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size = own

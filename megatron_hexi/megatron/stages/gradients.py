@@ -1,0 +1,153 @@
+"""Gradients where stages differ: summed over whoever holds a piece of a weight.
+
+Megatron's wrapper of a model is kept, with its hooks and its calls in the schedule. What it calls a buffer
+and a group of buckets are the pieces' buckets here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_hexi.errors import user_errors
+from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.megatron.stages.boxes import held_boxes
+from megatron_hexi.mesh import Box, cut_pieces, make_buckets
+from megatron_hexi.runtime.piece_buffers import PieceBuffers
+
+#: Megatron's own size of a bucket where gradients are reduced behind the backward pass, elements.
+_BUCKET_SIZE = 40_000_000
+
+
+def _with_pieces(original: type) -> type:
+    """A class that is Megatron's wrapper, or where the plan has stages the one below."""
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+
+    class DistributedDataParallel(original):
+        __doc__ = original.__doc__
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            session = active_session()
+            uneven = cls is DistributedDataParallel and session is not None and session.stages is not None
+            return super().__new__(PieceDataParallel if uneven else cls)
+
+    class PieceDataParallel(DistributedDataParallel):
+        """Megatron's wrapper with the buckets of pieces as its only buffer and its only group of buckets."""
+
+        def __init__(
+            self,
+            config: Any,
+            ddp_config: Any,
+            module: torch.nn.Module,
+            disable_bucketing: bool = False,
+            **_: Any,
+        ) -> None:
+            _BaseDataParallel.__init__(self, config=config, module=module)
+            session = active_session()
+            assert session is not None
+            assert session.stages is not None
+            self.ddp_config = ddp_config
+            self.force_all_reduce = False
+            self.overlap_param_gather_with_optimizer_step = False
+            self.use_forward_hook = False
+            self.remove_forward_pre_hook_handles: dict[Any, Any] = {}
+            size = ddp_config.bucket_size or _BUCKET_SIZE if ddp_config.overlap_grad_reduce else None
+            with user_errors():
+                self.pieces = _piece_buffers(session, config, module, size, ddp_config.grad_reduce_in_fp32)
+            self.buffers = self.bucket_groups = [self.pieces]
+            self.expert_parallel_buffers: list[Any] = []
+            self.expert_parallel_bucket_groups: list[Any] = []
+            self.param_to_bucket_group: dict[Parameter, PieceBuffers] = {}
+            self.params_with_grad: list[Parameter] = []
+            self.grad_accs: list[Any] = []
+            for parameter in module.parameters():
+                if not parameter.requires_grad:
+                    continue
+                self.param_to_bucket_group[parameter] = self.pieces
+                self.params_with_grad.append(parameter)
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+                # The node that adds a gradient to a parameter; kept alive, or its hook is lost.
+                view: Any = parameter.expand_as(parameter)
+                accumulator = view.grad_fn.next_functions[0][0]
+                accumulator.register_hook(self._make_backward_post_hook(parameter))
+                self.grad_accs.append(accumulator)
+
+        def broadcast_params(self) -> None:
+            """Nothing to do: holders have the same values from the beginning."""
+
+    return DistributedDataParallel
+
+
+def _piece_buffers(
+    session: Session, config: Any, module: torch.nn.Module, bucket_size: int | None, in_fp32: bool
+) -> PieceBuffers:
+    """The buckets of this rank's parameters; a collective of all ranks."""
+    assert session.stages is not None
+    mesh, view, groups = session.stages.mesh, session.stages.view, session.stages.groups
+    held = held_boxes(module)
+    boxes: list[list[Box]] = [[] for _ in mesh.places]
+    dist.all_gather_object(boxes, [one.box for one in held])
+    weights = {place.rank: mesh.member(place).state for place in mesh.places}
+    buckets = make_buckets(cut_pieces(boxes), weights, bucket_size)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    width = len(mesh.member(view.place).ranks)
+
+    def scale_of(parameter: Parameter) -> float:
+        return 1.0 if _is_partial(parameter, names[parameter], config) else 1.0 / width
+
+    def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        group = groups.of(ranks, "HOLDERS")
+        return None if len(ranks) == 1 else group
+
+    buffers = PieceBuffers(
+        buckets, held, scale_of, view.place.rank, group_of, torch.float32 if in_fp32 else None
+    )
+    # Tied embeddings are zero where the last stage makes them, and Megatron's seeds differ by stage.
+    stage_of = [place.stage for place in mesh.places]
+    buffers.take_values_from(lambda holders: min(holders, key=lambda rank: (stage_of[rank], rank)))
+    return buffers
+
+
+def _is_partial(parameter: Parameter, name: str, config: Any) -> bool:
+    """Whether each tensor-parallel rank has only its part of the gradient, or else each has all of it.
+
+    As Megatron decides whose gradients it sums over tensor-parallel ranks
+    (``_allreduce_non_tensor_model_parallel_grads``).
+    """
+    if getattr(parameter, "tensor_model_parallel", False):
+        return True
+    if config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
+        return True
+    return bool(config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
+
+
+def _over_all_holders(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def finalize_model_grads(
+        model: list[Any],
+        num_tokens: Tensor | None = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> None:
+        session = active_session()
+        if session is None or session.stages is None:
+            original(model, num_tokens, pg_collection, force_all_reduce)
+            return
+        for chunk in model:
+            chunk.finish_grad_sync()
+        assert num_tokens is not None, "a plan sets --calculate-per-token-loss"
+        stages = session.stages
+        # The ranks of one unit all counted the unit's tokens.
+        counts = stages.view.place.rank in stages.mesh.loss_ranks()
+        total = num_tokens if counts else torch.zeros_like(num_tokens)
+        dist.all_reduce(total, group=stages.view.world)
+        for chunk in model:
+            chunk.scale_gradients(1.0 / torch.clamp(total, min=1))
+
+    return finalize_model_grads

@@ -1,0 +1,198 @@
+"""Process groups where stages differ: each rank's own view of Megatron's groups.
+
+Megatron's groups are rows of one rectangle of ranks. Here every rank is given groups that are right for it:
+its unit for tensor parallelism, its domain for context parallelism, one rank of each stage for the pipeline.
+What joins different views (rows over borders, gradients, the loss) has groups of its own, made by all ranks
+of the job in one order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from megatron_hexi.megatron.process_groups import GroupOptions
+from megatron_hexi.mesh import Mesh, Place
+
+
+class PipelineView(dist.ProcessGroup):
+    """The pipeline as one rank sees it: a rank of each stage, itself at its own.
+
+    Megatron asks it for sizes and ranks. Ranks of one stage see different ones, so nothing can travel on it.
+
+    Args:
+        ranks: one of each stage.
+        rank: this rank.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        super().__init__(list(ranks).index(rank), len(ranks))  # type: ignore[call-arg]
+        # Where torch.distributed looks up the ranks of a group.
+        dist.distributed_c10d._world.pg_group_ranks[self] = {one: i for i, one in enumerate(ranks)}
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "a collective on Megatron's pipeline group: under a plan whose stages differ, the ranks of a "
+            "pipeline are joined by the plan's tables only"
+        )
+
+    allreduce = allreduce_coalesced = allgather = allgather_coalesced = _refuse
+    allgather_into_tensor_coalesced = _allgather_base = _reduce_scatter_base = reduce_scatter = _refuse
+    broadcast = reduce = gather = scatter = alltoall = alltoall_base = barrier = _refuse
+    send = recv = recv_anysource = _refuse
+
+
+@dataclass
+class MeshGroups:
+    """The process groups of a job, each made once, by all ranks in one order.
+
+    Args:
+        rank: this rank.
+        options: of every group.
+    """
+
+    rank: int
+    options: GroupOptions
+
+    def __post_init__(self) -> None:
+        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        self.alone = self.options.make([self.rank], "HEXI_RANK_GROUP")
+
+    def of(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup | None:
+        """A group of some ranks; ``None`` on the others. To be called by all ranks of the job."""
+        key = name, tuple(ranks)
+        if len(key[1]) == 1:
+            return self.alone if self.rank in key[1] else None
+        if key not in self._made:
+            self._made[key] = self.options.make_by_all(list(ranks), f"HEXI_{name}_GROUP")
+        return self._made[key]
+
+
+@dataclass(frozen=True)
+class BorderGroups:
+    """The groups of one border, a direction each.
+
+    Args:
+        forward: of activations.
+        backward: of gradients.
+    """
+
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class RankView:
+    """The groups of one rank.
+
+    Args:
+        place: of the rank.
+        unit: its tensor-parallel ranks.
+        domain: those with which it exchanges keys.
+        a2a: those of its A2A group.
+        loss: one rank of each unit that computes the loss; itself alone where it is none of them.
+        before: the border to the stage before; ``None`` at the first.
+        behind: the border to the stage behind; ``None`` at the last.
+        world: all ranks of the job.
+    """
+
+    place: Place
+    unit: dist.ProcessGroup
+    domain: dist.ProcessGroup
+    a2a: dist.ProcessGroup
+    loss: dist.ProcessGroup
+    before: BorderGroups | None
+    behind: BorderGroups | None
+    world: dist.ProcessGroup
+
+
+def make_view(mesh: Mesh, groups: MeshGroups) -> RankView:
+    """Make all groups that the plan needs; to be called by all ranks of the job."""
+    own = mesh.places[groups.rank]
+    world = groups.of(range(len(mesh.places)), "JOB")
+    loss = groups.of(mesh.loss_ranks(), "LOSS")
+    unit = domain = a2a = None
+    for place in mesh.places:
+        unit = groups.of(mesh.member(place).ranks, "UNIT") or unit
+        domain = groups.of(mesh.lane(place), "DOMAIN") or domain
+        a2a = groups.of(a2a_lane(mesh, place), "A2A") or a2a
+    borders: list[BorderGroups | None] = [None, None]
+    for number, replica in enumerate(mesh.plan.replicas):
+        for stage in range(1, len(replica.stages)):
+            sides = [mesh.stage_ranks(number, side) for side in (stage - 1, stage)]
+            ranks = sorted(sides[0] + sides[1])
+            forward, backward = groups.of(ranks, "FORWARD"), groups.of(ranks, "BACKWARD")
+            for side in (0, 1):
+                if groups.rank in sides[side]:
+                    assert forward is not None
+                    assert backward is not None
+                    borders[1 - side] = BorderGroups(forward, backward)
+    assert unit is not None
+    assert domain is not None
+    assert a2a is not None
+    assert world is not None
+    return RankView(own, unit, domain, a2a, loss or groups.alone, borders[0], borders[1], world)
+
+
+def a2a_lane(mesh: Mesh, place: Place) -> tuple[int, ...]:
+    """The ranks of a rank's A2A group: its counterpart in each unit, in the order of the domain's ranks."""
+    lead = mesh.member(place).lead
+    group = next(
+        group for group in mesh.domain(place).groups if any(member.lead == lead for member in group.members)
+    )
+    return tuple(sorted(member.ranks[place.tp_rank] for member in group.members))
+
+
+def set_megatron_groups(mesh: Mesh, view: RankView, alone: dist.ProcessGroup) -> None:
+    """Put a rank's view in the place of Megatron's groups.
+
+    Args:
+        mesh: the places of all ranks.
+        view: the groups of this rank.
+        alone: a group of this rank alone.
+    """
+    from megatron.core import parallel_state
+
+    place, rank = view.place, view.place.rank
+    chain = mesh.chain(place)
+    ends = {chain[0], chain[-1]}
+    by_name: dict[str, Any] = {
+        "TENSOR_MODEL_PARALLEL_GROUP": view.unit,
+        "TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(mesh.member(place).ranks),
+        "PIPELINE_MODEL_PARALLEL_GROUP": PipelineView(chain, rank),
+        "PIPELINE_GLOBAL_RANKS": list(chain),
+        "CONTEXT_PARALLEL_GROUP": view.domain,
+        "CONTEXT_PARALLEL_GLOBAL_RANKS": dist.get_process_group_ranks(view.domain),
+        # Norms of gradients, and whether a step is skipped: over all ranks.
+        "MODEL_PARALLEL_GROUP": view.world,
+        "MODEL_PARALLEL_GLOBAL_RANKS": list(range(len(mesh.places))),
+        "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": view.world,
+        # Tied embeddings are pieces that the first and the last stages hold.
+        "EMBEDDING_GROUP": alone if rank in ends else None,
+        "EMBEDDING_GLOBAL_RANKS": sorted(ends),
+        "POSITION_EMBEDDING_GROUP": alone if rank == chain[0] else None,
+        "POSITION_EMBEDDING_GLOBAL_RANKS": [chain[0]],
+        # A rank loads whole sequences of its replica's micro-batches.
+        "DATA_PARALLEL_GLOBAL_RANKS": [rank],
+        "DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": dist.get_process_group_ranks(view.loss),
+        "EXPERT_MODEL_PARALLEL_RANKS": [rank],
+        "GTP_WEIGHT_REMAT_GLOBAL_RANKS": [rank],
+        "EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": [rank],
+    }
+    for variable in vars(parallel_state):
+        name = variable.removeprefix("_")
+        if not re.fullmatch(r"_[A-Z_]+", variable):
+            continue
+        if name in by_name:
+            setattr(parallel_state, variable, by_name[name])
+        elif re.search(r"(?<!EXPERT_)DATA_PARALLEL_GROUP_WITH_CP", name) and "TENSOR" not in name:
+            setattr(parallel_state, variable, view.loss)
+        elif re.match(r"(EXPERT_)?TENSOR_", name) and "GROUP" in name:
+            setattr(parallel_state, variable, view.unit)
+        elif "_GROUP" in name and not re.search(r"HIERARCHICAL|HYBRID|INTER_PARTIAL|GROUPS", name):
+            setattr(parallel_state, variable, alone)
+    parallel_state._set_global_memory_buffer()

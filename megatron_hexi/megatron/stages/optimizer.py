@@ -1,0 +1,213 @@
+"""The optimizer where stages differ: each rank keeps the state of what it owns, in the plan's shares.
+
+Megatron's fp32 optimizer steps on the owned slabs, each an fp32 parameter of its own, so its step, clipping
+and norm are Megatron's: every element is owned once in the job. Afterwards owners hand the new values out.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_hexi.errors import user_errors
+from megatron_hexi.megatron.session import active_session
+from megatron_hexi.megatron.stages.optimizer_state import (
+    master_name,
+    read_document,
+    sharded_state,
+    state_document,
+)
+from megatron_hexi.mesh import Slab
+from megatron_hexi.runtime.piece_buffers import BucketBuffer, PieceBuffers
+
+
+@dataclass(frozen=True)
+class _OwnedSlab:
+    """What this rank keeps the optimizer's state of.
+
+    Args:
+        slab: which part of which weight.
+        values: its values in the bucket, in the precision of the model.
+        gradients: likewise.
+        main: its values in fp32: the same memory where the model is fp32.
+    """
+
+    slab: Slab
+    values: Tensor
+    gradients: Tensor
+    main: Parameter
+
+
+def _owned_slabs(buffers: PieceBuffers) -> list[_OwnedSlab]:
+    return [_owned(buffer, slab) for buffer, slab in buffers.owned()]
+
+
+def _owned(buffer: BucketBuffer, slab: Slab) -> _OwnedSlab:
+    shape = [stop - start for start, stop in slab.cell]
+    values = buffer.values[slab.start : slab.stop].view(shape)
+    main = Parameter(values.float())  # a view where the values are fp32
+    # One owner in the world: the norm counts it once.
+    main.tensor_model_parallel = True  # type: ignore[attr-defined]
+    return _OwnedSlab(slab, values, buffer.gradients[slab.start : slab.stop].view(shape), main)
+
+
+class PieceOptimizer(FP32Optimizer):
+    """Megatron's fp32 optimizer over the slabs that this rank owns.
+
+    Args:
+        optimizer: torch's or apex's, over the slabs' fp32 parameters.
+        config: Megatron's.
+        init_state_fn: makes the state of parameters that have none.
+        buffers: the weights and gradients of this rank.
+        owned: its slabs.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        config: Any,
+        init_state_fn: Callable[..., None],
+        buffers: PieceBuffers,
+        owned: list[_OwnedSlab],
+    ) -> None:
+        super().__init__(optimizer, config, init_state_fn)
+        self.buffers = buffers
+        self.owned = owned
+        #: Steps done, also where this rank owns nothing.
+        self.steps = 0
+
+    @torch.no_grad()
+    def prepare_grads(self) -> bool:
+        """Give every slab its summed gradient in fp32."""
+        for one in self.owned:
+            one.main.grad = one.gradients.float()
+        return False
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step on what this rank owns, and exchange the new values with all holders."""
+        success = bool(super().step_with_ready_grads())
+        self.steps += 1
+        self._values_from_main()
+        self.buffers.hand_out_values()
+        return success
+
+    @torch.no_grad()
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Take the model's weights as they are now."""
+        self.buffers.collect_values()
+        for one in self.owned:
+            one.main.data.copy_(one.values)
+
+    @property
+    def _is_half(self) -> bool:
+        """Whether the model's weights are not the fp32 ones that are stepped on."""
+        return any(one.values.dtype != torch.float32 for one in self.owned) or bool(self.config.bf16)
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The state of what this rank owns, for Megatron to save or to load into.
+
+        Args:
+            model_sharded_state_dict: not used: slabs know their weights.
+            is_loading: whether it is for loading.
+            metadata: of the checkpoint.
+
+        Raises:
+            PlanError: the checkpoint's format depends on the layout that it was saved under.
+        """
+        from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+        with user_errors():
+            master = master_name(metadata, self._is_half)
+        if is_loading and self.init_state_fn is not None:
+            self.init_state_fn(self.optimizer, self.config)
+        states = [self._state_of(one, master) for one in self.owned]
+        tensors = sharded_state([one.slab for one in self.owned], states)
+        groups = [{**group, "params": LocalNonpersistentObject([])} for group in self.optimizer.param_groups]
+        return state_document(tensors, groups, self.steps, metadata, self._is_half)
+
+    def _state_of(self, one: _OwnedSlab, master: str | None) -> dict[str, Tensor]:
+        state = {
+            name: value
+            for name, value in self.optimizer.state[one.main].items()
+            if isinstance(value, Tensor) and name != "step"
+        }
+        return state if master is None else {**state, master: one.main.data}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state that Megatron loaded for `sharded_state_dict`."""
+        from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
+
+        tensors, groups, self.steps = read_document(state_dict)
+        self.reload_model_params()
+        for number, one in enumerate(self.owned):
+            state = dict(tensors[number])
+            for name in ("param", "fp32_param"):
+                if name in state:
+                    one.main.copy_(state.pop(name))
+            kept = {name: tensor.clone() for name, tensor in state.items()}
+            if USING_PYTORCH_OPTIMIZER and kept and self.config.optimizer == "adam":
+                kept["step"] = torch.tensor(float(self.steps))  # one a parameter: each counts its own
+            self.optimizer.state[one.main] = kept
+        bare = [{**group, "params": None} for group in groups]
+        own = self.optimizer.param_groups
+        for group, loaded in zip(own, self._filter_and_reorder_param_groups(own, bare), strict=True):
+            group.update({name: value for name, value in loaded.items() if name not in ("params", "step")})
+            if not USING_PYTORCH_OPTIMIZER:
+                group["step"] = self.steps
+
+    def _values_from_main(self) -> None:
+        for one in self.owned:
+            if one.main.data_ptr() != one.values.data_ptr():
+                one.values.copy_(one.main)
+
+
+def _for_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_megatron_optimizer(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+        session = active_session()
+        if session is None or session.stages is None:
+            return original(config, model_chunks, *args, **kwargs)
+        (chunk,) = model_chunks
+        overrides = kwargs.get("config_overrides", args[0] if args else None)
+        return _make_optimizer(config, chunk, overrides, session.stages.view.world)
+
+    return get_megatron_optimizer
+
+
+def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> PieceOptimizer:
+    """Megatron's optimizer with its own parameter groups, over the owned slabs; a collective of all ranks."""
+    from megatron.core import optimizer as megatron_optimizer
+
+    if overrides is None:
+        overrides = megatron_optimizer.get_standard_config_overrides(config)
+    groups = megatron_optimizer._get_param_groups([chunk], config, overrides)
+    group_of = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
+    buffers: PieceBuffers = chunk.pieces
+    owned = _owned_slabs(buffers)
+    for group in groups:
+        group["params"] = []
+    for one in owned:
+        groups[group_of[buffers.parameter_of(one.slab)]]["params"].append(one.main)
+    # The inner optimizer alone: how it is made of the arguments is Megatron's to say.
+    plain = copy.copy(config)
+    plain.bf16, plain.use_distributed_optimizer = False, False
+    made = megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
+        plain, [chunk], groups, model_parallel_group=world
+    )
+    optimizer = PieceOptimizer(made.optimizer, config, made.init_state_fn, buffers, owned)
+    for name in ("grad_stats_parallel_group", "tp_group", "expert_tp_group"):
+        if hasattr(made, name):
+            setattr(optimizer, name, getattr(made, name))
+    return optimizer

@@ -1,0 +1,56 @@
+"""What a rank derived from a plan whose stages differ, beside what every session has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_hexi.megatron.session import GivenPlan, Session, local_shard
+from megatron_hexi.megatron.stages.communicator import BorderChannels, make_channels
+from megatron_hexi.megatron.stages.groups import MeshGroups, RankView, make_view, set_megatron_groups
+from megatron_hexi.mesh import Mesh
+from megatron_hexi.plan import Schedules
+from megatron_hexi.runtime import DomainAttention
+
+
+@dataclass(frozen=True)
+class StagesSession:
+    """The mesh as this rank sees it.
+
+    Args:
+        mesh: the places of all ranks.
+        groups: the process groups made so far; those of weights' holders are added when the model is there.
+        view: the groups of this rank.
+        channels: to the neighbouring stages.
+    """
+
+    mesh: Mesh
+    groups: MeshGroups
+    view: RankView
+    channels: BorderChannels
+
+
+def start_stages_session(given: GivenPlan, mesh: Mesh, groups: MeshGroups, device: torch.device) -> Session:
+    """Make all groups, put this rank's view in the place of Megatron's, and derive its tables.
+
+    To be called by all ranks of the job, in place of Megatron's own making of groups.
+    """
+    view = make_view(mesh, groups)
+    set_megatron_groups(mesh, view, groups.alone)
+    place = view.place
+    stage, domain, workload = mesh.stage(place), mesh.domain(place), mesh.workload(place)
+    exchange = stage.exchange or mesh.plan.exchange
+    schedules = Schedules(workload, domain, place.member, exchange.parts)
+    attention = DomainAttention(
+        workload, schedules, view.domain, view.a2a, window=exchange.window, kernel_name=given.kernel
+    )
+    shard = local_shard(schedules(), given.row_multiple, device)
+    assert given.shares is not None
+    return Session(
+        given,
+        attention,
+        shard,
+        given.shares[place.replica],
+        StagesSession(mesh, groups, view, make_channels(mesh, view, device)),
+    )

@@ -1,0 +1,26 @@
+"""The uneven mesh as tables: places, rows at borders, pieces of weights, shares of state. No torch here."""
+
+from megatron_hexi.mesh.border import HeldRows, RowBlock, RowMessage, border_messages, held_rows, row_messages
+from megatron_hexi.mesh.pieces import Box, Cell, Piece, cell_contains, cell_size, cut_pieces
+from megatron_hexi.mesh.places import Mesh, Place
+from megatron_hexi.mesh.shares import Bucket, Slab, make_buckets
+
+__all__ = [
+    "Box",
+    "Bucket",
+    "Cell",
+    "HeldRows",
+    "Mesh",
+    "Piece",
+    "Place",
+    "RowBlock",
+    "RowMessage",
+    "Slab",
+    "border_messages",
+    "cell_contains",
+    "cell_size",
+    "cut_pieces",
+    "held_rows",
+    "make_buckets",
+    "row_messages",
+]

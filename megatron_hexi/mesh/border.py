@@ -1,0 +1,184 @@
+"""The border between two stages: who holds which rows, and who sends which of them to whom.
+
+Both ends of each message derive the same table from the plan, so nothing is asked for. A row, a position of a
+sample, travels to each rank that holds it behind the border, straight from a rank that holds it before the
+border. Where several ranks hold the same rows (tensor parallelism without sequence parallelism), each of them
+sends a part. No rank leads, nothing is broadcast, and no size must divide another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_hexi.mesh.places import Mesh, Place
+from megatron_hexi.plan.layout import merge_segments, shard_segments, slice_segments
+from megatron_hexi.plan.model import Range
+from megatron_hexi.plan.packing import packed_domain
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """The rows that a rank holds of a stage's [S, B, hidden] activations, padding left out.
+
+    Args:
+        rank: its number in the job.
+        positions: of the sequence, ascending.
+        samples: of the micro-batch.
+        rows: local rows with padding (L).
+    """
+
+    rank: int
+    positions: tuple[Range, ...]
+    samples: Range
+    rows: int
+
+    def local(self, positions: Sequence[Range]) -> tuple[Range, ...]:
+        """The local rows of some of its positions, a range for each range."""
+        ranges = []
+        for start, stop in positions:
+            offset = 0
+            for first, last in self.positions:
+                if first <= start and stop <= last:
+                    ranges.append((offset + start - first, offset + stop - first))
+                    break
+                offset += last - first
+            else:
+                raise AssertionError(f"rank {self.rank} does not hold positions [{start}, {stop})")
+        return tuple(ranges)
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of one message: some positions of some samples."""
+
+    positions: tuple[Range, ...]
+    samples: Range
+
+    @property
+    def rows(self) -> int:
+        """How many rows, over all samples."""
+        return sum(stop - start for start, stop in self.positions) * (self.samples[1] - self.samples[0])
+
+
+@dataclass(frozen=True)
+class RowMessage:
+    """All that one rank sends another over a border for one micro-batch.
+
+    Args:
+        source: rank of the stage before; gradients travel from `target` to `source`.
+        target: rank of the stage behind.
+        blocks: the rows, in the order in which they lie in the message.
+    """
+
+    source: int
+    target: int
+    blocks: tuple[RowBlock, ...]
+
+    @property
+    def rows(self) -> int:
+        """How many rows, over all samples."""
+        return sum(block.rows for block in self.blocks)
+
+
+def held_rows(mesh: Mesh, place: Place, documents: tuple[int, ...] | None = None) -> HeldRows:
+    """The rows that a rank holds outside attention and outside tensor-parallel layers.
+
+    Args:
+        mesh: the places of all ranks.
+        place: of the rank.
+        documents: lengths of the documents of the sequence; ``None``: it is one.
+    """
+    domain = mesh.domain(place)
+    lead = mesh.member(place).lead
+    if documents is not None:
+        domain = packed_domain(domain, documents)
+    group, number = next(
+        (group, number)
+        for group in domain.groups
+        for number, member in enumerate(group.members)
+        if member.lead == lead
+    )
+    member = group.members[number]
+    positions = shard_segments(group, number)
+    width = len(member.ranks) if mesh.sequence_parallel else 1
+    rows = max(1, -(-member.tokens // width))  # as `LocalShard` pads them
+    if width > 1:
+        first = place.tp_rank * rows
+        positions = slice_segments(positions, first, first + rows)
+    return HeldRows(place.rank, positions, place.samples, rows)
+
+
+def border_messages(
+    mesh: Mesh, replica: int, source: int, target: int, documents: tuple[int, ...] | None = None
+) -> tuple[RowMessage, ...]:
+    """What travels from one stage of a replica to a neighbour for one micro-batch.
+
+    Forward these are activations. Backward they are gradients: behind the border every rank that holds a row
+    holds its whole gradient, so the same rule says who sends it.
+
+    Args:
+        mesh: the places of all ranks.
+        replica: number of the replica.
+        source: number of the stage that sends.
+        target: number of the stage that receives.
+        documents: lengths of the documents of the sequence; ``None``: it is one.
+    """
+    sides = [
+        [held_rows(mesh, mesh.places[rank], documents) for rank in mesh.stage_ranks(replica, stage)]
+        for stage in (source, target)
+    ]
+    return row_messages(*sides)
+
+
+def row_messages(sources: Sequence[HeldRows], targets: Sequence[HeldRows]) -> tuple[RowMessage, ...]:
+    """Who sends which rows to whom, so that each target receives each of its rows once.
+
+    Args:
+        sources: what is held where rows come from; together every row that a target holds.
+        targets: what is held where they go.
+
+    Returns:
+        One message a pair at most, by source and target; pairs that share nothing have none.
+    """
+    blocks: dict[tuple[int, int], list[RowBlock]] = {}
+    for turn, target in enumerate(targets):
+        for samples in _pieces([target.samples], [source.samples for source in sources]):
+            holders = [source for source in sources if _contains(source.samples, samples)]
+            by_holders: dict[tuple[int, ...], list[Range]] = {}
+            for span in _pieces(target.positions, [span for one in holders for span in one.positions]):
+                owners = tuple(
+                    one.rank for one in holders if any(_contains(held, span) for held in one.positions)
+                )
+                assert owners, f"nobody holds positions {span} of samples {samples}"
+                by_holders.setdefault(owners, []).append(span)
+            for owners, spans in by_holders.items():
+                for owner, part in _dealt(merge_segments(spans), owners, turn):
+                    blocks.setdefault((owner, target.rank), []).append(RowBlock(part, samples))
+    return tuple(RowMessage(*pair, tuple(found)) for pair, found in sorted(blocks.items()))
+
+
+def _dealt(
+    spans: tuple[Range, ...], owners: tuple[int, ...], turn: int
+) -> Iterable[tuple[int, tuple[Range, ...]]]:
+    """Equal parts of some positions for all that hold them; who sends the first changes with the target."""
+    total, count = sum(stop - start for start, stop in spans), len(owners)
+    cuts = [total * number // count for number in range(count + 1)]
+    for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        if start < stop:
+            yield owners[(number + turn) % count], slice_segments(spans, start, stop)
+
+
+def _pieces(spans: Sequence[Range], cutters: Iterable[Range]) -> list[Range]:
+    """The spans, cut wherever a cutter begins or ends."""
+    cuts = sorted({end for cutter in cutters for end in cutter})
+    pieces: list[Range] = []
+    for start, stop in spans:
+        ends = [start, *(cut for cut in cuts if start < cut < stop), stop]
+        pieces.extend(itertools.pairwise(ends))
+    return [piece for piece in pieces if piece[0] < piece[1]]
+
+
+def _contains(outer: Range, inner: Range) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]

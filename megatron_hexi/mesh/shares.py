@@ -1,0 +1,142 @@
+"""Who owns which part of the optimizer's state: buckets of pieces, cut by the shares of their holders.
+
+The pieces that the same ranks hold lie one after the other in flat buckets, in the order in which the
+backward pass completes their gradients. Each bucket is cut into one run of slabs for each holder, its share.
+A rank reduces the gradients of all, updates its own run, and hands the new values out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_hexi.mesh.pieces import Cell, Piece, cell_size
+from megatron_hexi.plan.model import Range
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Rows of a piece with one owner.
+
+    Args:
+        key: name of the weight.
+        cell: the part of it.
+        shape: of the whole weight.
+        owner: rank that keeps its optimizer state.
+        start: of its elements in the bucket.
+    """
+
+    key: str
+    cell: Cell
+    shape: tuple[int, ...]
+    owner: int
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """End of its elements in the bucket."""
+        return self.start + cell_size(self.cell)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Pieces that the same ranks hold, reduced and handed out together.
+
+    Args:
+        holders: the ranks, ascending.
+        pieces: in order.
+        starts: of the pieces' elements.
+        slabs: the same elements by owner; each owner's follow one another.
+        depth: the least of the pieces': all gradients are there when the backward pass has done this one.
+    """
+
+    holders: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    starts: tuple[int, ...]
+    slabs: tuple[Slab, ...]
+    depth: int
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.slabs[-1].stop
+
+    def run(self, owner: int) -> Range:
+        """The elements of one owner; empty where it has none."""
+        own = [slab for slab in self.slabs if slab.owner == owner]
+        return (own[0].start, own[-1].stop) if own else (0, 0)
+
+
+def make_buckets(
+    pieces: Sequence[Piece], weights: Mapping[int, int], bucket_size: int | None
+) -> tuple[Bucket, ...]:
+    """All buckets, in the order in which every rank reduces those that it holds.
+
+    The order is the same on all ranks, so that no two ranks wait for each other in two of them.
+
+    Args:
+        pieces: as `cut_pieces` gives them.
+        weights: share of each rank in the state, relative to others that hold the same.
+        bucket_size: elements after which a bucket is closed; ``None``: one for each set of holders and
+            kind of gradient.
+    """
+    by_holders: dict[tuple[int, ...], list[Piece]] = {}
+    for piece in pieces:
+        by_holders.setdefault(piece.holders, []).append(piece)
+    buckets = []
+    for holders, own in by_holders.items():
+        given = dict.fromkeys(holders, 0)
+        for run in _runs(own, bucket_size):
+            buckets.append(_bucket(holders, run, weights, given))
+    return tuple(sorted(buckets, key=lambda bucket: (-bucket.depth, bucket.holders)))
+
+
+def _runs(pieces: Sequence[Piece], bucket_size: int | None) -> list[list[Piece]]:
+    runs: list[list[Piece]] = [[]]
+    size = 0
+    for piece in pieces:
+        if bucket_size is not None and runs[-1] and size >= bucket_size:
+            runs.append([])
+            size = 0
+        runs[-1].append(piece)
+        size += piece.size
+    return runs
+
+
+def _bucket(
+    holders: tuple[int, ...], pieces: Sequence[Piece], weights: Mapping[int, int], given: dict[int, int]
+) -> Bucket:
+    """A bucket in which each owner gets what it lacks of its share of all buckets so far.
+
+    Args:
+        holders: the ranks.
+        pieces: of the bucket.
+        weights: shares of the ranks.
+        given: elements that each holder owns in the buckets before; counted on.
+    """
+    starts = (0, *itertools.accumulate(piece.size for piece in pieces))
+    size, total = starts[-1], sum(weights[rank] for rank in holders)
+    target = size + sum(given.values())
+    wanted = [max(0.0, target * weights[rank] / total - given[rank]) for rank in holders]
+    scale = size / sum(wanted)
+    ends = [end * scale for end in itertools.accumulate(wanted)]
+    slabs: list[Slab] = []
+    owner, at = 0, 0
+    for piece in pieces:
+        # The first axis along which it can be cut; elements of one index of it lie together.
+        axis = next((a for a, (low, high) in enumerate(piece.cell) if high - low > 1), 0)
+        low, high = piece.cell[axis]
+        row = piece.size // (high - low)
+        while low < high:
+            while owner < len(holders) - 1 and at + row / 2 > ends[owner]:
+                owner += 1
+            count = high - low
+            if owner < len(holders) - 1:
+                count = max(1, min(count, round((ends[owner] - at) / row)))
+            cell = (*piece.cell[:axis], (low, low + count), *piece.cell[axis + 1 :])
+            slabs.append(Slab(piece.key, cell, piece.shape, holders[owner], at))
+            given[holders[owner]] += count * row
+            at, low = at + count * row, low + count
+    depth = min(piece.depth for piece in pieces)
+    return Bucket(holders, tuple(pieces), starts[:-1], tuple(slabs), depth)

@@ -1,0 +1,272 @@
+"""Weights and gradients in flat buckets of pieces: summed over holders, owned by shares, handed out again.
+
+Where a parameter is one whole piece, its values and gradients are views of its bucket. Where other ranks hold
+other parts of it, it lies in several buckets: gradients are copied in before the sum, values out after the
+step.
+
+Buckets are reduced as soon as the backward pass has their gradients, always in the order of the table. All
+ranks keep that order, so two buckets can never wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_hexi.mesh import Box, Bucket, Cell, Slab, cell_contains
+from megatron_hexi.runtime.waiting import waiting
+
+
+@dataclass(frozen=True)
+class HeldBox:
+    """A box of a weight, in the parameter that holds it.
+
+    Args:
+        box: which part of which weight.
+        parameter: what holds it.
+        strides: of the box's axes in the parameter's elements.
+        offset: of its first element.
+    """
+
+    box: Box
+    parameter: Parameter
+    strides: tuple[int, ...]
+    offset: int
+
+    def view(self, tensor: Tensor, cell: Cell) -> Tensor:
+        """A part of the box, in a tensor laid out as the parameter."""
+        starts = [cell_axis[0] - box_axis[0] for cell_axis, box_axis in zip(cell, self.box.cell, strict=True)]
+        start = sum(first * stride for first, stride in zip(starts, self.strides, strict=True))
+        sizes = [high - low for low, high in cell]
+        return tensor.as_strided(sizes, self.strides, tensor.storage_offset() + self.offset + start)
+
+
+@dataclass
+class BucketBuffer:
+    """One bucket on this rank.
+
+    Args:
+        bucket: its table.
+        group: the holders; ``None`` where this rank alone holds it.
+        values: of the weights, flat.
+        gradients: flat; after the sum, what this rank owns is right, the rest is undefined.
+        copied: pieces whose parameter lies elsewhere too, with where they lie there and here.
+        scales: factors of elements before the sum, where they are not 1.
+        waits_for: parameters whose gradients are not there yet.
+    """
+
+    bucket: Bucket
+    group: dist.ProcessGroup | None
+    values: Tensor
+    gradients: Tensor
+    copied: list[tuple[HeldBox, Cell, slice]] = field(default_factory=list)
+    scales: list[tuple[slice, float]] = field(default_factory=list)
+    waits_for: set[Parameter] = field(default_factory=set)
+    works: list[dist.Work | None] = field(default_factory=list)
+
+    def runs(self) -> Iterable[tuple[int, slice]]:
+        """Each holder that owns anything, with its elements."""
+        for rank in self.bucket.holders:
+            start, stop = self.bucket.run(rank)
+            if start < stop:
+                yield rank, slice(start, stop)
+
+
+class PieceBuffers:
+    """All buckets of one rank, with what Megatron asks of a buffer and of a group of buckets.
+
+    Args:
+        buckets: those of all ranks, in the order of the table.
+        boxes: what this rank's parameters hold.
+        scale_of: factor of a parameter's gradient before it is summed over holders.
+        rank: this rank.
+        group_of: makes a process group of some ranks; called in the same order by all ranks of the job.
+        gradient_dtype: in which gradients are added up; ``None``: that of the weights.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        boxes: Sequence[HeldBox],
+        scale_of: Callable[[Parameter], float],
+        rank: int,
+        group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
+        gradient_dtype: torch.dtype | None,
+    ) -> None:
+        self.rank = rank
+        self.buckets: list[BucketBuffer] = []
+        self._by_parameter: dict[Parameter, list[BucketBuffer]] = {}
+        self._launched = 0
+        #: Whether gradients of the micro-batch under way complete the batch. Set by Megatron.
+        self.is_last_microbatch = True
+        self._by_key: dict[str, list[HeldBox]] = {}
+        for held in boxes:
+            self._by_key.setdefault(held.box.key, []).append(held)
+        groups = [group_of(bucket.holders) for bucket in buckets]  # by all ranks, whoever holds what
+        for bucket, group in zip(buckets, groups, strict=True):
+            if rank in bucket.holders:
+                self.buckets.append(self._lay_out(bucket, group, scale_of, gradient_dtype))
+        for parameter in self._by_parameter:
+            if not hasattr(parameter, "main_grad"):
+                dtype = gradient_dtype or parameter.dtype
+                _set_main_grad(parameter, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
+
+    def _lay_out(
+        self,
+        bucket: Bucket,
+        group: dist.ProcessGroup | None,
+        scale_of: Callable[[Parameter], float],
+        gradient_dtype: torch.dtype | None,
+    ) -> BucketBuffer:
+        held = [
+            next(one for one in self._by_key[piece.key] if cell_contains(one.box.cell, piece.cell))
+            for piece in bucket.pieces
+        ]
+        like = held[0].parameter.data
+        values = like.new_empty(bucket.size)
+        gradients = values.new_zeros(bucket.size, dtype=gradient_dtype or values.dtype)
+        buffer = BucketBuffer(bucket, group, values, gradients)
+        for piece, start, one in zip(bucket.pieces, bucket.starts, held, strict=True):
+            parameter, span = one.parameter, slice(start, start + piece.size)
+            assert parameter.dtype == values.dtype, f"{piece.key}: weights of one precision"
+            values[span] = one.view(parameter.data, piece.cell).reshape(-1)
+            if piece.size == parameter.numel() and parameter.is_contiguous():
+                parameter.data = values[span].view(parameter.shape)
+                _set_main_grad(parameter, gradients[span].view(parameter.shape))
+            else:
+                buffer.copied.append((one, piece.cell, span))
+            if scale_of(parameter) != 1.0:
+                buffer.scales.append((span, scale_of(parameter)))
+            self._by_parameter.setdefault(parameter, []).append(buffer)
+        return buffer
+
+    def owned(self) -> list[tuple[BucketBuffer, Slab]]:
+        """The slabs of this rank, each with its bucket."""
+        return [
+            (buffer, slab)
+            for buffer in self.buckets
+            for slab in buffer.bucket.slabs
+            if slab.owner == self.rank
+        ]
+
+    def parameter_of(self, slab: Slab) -> Parameter:
+        """The parameter of this rank that holds a slab."""
+        return next(one.parameter for one in self._by_key[slab.key] if cell_contains(one.box.cell, slab.cell))
+
+    # Values
+
+    def collect_values(self) -> None:
+        """Copy the values of parameters that lie in several buckets into these."""
+        for buffer in self.buckets:
+            for held, cell, span in buffer.copied:
+                buffer.values[span] = held.view(held.parameter.data, cell).reshape(-1)
+
+    def hand_out_values(self) -> None:
+        """Give all holders the values of what this rank owns, and take theirs."""
+        with waiting("gradients"):
+            works: list[dist.Work | None] = []
+            for buffer in self.buckets:
+                if buffer.group is not None:
+                    works += [
+                        dist.broadcast(buffer.values[span], owner, group=buffer.group, async_op=True)
+                        for owner, span in buffer.runs()
+                    ]
+            _wait(works)
+        self._spread()
+
+    def take_values_from(self, source_of: Callable[[tuple[int, ...]], int]) -> None:
+        """Give all holders of each bucket the values that one of them has."""
+        for buffer in self.buckets:
+            if buffer.group is not None:
+                dist.broadcast(buffer.values, source_of(buffer.bucket.holders), group=buffer.group)
+        self._spread()
+
+    def _spread(self) -> None:
+        for buffer in self.buckets:
+            for held, cell, span in buffer.copied:
+                part = held.view(held.parameter.data, cell)
+                part.copy_(buffer.values[span].view(part.shape))
+
+    # Gradients: what Megatron asks of a group of buckets
+
+    def register_grad_ready(self, parameter: Parameter, *_: object) -> None:
+        """Note that a gradient is complete, and start the sums that waited for it."""
+        if not self.is_last_microbatch:
+            return
+        for buffer in self._by_parameter[parameter]:
+            buffer.waits_for.discard(parameter)
+        while self._launched < len(self.buckets) and not self.buckets[self._launched].waits_for:
+            self._launch()
+
+    def start_grad_sync(self, *_: object) -> None:
+        """Start all sums that are not under way."""
+        while self._launched < len(self.buckets):
+            self._launch()
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Wait for all sums; afterwards the gradients of what this rank owns are right."""
+        self.start_grad_sync()
+        with waiting("gradients"):
+            for buffer in self.buckets:
+                _wait(buffer.works)
+                buffer.works = []
+
+    def _launch(self) -> None:
+        buffer = self.buckets[self._launched]
+        self._launched += 1
+        for held, cell, span in buffer.copied:
+            buffer.gradients[span] = held.view(_main_grad(held.parameter), cell).reshape(-1)
+        for span, factor in buffer.scales:
+            buffer.gradients[span] *= factor
+        if buffer.group is not None:
+            buffer.works = [
+                dist.reduce(buffer.gradients[span], owner, group=buffer.group, async_op=True)
+                for owner, span in buffer.runs()
+            ]
+
+    # What Megatron asks of a buffer, and of a group of buckets besides
+
+    def reset(self) -> None:
+        """Begin a batch: gradients are zero, and none is complete."""
+        self._launched = 0
+        self.is_last_microbatch = True
+        for buffer in self.buckets:
+            buffer.gradients.zero_()
+        for parameter, buffers in self._by_parameter.items():
+            _main_grad(parameter).zero_()
+            for buffer in buffers:
+                buffer.waits_for.add(parameter)
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the gradients of what this rank owns."""
+        for buffer in self.buckets:
+            buffer.gradients[slice(*buffer.bucket.run(self.rank))] *= factor
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        """Nothing to do: the optimizer hands the values out."""
+
+    def _post_param_sync(self) -> None: ...
+
+    def free_overlap_buffers(self) -> None:
+        """Nothing to do: there are none."""
+
+
+def _main_grad(parameter: Parameter) -> Tensor:
+    """Where Megatron adds up a parameter's gradient."""
+    main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return main
+
+
+def _set_main_grad(parameter: Parameter, gradient: Tensor) -> None:
+    parameter.main_grad = gradient  # type: ignore[attr-defined]
+
+
+def _wait(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None, "this rank is in the group"
+        work.wait()

@@ -1,0 +1,126 @@
+"""Rows over the border between two stages, asynchronously, by the table of `megatron_hexi.mesh.border`.
+
+A channel is one direction of one border, as one rank sees it. Sends are left under way while the rank
+computes on. Receives are posted one micro-batch ahead: a 1F1B schedule posts the send of that micro-batch
+without waiting for anything that comes after the receive, so this is safe even where a device runs all of a
+rank's messages in one queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hexi.mesh import HeldRows, RowBlock, RowMessage
+from megatron_hexi.runtime.wire import Message, Transfers, post
+
+#: Gloo matches messages by tag; each channel has a group of its own, so one will do.
+_TAG = 7
+
+
+class RowChannel:
+    """One rank's end of one direction of a border.
+
+    Args:
+        messages: all that travels in this direction for one micro-batch.
+        held: the rows of this rank.
+        group: the ranks of both stages; of this direction alone.
+        device: of the rows.
+    """
+
+    def __init__(
+        self, messages: Sequence[RowMessage], held: HeldRows, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._group = group
+        self._held = held
+        self._device = device
+        self._sends = [message for message in messages if message.source == held.rank]
+        self._receives = [message for message in messages if message.target == held.rank]
+        self._index = {
+            block: self._rows(block)
+            for message in (*self._sends, *self._receives)
+            for block in message.blocks
+        }
+        self._leaving: deque[Transfers] = deque()
+        self._arriving: tuple[Tensor, list[Tensor], Transfers] | None = None
+        #: Bytes sent so far, to be held against the table's.
+        self.sent_bytes = 0
+
+    def send(self, rows: Tensor) -> None:
+        """Start sending a micro-batch; returns at once.
+
+        Args:
+            rows: [L, b, hidden], the local rows with padding. May be freed at once.
+        """
+        rows = rows.detach()
+        messages = []
+        for message in self._sends:
+            packed = torch.cat([self._cut(rows, block).flatten() for block in message.blocks])
+            self.sent_bytes += packed.nbytes
+            messages.append(Message(self._peer(message.target), packed))
+        while self._leaving and self._leaving[0].is_done():
+            self._leaving.popleft().wait()
+        self._leaving.append(post((), messages, self._group, _TAG, "pipeline"))
+
+    def expect(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Post the receives of the next micro-batch, unless they are posted.
+
+        Args:
+            shape: [L, b, hidden].
+            dtype: of the rows.
+        """
+        if self._arriving is not None:
+            return
+        # Padding rows come from nowhere: they are zero, and so are their gradients.
+        whole = torch.zeros(shape, dtype=dtype, device=self._device)
+        parts = [whole.new_empty(message.rows * shape[2]) for message in self._receives]
+        messages = [
+            Message(self._peer(message.source), part)
+            for message, part in zip(self._receives, parts, strict=True)
+        ]
+        self._arriving = whole, parts, post(messages, (), self._group, _TAG, "pipeline")
+
+    def receive(self) -> Tensor:
+        """The rows of the micro-batch that is expected, [L, b, hidden]."""
+        assert self._arriving is not None, "expect() comes first"
+        whole, parts, transfers = self._arriving
+        self._arriving = None
+        transfers.wait()
+        for message, part in zip(self._receives, parts, strict=True):
+            offset = 0
+            for block in message.blocks:
+                size = block.rows * whole.shape[2]
+                self._fill(whole, block, part[offset : offset + size])
+                offset += size
+        return whole
+
+    def finish(self) -> None:
+        """Wait until all that was sent has left."""
+        while self._leaving:
+            self._leaving.popleft().wait()
+
+    def _cut(self, rows: Tensor, block: RowBlock) -> Tensor:
+        index, samples = self._index[block]
+        cut = rows[:, samples]
+        return cut[index] if isinstance(index, slice) else cut.index_select(0, index)
+
+    def _fill(self, rows: Tensor, block: RowBlock, part: Tensor) -> None:
+        index, samples = self._index[block]
+        rows[:, samples][index] = part.view(-1, samples.stop - samples.start, rows.shape[2])
+
+    def _rows(self, block: RowBlock) -> tuple[slice | Tensor, slice]:
+        """The local rows of a block, and its samples among those of this rank."""
+        first = self._held.samples[0]
+        samples = slice(block.samples[0] - first, block.samples[1] - first)
+        ranges = self._held.local(block.positions)
+        if len(ranges) == 1:
+            return slice(*ranges[0]), samples
+        index = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+        return index.to(self._device), samples
+
+    def _peer(self, rank: int) -> int:
+        return dist.get_group_rank(self._group, rank)
