@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_hexi.errors import HexiError, PlanError
+from megatron_hexi.megatron.job_terms import set_job_terms
 from megatron_hexi.megatron.options import refuse_unsupported
 from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
 from megatron_hexi.megatron.stages.arguments import check_stages
@@ -53,12 +54,13 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
         return []
     plan = read_plan(args.hexi_plan)
     stages = not plan.is_repeated
+    stated = set_job_terms(args, given, plan)
     refuse_unsupported(args, unequal=stages or not has_equal_replicas(plan))
     if stages:
         check_stages(args, given, plan)
     else:
         require_repeated(plan, "train by")
-    changed = _set_decided_arguments(args, given, plan)
+    changed = [*stated, *_set_decided_arguments(args, given, plan)]
     check_workload(args, plan)
     if not stages:
         check_ranks(args, plan)

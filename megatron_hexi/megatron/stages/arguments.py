@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_hexi.errors import PlanError
+from megatron_hexi.megatron.job_terms import recompute_settings
 from megatron_hexi.mesh import Mesh, Place
 from megatron_hexi.plan import Plan
 
@@ -119,7 +120,8 @@ def _set_view(args: Namespace, mesh: Mesh, place: Place) -> None:
     args.make_vocab_size_divisible_by = _vocabulary_step(plan, args) // width
     recompute = plan.job.recompute if stage.recompute is None else stage.recompute
     if recompute is not None:
-        _set_recomputation(args, recompute)
+        for flag, value in recompute_settings(recompute).items():
+            setattr(args, flag.removeprefix("--").replace("-", "_"), value)
     # One rank after another would write its part; ranks that hold the same are not one group here.
     args.ckpt_fully_parallel_save = args.ckpt_fully_parallel_load = False
 
@@ -130,15 +132,3 @@ def _vocabulary_step(plan: Plan, args: Namespace) -> int:
     if plan.workload.padded_vocabulary is not None:
         return plan.workload.padded_vocabulary
     return math.lcm(args.make_vocab_size_divisible_by, widths)
-
-
-def _set_recomputation(args: Namespace, recompute: str | int) -> None:
-    """Set recomputation as a stage says: none, selective, full, or of so many first layers."""
-    args.recompute_granularity = args.recompute_method = args.recompute_num_layers = None
-    if recompute == "selective":
-        args.recompute_granularity = "selective"
-    elif recompute == "full":
-        args.recompute_granularity, args.recompute_method, args.recompute_num_layers = "full", "uniform", 1
-    elif recompute != "none":
-        args.recompute_granularity, args.recompute_method = "full", "block"
-        args.recompute_num_layers = int(recompute)
