@@ -18,7 +18,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megatron_hexi.errors import PlanError, user_errors
-from megatron_hexi.megatron.packing import packed_shard
+from megatron_hexi.megatron.packing import document_ends, packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan import Mask
@@ -124,7 +124,7 @@ class HexiCoreAttention(MegatronModule):
         session = _session()
         documents = None
         if packed_seq_params is not None:
-            documents = packed_shard(session, _ends(packed_seq_params)).documents
+            documents = packed_shard(session, document_ends(packed_seq_params)).documents
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         # With documents a shard has other positions, but as many tokens.
         tokens = session.shard.tokens
@@ -157,12 +157,6 @@ class HexiCoreAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
-
-
-def _ends(packed: Any) -> Tensor:
-    """Where documents end, as Megatron chooses between ends with and without padding."""
-    ends: Tensor = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-    return ends
 
 
 def _session() -> Session:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hexi.errors import PlanError, user_errors
+from megatron_hexi.megatron.options.kinds import is_packed
 from megatron_hexi.megatron.process_groups import GroupOptions
 from megatron_hexi.megatron.session import (
     GivenPlan,
@@ -104,6 +105,8 @@ def start_session(given: GivenPlan, device: torch.device, options: GroupOptions)
 
 
 def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    from megatron.training import get_args
+
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -129,7 +132,7 @@ def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Cal
                 session = start_session(given, device, options)
             else:
                 groups = MeshGroups(dist.get_rank(), options)
-                session = start_stages_session(given, given.mesh, groups, device)
+                session = start_stages_session(given, given.mesh, groups, device, is_packed(get_args()))
             set_active_session(session)
             _announce(given)
 

@@ -1,4 +1,4 @@
-"""What a plan says of its job: Megatron's arguments follow from it, and what the command line says must agree."""
+"""What a plan says of its job sets Megatron's arguments; what the command line says must agree."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
         for flag in _RECOMPUTE_FLAGS:
             if flag in given:
                 raise PlanError(
-                    f"{args.hexi_plan}: its stages say what they recompute, the command line has {flag}; leave "
-                    "it out"
+                    f"{args.hexi_plan}: its stages say what they recompute, the command line has {flag}; "
+                    "leave it out"
                 )
     return changed
 

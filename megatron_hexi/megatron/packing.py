@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,3 +65,9 @@ def packed_shard(session: Session, ends: Tensor) -> PackedShard:
     found = PackedShard(documents, shard, shard.positions - starts[document])
     _known[ends] = session, found
     return found
+
+
+def document_ends(packed: Any) -> Tensor:
+    """Where documents end, as Megatron chooses between ends with and without padding."""
+    ends: Tensor = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return ends

@@ -36,8 +36,24 @@ class RowChannel:
         self, messages: Sequence[RowMessage], held: HeldRows, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._group = group
-        self._held = held
         self._device = device
+        self._table: Sequence[RowMessage] | None = None
+        self.set_table(messages, held)
+        self._leaving: deque[Transfers] = deque()
+        self._arriving: tuple[Tensor, list[Tensor], Transfers] | None = None
+        #: Bytes sent so far, to be held against the table's.
+        self.sent_bytes = 0
+
+    def set_table(self, messages: Sequence[RowMessage], held: HeldRows) -> None:
+        """Take another table from the next micro-batch on: with documents, each has its own.
+
+        Args:
+            messages: as in the constructor.
+            held: likewise.
+        """
+        if messages is self._table:
+            return
+        self._table, self._held = messages, held
         self._sends = [message for message in messages if message.source == held.rank]
         self._receives = [message for message in messages if message.target == held.rank]
         self._index = {
@@ -45,10 +61,6 @@ class RowChannel:
             for message in (*self._sends, *self._receives)
             for block in message.blocks
         }
-        self._leaving: deque[Transfers] = deque()
-        self._arriving: tuple[Tensor, list[Tensor], Transfers] | None = None
-        #: Bytes sent so far, to be held against the table's.
-        self.sent_bytes = 0
 
     def send(self, rows: Tensor) -> None:
         """Start sending a micro-batch; returns at once.

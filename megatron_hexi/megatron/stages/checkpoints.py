@@ -147,6 +147,21 @@ def _as_chain(original: Callable[..., Any]) -> Callable[..., Any]:
     return checkpoint
 
 
+def _into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Weights are loaded into parameters: those that lie in several buckets are copied into these."""
+    chained = _as_chain(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(ddp_model: list[Any], *args: Any, **kwargs: Any) -> Any:
+        result = chained(ddp_model, *args, **kwargs)
+        if stages_active():
+            for chunk in ddp_model:
+                chunk.pieces.collect_values()
+        return result
+
+    return load_checkpoint
+
+
 @contextlib.contextmanager
 def _grid(args: Namespace) -> Iterator[None]:
     own = args.tensor_model_parallel_size, args.pipeline_model_parallel_size

@@ -7,87 +7,141 @@ its own.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hexi.megatron.stages.groups import BorderGroups, RankView
-from megatron_hexi.mesh import Mesh, border_messages, held_rows
+from megatron_hexi.megatron.stages.groups import RankView
+from megatron_hexi.mesh import HeldRows, Mesh, Place, RowMessage, border_messages, held_rows
 from megatron_hexi.runtime.row_channel import RowChannel
+
+#: Lengths of the documents of a micro-batch's sequence; ``None``: it is one.
+Documents = tuple[int, ...] | None
 
 
 class _Direction:
-    """One direction over one border: how many micro-batches are still to come."""
-
-    def __init__(self, channel: RowChannel) -> None:
-        self.channel = channel
-        self.left = 0
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        self.channel.expect(shape, dtype)
-        rows = self.channel.receive()
-        self.left -= 1
-        if self.left > 0:
-            self.channel.expect(shape, dtype)
-        return rows.requires_grad_()
-
-
-@dataclass
-class BorderChannels:
-    """The four channels of one rank, kept from iteration to iteration.
+    """One direction over one border, as this rank sees it.
 
     Args:
-        activations_in: from the stage before; ``None`` at the first.
-        gradients_out: to the stage before.
-        activations_out: to the stage behind; ``None`` at the last.
-        gradients_in: from the stage behind.
+        mesh: the places of all ranks.
+        place: of this rank.
+        ends: numbers of the stages where it begins and ends.
+        group: of the direction.
+        device: of the rows.
     """
 
-    activations_in: _Direction | None = None
-    gradients_out: _Direction | None = None
-    activations_out: _Direction | None = None
-    gradients_in: _Direction | None = None
+    def __init__(
+        self, mesh: Mesh, place: Place, ends: tuple[int, int], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        @lru_cache(maxsize=16)  # the micro-batches under way
+        def table(documents: Documents) -> tuple[tuple[RowMessage, ...], HeldRows]:
+            return border_messages(mesh, place.replica, *ends, documents), held_rows(mesh, place, documents)
+
+        self._table = table
+        self._channel = RowChannel(*table(None), group, device)
+        #: Micro-batches still to come.
+        self.left = 0
+
+    def send(self, rows: Tensor, documents: Documents) -> None:
+        self._channel.set_table(*self._table(documents))
+        self._channel.send(rows)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, documents: Documents) -> Tensor:
+        """The rows of the next micro-batch. Where no documents decide them, the one after it is posted."""
+        self._channel.set_table(*self._table(documents))
+        self._channel.expect(shape, dtype)
+        rows = self._channel.receive()
+        self.left -= 1
+        if self.left > 0 and documents is None:
+            self._channel.expect(shape, dtype)
+        return rows
+
+    def finish(self) -> None:
+        self._channel.finish()
+
+
+class BorderChannels:
+    """The four directions of one rank, kept from iteration to iteration.
+
+    With documents, which rows a rank holds depends on the micro-batch. A stage learns of them when its model
+    is called, after the schedule has asked for the rows: it is given a tensor that is filled then. Gradients
+    come in the order of the activations, and so do their documents.
+
+    Args:
+        mesh: the places of all ranks.
+        view: the groups of this rank.
+        device: of the rows.
+        is_packed: whether sequences consist of documents.
+    """
+
+    def __init__(self, mesh: Mesh, view: RankView, device: torch.device, is_packed: bool) -> None:
+        place = view.place
+        stage = place.stage
+        self._is_packed = is_packed
+        self._device = device
+        self._activations_in = self._gradients_out = self._activations_out = self._gradients_in = None
+        if view.before is not None:
+            self._activations_in = _Direction(mesh, place, (stage - 1, stage), view.before.forward, device)
+            self._gradients_out = _Direction(mesh, place, (stage, stage - 1), view.before.backward, device)
+        if view.behind is not None:
+            self._activations_out = _Direction(mesh, place, (stage, stage + 1), view.behind.forward, device)
+            self._gradients_in = _Direction(mesh, place, (stage + 1, stage), view.behind.backward, device)
+        self._unfilled: Tensor | None = None
+        #: Documents of the micro-batches whose backward pass is to come, and of the one under way.
+        self._documents: deque[Documents] = deque()
+        self._backward_documents: Documents = None
 
     def begin(self, micro_batches: int, forward_only: bool) -> None:
         """Say how many micro-batches the schedule is going to run."""
-        if self.activations_in is not None:
-            self.activations_in.left = micro_batches
-        if self.gradients_in is not None:
-            self.gradients_in.left = 0 if forward_only else micro_batches
+        self._documents.clear()
+        for direction in (self._activations_in, self._gradients_in):
+            if direction is not None:
+                direction.left = micro_batches
 
     def finish(self) -> None:
         """Wait until all that was sent has left: after the last forward-only pass nothing proves receipt."""
-        for direction in (self.gradients_out, self.activations_out):
+        for direction in (self._gradients_out, self._activations_out):
             if direction is not None:
-                direction.channel.finish()
+                direction.finish()
 
+    def receive_activations(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """The rows of the stage before, or with documents a tensor for them; ``None`` at the first stage."""
+        if self._activations_in is None:
+            return None
+        if not self._is_packed:
+            return self._activations_in.receive(shape, dtype, None).requires_grad_()
+        self._unfilled = torch.empty(shape, dtype=dtype, device=self._device, requires_grad=True)
+        return self._unfilled
 
-def make_channels(mesh: Mesh, view: RankView, device: torch.device) -> BorderChannels:
-    """The channels of a rank."""
-    place = view.place
-    held = held_rows(mesh, place)
+    @torch.no_grad()
+    def take_documents(self, documents: Documents) -> None:
+        """Say which documents the micro-batch has whose forward pass begins."""
+        self._documents.append(documents)
+        if self._unfilled is not None and self._activations_in is not None:
+            unfilled, self._unfilled = self._unfilled, None
+            unfilled.copy_(self._activations_in.receive(unfilled.shape, unfilled.dtype, documents))
 
-    def pair(groups: BorderGroups | None, other: int) -> tuple[_Direction | None, _Direction | None]:
-        """What comes from a neighbour and what goes to it."""
-        if groups is None:
-            return None, None
-        forward_in = other < place.stage
-        incoming = border_messages(mesh, place.replica, other, place.stage)
-        outgoing = border_messages(mesh, place.replica, place.stage, other)
-        group_in, group_out = (
-            (groups.forward, groups.backward) if forward_in else (groups.backward, groups.forward)
-        )
-        return (
-            _Direction(RowChannel(incoming, held, group_in, device)),
-            _Direction(RowChannel(outgoing, held, group_out, device)),
-        )
+    def send_activations(self, rows: Tensor) -> None:
+        """Send to the stage behind, if there is one."""
+        if self._activations_out is not None:
+            self._activations_out.send(rows, self._documents[-1] if self._is_packed else None)
 
-    activations_in, gradients_out = pair(view.before, place.stage - 1)
-    gradients_in, activations_out = pair(view.behind, place.stage + 1)
-    return BorderChannels(activations_in, gradients_out, activations_out, gradients_in)
+    def receive_gradients(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """The gradients of the stage behind; ``None`` at the last. Begins a backward pass."""
+        self._backward_documents = self._documents.popleft() if self._is_packed else None
+        if self._gradients_in is None:
+            return None
+        return self._gradients_in.receive(shape, dtype, self._backward_documents)
+
+    def send_gradients(self, rows: Tensor) -> None:
+        """Send to the stage before, if there is one."""
+        if self._gradients_out is not None:
+            self._gradients_out.send(rows, self._backward_documents)
 
 
 class BorderCommunicator:
@@ -109,40 +163,48 @@ class BorderCommunicator:
 
     def recv_forward(self, tensor_shapes: Any, is_first_stage: bool) -> Any:
         """Activations of the stage before."""
-        return self._receive(self._channels.activations_in, tensor_shapes)
+        return self._activations(tensor_shapes, isinstance(tensor_shapes, list))
 
     def recv_backward(self, tensor_shapes: Any, is_last_stage: bool) -> Any:
         """Gradients of the stage behind."""
-        return self._receive(self._channels.gradients_in, tensor_shapes)
+        return self._gradients(tensor_shapes, isinstance(tensor_shapes, list))
 
     def send_forward(self, output_tensors: Any, is_last_stage: bool) -> None:
         """Activations to the stage behind."""
-        self._send(self._channels.activations_out, output_tensors)
+        self._channels.send_activations(_only(output_tensors))
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
         """Gradients to the stage before."""
-        self._send(self._channels.gradients_out, input_tensor_grads)
+        self._channels.send_gradients(_only(input_tensor_grads))
 
     def send_forward_recv_backward(self, output_tensors: Any, tensor_shapes: Any, is_last_stage: bool) -> Any:
         """Both with the stage behind."""
-        self._send(self._channels.activations_out, output_tensors)
-        return self._receive(self._channels.gradients_in, tensor_shapes, like=output_tensors)
+        self.send_forward(output_tensors, is_last_stage)
+        return self._gradients(tensor_shapes, isinstance(output_tensors, list))
 
     def send_backward_recv_forward(
         self, input_tensor_grads: Any, tensor_shapes: Any, is_first_stage: bool
     ) -> Any:
         """Both with the stage before."""
-        self._send(self._channels.gradients_out, input_tensor_grads)
-        return self._receive(self._channels.activations_in, tensor_shapes, like=input_tensor_grads)
+        self.send_backward(input_tensor_grads, is_first_stage)
+        return self._activations(tensor_shapes, isinstance(input_tensor_grads, list))
 
-    def _receive(self, direction: _Direction | None, shapes: Any, like: Any = None) -> Any:
-        """Rows of the shape that Megatron asks for, in a list where it gives or expects one."""
-        is_list = isinstance(shapes, list) if like is None else isinstance(like, list)
-        shape = shapes[0] if isinstance(shapes, list) else shapes
-        rows = None if direction is None else direction.receive(shape, self.config.pipeline_dtype)
-        return [rows] if is_list else rows
+    def _activations(self, shapes: Any, as_list: bool) -> Any:
+        rows = self._channels.receive_activations(_shape(shapes), self.config.pipeline_dtype)
+        return [rows] if as_list else rows
 
-    def _send(self, direction: _Direction | None, tensors: Any) -> None:
-        if direction is not None:
-            (rows,) = tensors if isinstance(tensors, list) else [tensors]
-            direction.channel.send(rows)
+    def _gradients(self, shapes: Any, as_list: bool) -> Any:
+        rows = self._channels.receive_gradients(_shape(shapes), self.config.pipeline_dtype)
+        return [rows] if as_list else rows
+
+
+def _only(tensors: Any) -> Any:
+    """The tensor that Megatron sends, alone or in a list."""
+    if not isinstance(tensors, list):
+        return tensors
+    (tensor,) = tensors
+    return tensor
+
+
+def _shape(shapes: Any) -> Any:
+    return shapes[0] if isinstance(shapes, list) else shapes

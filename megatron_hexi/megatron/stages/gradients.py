@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_hexi.errors import user_errors
+from megatron_hexi.megatron.packing import document_ends, packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.stages.boxes import held_boxes
 from megatron_hexi.mesh import Box, cut_pieces, make_buckets
@@ -77,6 +78,16 @@ def _with_pieces(original: type) -> type:
                 accumulator = view.grad_fn.next_functions[0][0]
                 accumulator.register_hook(self._make_backward_post_hook(parameter))
                 self.grad_accs.append(accumulator)
+
+        def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+            """Megatron's own, after rows have come whose positions depend on documents."""
+            session = active_session()
+            assert session is not None
+            packed = kwargs.get("packed_seq_params")
+            if packed is not None and session.stages is not None:
+                documents = packed_shard(session, document_ends(packed)).documents
+                session.stages.channels.take_documents(documents)
+            return super().forward(*inputs, **kwargs)
 
         def broadcast_params(self) -> None:
             """Nothing to do: holders have the same values from the beginning."""

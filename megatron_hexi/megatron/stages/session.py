@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_hexi.megatron.session import GivenPlan, Session, local_shard
-from megatron_hexi.megatron.stages.communicator import BorderChannels, make_channels
+from megatron_hexi.megatron.stages.communicator import BorderChannels
 from megatron_hexi.megatron.stages.groups import MeshGroups, RankView, make_view, set_megatron_groups
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import Schedules
@@ -31,10 +31,19 @@ class StagesSession:
     channels: BorderChannels
 
 
-def start_stages_session(given: GivenPlan, mesh: Mesh, groups: MeshGroups, device: torch.device) -> Session:
+def start_stages_session(
+    given: GivenPlan, mesh: Mesh, groups: MeshGroups, device: torch.device, is_packed: bool
+) -> Session:
     """Make all groups, put this rank's view in the place of Megatron's, and derive its tables.
 
     To be called by all ranks of the job, in place of Megatron's own making of groups.
+
+    Args:
+        given: the plan.
+        mesh: the places of all ranks.
+        groups: makes the process groups.
+        device: of this rank's tensors.
+        is_packed: whether sequences consist of documents.
     """
     view = make_view(mesh, groups)
     set_megatron_groups(mesh, view, groups.alone)
@@ -52,5 +61,5 @@ def start_stages_session(given: GivenPlan, mesh: Mesh, groups: MeshGroups, devic
         attention,
         shard,
         given.shares[place.replica],
-        StagesSession(mesh, groups, view, make_channels(mesh, view, device)),
+        StagesSession(mesh, groups, view, BorderChannels(mesh, view, device, is_packed)),
     )

@@ -1,0 +1,74 @@
+"""Plans whose stages differ, for the model of the training tests with four layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from megatron_hexi.plan import Plan, read_plan
+
+#: Beside `MODEL`; under a plan with tensor parallelism one rank must have the same padded vocabulary.
+FOUR_LAYERS = ("--num-layers", "4")
+
+#: By name: stages of each replica with layers and units, and how many micro-batches it takes.
+LAYOUTS = {
+    # Depth 3 beside depth 1.
+    "depths": [
+        (1, [([0, 1], "{ranks: [0]}"), ([1, 2], "{ranks: [1]}"), ([2, 4], "{ranks: [2]}")]),
+        (1, [([0, 4], "{ranks: [3]}")]),
+    ],
+    # A unit of two ranks before and behind one of one.
+    "units": [
+        (2, [([0, 2], "{ranks: [0, 1]}"), ([2, 3], "{ranks: [2]}"), ([3, 4], "{ranks: [3, 4]}")]),
+    ],
+    # Samples and state in unequal shares.
+    "samples": [
+        (2, [
+            ([0, 1], "{ranks: [0], samples: 1, state: 3}, {ranks: [1], samples: 1}"),
+            ([1, 4], "{ranks: [2]}"),
+        ]),
+    ],
+    # A domain of two groups before one of another cut.
+    "domains": [
+        (2, [
+            ([0, 3], """{groups: [
+              {segments: [[0, 50], [77, 127]],
+               members: [{ranks: [0], tokens: 83, heads: [0, 5]}, {ranks: [1], tokens: 17, heads: [5, 6]}]},
+              {segments: [[50, 77]], members: [{ranks: [2], tokens: 27, heads: [0, 6]}]}]}"""),
+            ([3, 4], """{groups: [
+              {segments: [[0, 127]],
+               members: [{ranks: [3], tokens: 0, heads: [0, 2]},
+                         {ranks: [4], tokens: 127, heads: [2, 6]}]}]}"""),
+        ]),
+    ],
+}  # fmt: skip
+
+
+def stage_layout(name: str, folder: Path, micro_batch_size: int = 2, job: str = "") -> Plan:
+    """One of the layouts as a plan.
+
+    Args:
+        name: of the layout.
+        folder: for its file.
+        micro_batch_size: samples of a micro-batch.
+        job: more of the plan's job, as YAML.
+    """
+    replicas = [
+        {
+            "micro_batches": micro_batches,
+            "stages": [
+                {"layers": layers, "domains": yaml.safe_load(f"[{domains}]")} for layers, domains in stages
+            ],
+        }
+        for micro_batches, stages in LAYOUTS[name]
+    ]
+    document = {
+        "version": 2,
+        "workload": {"seq_length": 127, "heads": 6, "kv_heads": 2, "head_dim": 16, "layers": 4},
+        "job": {"micro_batch_size": micro_batch_size, **(yaml.safe_load(job) or {})},
+        "replicas": replicas,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return read_plan(path)
