@@ -108,6 +108,30 @@ def _cached_whole(original: Callable[..., None]) -> Callable[..., None]:
     return _set_cos_sin_cache
 
 
+def _with_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron takes embeddings at a rank's positions only where several ranks share a sequence."""
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        max_seq_len: int,
+        offset: int = 0,
+        packed_seq: bool = False,
+        cp_group: dist.ProcessGroup | None = None,
+    ) -> Any:
+        found = original(self, max_seq_len, offset, packed_seq, cp_group)
+        session, group = active_session(), self.cp_group if cp_group is None else cp_group
+        if session is None or packed_seq or (group is not None and group.size() > 1):
+            return found
+        if session.shard.rows == session.seq_length:
+            return found
+        if isinstance(found, tuple):  # YaRN's, with its scale
+            return found[0].index_select(0, session.shard.positions), *found[1:]
+        return found.index_select(0, session.shard.positions)
+
+    return forward
+
+
 _ROTARY = "megatron.core.models.common.embeddings"
 
 ROTARY_PATCHES = (
@@ -146,6 +170,18 @@ ROTARY_PATCHES = (
             "packed_seq_params",
             "inference_params",
         ),
+    ),
+    *(
+        Patch(
+            target=f"{_ROTARY}.{target}.forward",
+            why="takes the embeddings of padding rows too, where one rank holds a whole sequence",
+            build=_with_padding,
+            parameters=("self", "max_seq_len", "offset", "packed_seq", "cp_group"),
+        )
+        for target in (
+            "rotary_pos_embedding:RotaryEmbedding",
+            "yarn_rotary_pos_embedding:YarnRotaryEmbedding",
+        )
     ),
     Patch(
         target=f"{_ROTARY}.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",

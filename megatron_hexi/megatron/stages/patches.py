@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.megatron.stages.checkpoints import _as_chain, _by_rank, _into_buckets
+from megatron_hexi.megatron.stages.checkpoints import _as_chain, _by_rank, _into_buckets, stages_active
 from megatron_hexi.megatron.stages.communicator import BorderCommunicator
 from megatron_hexi.megatron.stages.gradients import _over_all_holders, _with_pieces
 from megatron_hexi.megatron.stages.optimizer import _for_pieces
@@ -21,6 +22,14 @@ def _over_borders(original: Callable[..., Any]) -> Callable[..., Any]:
         return BorderCommunicator(session.stages.channels, pp_group.rank(), pp_group.size(), config)
 
     return make_communicator
+
+
+def _of_equal_stages(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def report_theoretical_memory(*args: Any, **kwargs: Any) -> Any:
+        return None if stages_active() else original(*args, **kwargs)
+
+    return report_theoretical_memory
 
 
 STAGES_PATCHES = (
@@ -44,6 +53,11 @@ STAGES_PATCHES = (
         target="megatron.core.optimizer:get_megatron_optimizer",
         why="each rank keeps the optimizer's state of what it owns",
         build=_for_pieces,
+    ),
+    Patch(
+        target="megatron.training.theoretical_memory_usage:report_theoretical_memory",
+        why="Megatron's estimate of memory is for one rectangle of ranks",
+        build=_of_equal_stages,
     ),
     Patch(
         target="megatron.training.checkpointing:get_rng_state",
