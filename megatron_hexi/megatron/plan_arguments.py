@@ -56,6 +56,9 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     check_workload(args, plan)
     check_ranks(args, plan)
     shares = take_shares(args, plan)
+    if args.deterministic_mode:
+        # Megatron does so when it checks its arguments, which is later; the choice of a kernel goes by it.
+        torch.use_deterministic_algorithms(True)
     widest = max(plan.workload.head_dim, plan.workload.value_size)
     kernel = select_kernel(args.hexi_kernel, device, _dtype(args), widest)
     row_multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
