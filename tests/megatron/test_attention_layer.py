@@ -141,6 +141,27 @@ def test_the_layer_gives_what_megatrons_gives(cpu, megatron):
         torch.testing.assert_close(ours(query, key, value, None), stock(query, key, value, mask))
 
 
+def test_torch_compile_does_not_trace_into_the_layer(cpu, megatron):
+    """What waits for other ranks is no part of a graph."""
+    _, ours = both_layers()
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def twice(query, key, value):
+        return ours(2 * query, key, value, None).sin()
+
+    query, (key, value) = torch.randn(32, 2, 4, 8), torch.randn(2, 32, 2, 2, 8)
+    compiled = torch.compile(twice, backend=backend)
+    torch.testing.assert_close(compiled(query, key, value), twice(query, key, value))
+    called = [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    methods = [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_method"]
+    assert [target.__name__ for target in called] == ["mul"]
+    assert methods == ["sin"]
+
+
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
 @pytest.mark.parametrize("window", [None, (5, 0), (0, 0), (-1, 0)])
 def test_windows_and_sinks_are_megatrons(softmax_type, window, cpu, megatron):

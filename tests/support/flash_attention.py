@@ -3,6 +3,7 @@
 They compute with the plain kernel, on fake tensors too.
 """
 
+import functools
 from typing import Optional
 
 import torch
@@ -28,6 +29,7 @@ def backward_of_flash_attention(dout, q, k, v, out, softmax_lse, dq, dk, dv, sof
         target.copy_(gradient.transpose(1, 2))
 
 
+@functools.cache  # torch keeps an operator of a name
 def flash_attention_2_8():
     """flash_attn 2.7 to 2.8: torch operators, parameters without defaults."""
 
@@ -154,6 +156,7 @@ def flash_attention_3_beta():
     return forward, backward
 
 
+@functools.cache
 def flash_attention_3_later():
     """flash_attn_interface of later: a torch operator, `is_causal` in the backward.
 

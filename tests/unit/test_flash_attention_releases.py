@@ -47,6 +47,30 @@ def test_releases_of_flash_attention_are_called_as_they_want_it(monkeypatch, rel
     assert_close(results(kernel, *tensors, **mode), truth(*tensors, **mode), 2e-5)
 
 
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_in_deterministic_mode_the_backward_is_asked_to_be(monkeypatch, deterministic):
+    """The function that plays the release asserts what it is given."""
+    kernel = installed(monkeypatch, flash_attention_2_8)
+    results(kernel, *inputs(SHAPES["GQA"], torch.float32), causal=False, scale=0.3)
+
+
+def test_in_deterministic_mode_a_release_that_cannot_be_is_refused(monkeypatch, deterministic):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for release, reason in (
+        (flash_attention_2_8, None),
+        (flash_attention_3_later, "the installed release has no deterministic backward"),
+    ):
+        kernel = installed(monkeypatch, release)
+        monkeypatch.setattr(flash_attn_adapter, "find_spec", lambda name: name)
+        assert kernel.refuses(torch.device("cuda"), torch.bfloat16, 64) == reason
+
+
 def test_a_release_of_flash_attention_that_lacks_a_parameter_is_refused(monkeypatch):
     kernel = installed(monkeypatch, flash_attention_without_scale)
     with pytest.raises(
