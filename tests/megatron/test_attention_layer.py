@@ -145,7 +145,7 @@ def test_torch_compile_does_not_trace_into_the_layer(megatron):
     """What waits for other ranks is no part of a graph. (The CPU platform compiles nothing.)"""
     activate(proportional_plan(WORKLOAD, [[[1]]]))
     ours = build_layer(None).core_attention
-    traced = []
+    traced: list[object] = []
 
     def backend(graph, example_inputs):
         traced.extend(node.target for node in graph.graph.nodes if node.op.startswith("call_"))

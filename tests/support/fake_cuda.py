@@ -23,6 +23,7 @@ from megatron_hexi.plan import Schedules
 from megatron_hexi.runtime import all_to_all, exchange
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
 from megatron_hexi.runtime.kernels import flash_attn, ranked_kernels
+from megatron_hexi.runtime.kernels.base import KernelOnOffer
 from megatron_hexi.runtime.kernels.dispatch import KernelDispatch
 from megatron_hexi.runtime.passes import Layer
 from megatron_hexi.runtime.wire import Transfers
@@ -87,11 +88,14 @@ def fake_tensors() -> Iterator[Operations]:
         yield operations
 
 
-class CheckedKernel:
+class CheckedKernel(KernelOnOffer):
     """A kernel, with what it asks of its tensors and what is asked of its results."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: KernelOnOffer) -> None:
         self.kernel, self.name = kernel, kernel.name
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        return self.kernel.refuses(device, dtype, head_dim)
 
     def takes(self, query: Tensor, key: Tensor, causal: bool) -> bool:
         return self.kernel.takes(query, key, causal)
@@ -175,7 +179,7 @@ def checked_kernel(dtype: torch.dtype, head_dim: int, name: str = "auto") -> Ker
     """What `select_kernel` gives, of checked kernels."""
     usable = [kernel for kernel in ranked_kernels(CUDA) if kernel.refuses(CUDA, dtype, head_dim) is None]
     usable.sort(key=lambda kernel: kernel.name != name)
-    return KernelDispatch([CheckedKernel(kernel) for kernel in usable])  # type: ignore[arg-type]
+    return KernelDispatch([CheckedKernel(kernel) for kernel in usable])
 
 
 @dataclass
@@ -247,18 +251,18 @@ def run_layer(
         layer = Layer(schedule, kernel, 0.1, mock.sentinel.domain, mock.sentinel.a2a, plan.exchange.window)
         with wire.instead(), fake_tensors(), torch.no_grad():
             sizes = ((heads, keys), (kv_heads, keys), (kv_heads, values))
-            inputs = [
+            query, key, value = (
                 torch.empty(schedule.tokens, batch, count, size, dtype=dtype, device=CUDA)
                 for count, size in sizes
-            ]
+            )
             sinks = torch.empty(heads, dtype=dtype, device=CUDA) if has_sinks else None
             context: Any = _Context()
-            output = _DomainAttentionFunction.forward(context, *inputs, sinks, layer)
+            output = _DomainAttentionFunction.forward(context, query, key, value, sinks, layer)
             assert output.shape == (schedule.tokens, batch, heads, values)
             assert (output.dtype, output.device, output.is_contiguous()) == (dtype, CUDA, True)
             *grads, nothing = _DomainAttentionFunction.backward(context, torch.empty_like(output))
             assert nothing is None
-            for grad, tensor in zip(grads, (*inputs, sinks), strict=True):
+            for grad, tensor in zip(grads, (query, key, value, sinks), strict=True):
                 assert (grad is None) == (tensor is None)
                 if grad is not None and tensor is not None:
                     assert (grad.shape, grad.dtype, grad.device) == (tensor.shape, dtype, CUDA)
