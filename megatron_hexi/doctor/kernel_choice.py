@@ -16,7 +16,7 @@ def find_kernels() -> tuple[KernelChoice, ...]:
     """
     import torch
 
-    from megatron_hexi.runtime.kernels import KERNELS, select_kernel
+    from megatron_hexi.runtime.kernels import ranked_kernels, select_kernel
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     devices = {"cpu": torch.device("cpu")}
@@ -31,6 +31,7 @@ def find_kernels() -> tuple[KernelChoice, ...]:
         for dtype_name, dtype in dtypes.items():
             for head_dim in _HEAD_DIMS:
                 taken = select_kernel("auto", device, dtype, head_dim).name
-                verdicts = tuple((k.name, k.refuses(device, dtype, head_dim) or "") for k in KERNELS)
+                ranked = ranked_kernels(device)
+                verdicts = tuple((k.name, k.refuses(device, dtype, head_dim) or "") for k in ranked)
                 choices.append(KernelChoice(name, dtype_name, head_dim, taken, verdicts))
     return tuple(choices)

@@ -84,6 +84,7 @@ class HexiCoreAttention(MegatronModule):
         offset = torch.nn.Parameter(torch.empty(heads, device=device, dtype=config.params_dtype))
         return config.init_method(offset) if config.perform_initialization else offset
 
+    @torch.compiler.disable  # It waits for other ranks, block by block.
     def forward(
         self,
         query: Tensor,

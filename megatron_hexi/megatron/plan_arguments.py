@@ -65,6 +65,9 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     if not stages:
         check_ranks(args, plan)
     shares = take_shares(args, plan)
+    if args.deterministic_mode:
+        # Megatron does so when it checks its arguments, which is later; the choice of a kernel goes by it.
+        torch.use_deterministic_algorithms(True)
     widest = max(plan.workload.head_dim, plan.workload.value_size)
     kernel = select_kernel(args.hexi_kernel, device, _dtype(args), widest)
     mesh = Mesh(plan, args.micro_batch_size, args.sequence_parallel) if stages else None

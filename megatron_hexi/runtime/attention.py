@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import Workload
 from megatron_hexi.plan.schedule import Schedules
@@ -127,6 +128,11 @@ class _DomainAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # Silently wrong otherwise: to autograd the kernels' gradients are constants.
+            raise HexiError(
+                "attention under a plan has no second derivative; differentiate without create_graph=True"
+            )
         layer: Layer = ctx.layer
         schedule = layer.schedule
         query, key, value, *saved, sinks = ctx.saved_tensors

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Mask, Workload, proportional_plan
 from megatron_hexi.runtime import exchange
 from megatron_hexi.runtime.kernels import MathKernel
@@ -33,6 +34,9 @@ def assert_close(results, expected, tolerance):
         say = functools.partial("{}: {}".format, name)
         torch.testing.assert_close(result, truth, atol=tolerance, rtol=tolerance, msg=say)
 
+
+#: One rank.
+ALONE = proportional_plan(Workload(16, 2, 1, 4), [[[1]]])
 
 #: Values may have another size than keys.
 ANY = workloads(value_dims=(None, None, 2, 9))
@@ -78,6 +82,28 @@ def test_windows_documents_and_sinks_under_any_plan_are_those_of_one_device(
     plan, mask = case
     problem = random_problem(plan.workload, batch, seed=seed, mask=mask, has_sinks=has_sinks)
     assert_close(planned_results(plan, problem, kernel), plain_results(problem), tolerance=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_runs_are_the_same_bits(dtype):
+    """Parts that arrive are added up in the plan's order, not in that of their arrival."""
+    problem = random_problem(RAGGED.workload, batch=2, dtype=dtype, has_sinks=True)
+    for first, second in zip(*(planned_results(RAGGED, problem) for _ in range(2)), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("is_constant", [True, False], ids=["of the sum", "of any function"])
+def test_a_second_derivative_is_refused(is_constant):
+    """Autograd would take our gradients for constants, and leave their part of the second one out."""
+
+    def layer(attention, query, key, value, scale):
+        output = attention(query, key, value, scale)
+        loss = output.sum() if is_constant else output.square().sum()
+        (grad,) = torch.autograd.grad(loss, query, create_graph=True)
+        return grad + query
+
+    with pytest.raises(HexiError, match="no second derivative; differentiate without create_graph=True"):
+        planned_results(ALONE, random_problem(ALONE.workload, batch=1), layer=layer)
 
 
 def test_the_scale_is_one_over_the_root_of_the_head_size_unless_given():

@@ -141,6 +141,24 @@ def test_the_layer_gives_what_megatrons_gives(cpu, megatron):
         torch.testing.assert_close(ours(query, key, value, None), stock(query, key, value, mask))
 
 
+def test_torch_compile_does_not_trace_into_the_layer(megatron):
+    """What waits for other ranks is no part of a graph. (The CPU platform compiles nothing.)"""
+    activate(proportional_plan(WORKLOAD, [[[1]]]))
+    ours = build_layer(None).core_attention
+    traced: list[object] = []
+
+    def backend(graph, example_inputs):
+        traced.extend(node.target for node in graph.graph.nodes if node.op.startswith("call_"))
+        return graph.forward
+
+    def around(query, key, value):
+        return torch.sin(ours(torch.cos(query), key, value, None))
+
+    tensors = torch.randn(32, 2, 4, 8, requires_grad=True), *torch.randn(2, 32, 2, 2, 8)
+    torch.testing.assert_close(torch.compile(around, backend=backend)(*tensors), around(*tensors))
+    assert traced == [torch.cos, torch.sin]
+
+
 @pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
 @pytest.mark.parametrize("window", [None, (5, 0), (0, 0), (-1, 0)])
 def test_windows_and_sinks_are_megatrons(softmax_type, window, cpu, megatron):

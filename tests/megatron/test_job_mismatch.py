@@ -25,6 +25,7 @@ from megatron_hexi.plan import (
 from megatron_hexi.testbed.ports import free_port
 from tests.megatron.launch import environment, launch
 from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE, WORKLOAD
+from tests.support.fake_cuda import gpu
 
 DATA = (*MODEL, "--train-iters", "1")
 
@@ -33,7 +34,7 @@ DATA = (*MODEL, "--train-iters", "1")
 def take(monkeypatch, tmp_path):
     """Take a plan as a job of four ranks with these arguments would."""
 
-    def run(plan: Plan, *words: str, ranks: int = 4):
+    def run(plan: Plan, *words: str, ranks: int = 4, device: str = "cpu"):
         from megatron.training.arguments import parse_args
 
         from megatron_hexi.megatron.arguments import add_hexi_arguments
@@ -45,7 +46,7 @@ def take(monkeypatch, tmp_path):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         args = parse_args(add_hexi_arguments)
         given = {word for word in argv if word.startswith("--")}
-        changed = take_plan(args, given, torch.device("cpu"))
+        changed = take_plan(args, given, torch.device(device))
         return args, changed
 
     return run
@@ -174,6 +175,23 @@ def test_a_kernel_without_a_plan_is_refused(take, monkeypatch):
     args.hexi_plan, args.hexi_kernel = None, "math"
     with pytest.raises(HexiError, match="give --hexi-plan too"):
         take_plan(args, set(), torch.device("cpu"))
+
+
+def test_deterministic_mode_is_honoured_by_the_choice_of_a_kernel(take):
+    """Megatron tells torch of it only after the plan is taken."""
+    try:
+        with gpu((9, 0)):
+            take(THREE_AND_ONE, "--deterministic-mode", "--bf16", device="cuda")
+            given = given_plan()
+            assert given is not None
+            assert given.kernel == "aten-flash"
+            with pytest.raises(HexiError, match="kernel cudnn: its backward is not deterministic; for"):
+                take(
+                    *(THREE_AND_ONE, "--deterministic-mode", "--bf16", "--hexi-kernel", "cudnn"),
+                    device="cuda",
+                )
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_every_rank_says_what_is_wrong_and_ends_with_exit_code_2(tmp_path):

@@ -84,3 +84,13 @@ def test_evaluation_gives_the_loss_without_a_plan(forks, references, tmp_path):
     assert len(losses[0]) >= 3  # after two iterations, after four, and of the test set
     for found in losses[1:]:
         assert found == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_two_runs_in_deterministic_mode_are_the_same_bits(forks, tmp_path):
+    plan = Case().plans()["groups"]
+    args = [*job(["--deterministic-mode"]), "--train-iters", "4", "--log-interval", "1"]
+    first, second = (
+        forks.train(tmp_path / name, ranks=plan.units, args=args, plan=plan) for name in ("one", "two")
+    )
+    assert len(first.losses) == 4
+    assert (first.losses, first.grad_norms) == (second.losses, second.grad_norms)

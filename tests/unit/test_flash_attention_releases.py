@@ -2,15 +2,14 @@
 
 import sys
 import types
-from typing import Optional
 
 import pytest
 import torch
 
 from megatron_hexi.errors import PlatformError
-from megatron_hexi.runtime.kernels import MathKernel
 from megatron_hexi.runtime.kernels import flash_attn as flash_attn_adapter
 from megatron_hexi.runtime.kernels.flash_attn import FlashAttentionKernel
+from tests.support.flash_attention import flash_attention_2_8, flash_attention_3_beta, flash_attention_3_later
 from tests.support.kernels import (
     SHAPES,
     assert_close,
@@ -19,176 +18,6 @@ from tests.support.kernels import (
     shapes,
     truth,
 )
-
-MATH = MathKernel()
-
-
-def swap(*tensors):
-    return [tensor.transpose(1, 2) for tensor in tensors]
-
-
-def forward_of_flash_attention(q, k, v, softmax_scale, causal):
-    output, log_sum_exp = MATH.forward(*swap(q, k, v), causal=causal, scale=softmax_scale)
-    return swap(output)[0].contiguous(), log_sum_exp
-
-
-def backward_of_flash_attention(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal):
-    dout, q, k, v, out = swap(dout, q, k, v, out)
-    grads = MATH.backward(dout, q, k, v, out, softmax_lse, causal=causal, scale=softmax_scale)
-    for target, gradient in zip((dq, dk, dv), grads, strict=True):
-        target.copy_(gradient.transpose(1, 2))
-
-
-def flash_attention_2_8():
-    """flash_attn 2.7 to 2.8: torch operators, parameters without defaults."""
-
-    @torch.library.custom_op("hexi_test_fa2::_flash_attn_forward", mutates_args=())
-    def forward(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Optional[torch.Tensor],  # noqa: UP045 (as there)
-        return_softmax: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
-        assert alibi_slopes is None
-        assert not return_softmax
-        return *forward_of_flash_attention(q, k, v, softmax_scale, causal), q.new_empty(0), q.new_empty(2)
-
-    @torch.library.custom_op("hexi_test_fa2::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
-    def backward(
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        softmax_lse: torch.Tensor,
-        dq: Optional[torch.Tensor],  # noqa: UP045
-        dk: Optional[torch.Tensor],  # noqa: UP045
-        dv: Optional[torch.Tensor],  # noqa: UP045
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Optional[torch.Tensor],  # noqa: UP045
-        deterministic: bool,
-        rng_state: Optional[torch.Tensor] = None,  # noqa: UP045
-    ) -> torch.Tensor:
-        assert (dropout_p, window_size_left, window_size_right, softcap) == (0, -1, -1, 0)
-        backward_of_flash_attention(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal)
-        return softmax_lse.clone()
-
-    return forward, backward
-
-
-def flash_attention_3_beta():
-    """flash_attn_interface as of flash-attn 2.8: plain functions."""
-
-    def forward(
-        q,
-        k,
-        v,
-        k_new,
-        v_new,
-        qv,
-        out,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        cu_seqlens_k_new,
-        seqused_q,
-        seqused_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        page_table,
-        kv_batch_idx,
-        leftpad_k,
-        rotary_cos,
-        rotary_sin,
-        seqlens_rotary,
-        q_descale,
-        k_descale,
-        v_descale,
-        softmax_scale,
-        causal,
-        window_size=(-1, -1),
-        attention_chunk=0,
-        softcap=0.0,
-        rotary_interleaved=True,
-        scheduler_metadata=None,
-        num_splits=1,
-        pack_gqa=None,
-        sm_margin=0,
-    ):
-        unused = (k_new, v_new, qv, out, cu_seqlens_q, seqused_k, page_table, rotary_cos, v_descale)
-        assert unused == (None,) * len(unused)
-        return *forward_of_flash_attention(q, k, v, softmax_scale, causal), None, None
-
-    def backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        sequed_q,
-        sequed_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dq,
-        dk,
-        dv,
-        softmax_scale,
-        causal,
-        window_size=(-1, -1),
-        softcap=0.0,
-        deterministic=False,
-        sm_margin=0,
-    ):
-        assert (cu_seqlens_q, sequed_k, max_seqlen_k) == (None, None, None)
-        backward_of_flash_attention(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal)
-        return dq, dk, dv, softmax_lse
-
-    return forward, backward
-
-
-def flash_attention_3_later():
-    """flash_attn_interface of later: a torch operator, `is_causal` in the backward.
-
-    https://github.com/Dao-AILab/flash-attention/blob/01afd16/hopper/flash_attn_interface.py
-    """
-    forward, _ = flash_attention_3_beta()
-
-    @torch.library.custom_op("hexi_test_fa3::_flash_attn_backward", mutates_args=("dq", "dk", "dv"))
-    def backward(
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        softmax_lse: torch.Tensor,
-        cu_seqlens_q: Optional[torch.Tensor] = None,  # noqa: UP045
-        dq: Optional[torch.Tensor] = None,  # noqa: UP045
-        dk: Optional[torch.Tensor] = None,  # noqa: UP045
-        dv: Optional[torch.Tensor] = None,  # noqa: UP045
-        softmax_scale: Optional[float] = None,  # noqa: UP045
-        is_causal: bool = False,
-        window_size_left: int = -1,
-        window_size_right: int = -1,
-    ) -> torch.Tensor:
-        backward_of_flash_attention(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, is_causal)
-        return softmax_lse.clone()
-
-    return forward, backward
 
 
 def flash_attention_without_scale():
@@ -216,6 +45,30 @@ def test_releases_of_flash_attention_are_called_as_they_want_it(monkeypatch, rel
     kernel = installed(monkeypatch, release)
     tensors, mode = inputs(shape, torch.float32), {"causal": shape[-1], "scale": 0.3}
     assert_close(results(kernel, *tensors, **mode), truth(*tensors, **mode), 2e-5)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_in_deterministic_mode_the_backward_is_asked_to_be(monkeypatch, deterministic):
+    """The function that plays the release asserts what it is given."""
+    kernel = installed(monkeypatch, flash_attention_2_8)
+    results(kernel, *inputs(SHAPES["GQA"], torch.float32), causal=False, scale=0.3)
+
+
+def test_in_deterministic_mode_a_release_that_cannot_be_is_refused(monkeypatch, deterministic):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for release, reason in (
+        (flash_attention_2_8, None),
+        (flash_attention_3_later, "the installed release has no deterministic backward"),
+    ):
+        kernel = installed(monkeypatch, release)
+        monkeypatch.setattr(flash_attn_adapter, "find_spec", lambda name: name)
+        assert kernel.refuses(torch.device("cuda"), torch.bfloat16, 64) == reason
 
 
 def test_a_release_of_flash_attention_that_lacks_a_parameter_is_refused(monkeypatch):

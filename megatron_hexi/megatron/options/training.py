@@ -92,6 +92,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     ),
     "Number formats and graphs": (
         Supported(
+            "--deterministic-mode",
+            "tests/megatron/test_option_training.py::test_two_runs_in_deterministic_mode_are_the_same_bits",
+            "by kernels whose gradients are the same in every run: flash-attn-2, aten-flash, aten-cpu, math",
+        ),
+        Supported(
             "--bf16",
             "tests/megatron/test_uneven_training.py::test_bf16_is_as_near_to_fp32_as_one_rank_is",
             "as near to fp32 as bf16 on one rank is",

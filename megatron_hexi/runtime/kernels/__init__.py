@@ -7,38 +7,47 @@ import torch
 from megatron_hexi.errors import PlatformError
 from megatron_hexi.runtime.kernels.aten_cpu import AtenCpuKernel
 from megatron_hexi.runtime.kernels.aten_flash import AtenFlashKernel
-from megatron_hexi.runtime.kernels.base import Kernel, MathKernel
+from megatron_hexi.runtime.kernels.base import Kernel, KernelOnOffer, MathKernel
 from megatron_hexi.runtime.kernels.cudnn import CudnnKernel
+from megatron_hexi.runtime.kernels.dispatch import KernelDispatch
 from megatron_hexi.runtime.kernels.flash_attn import flash_attention_2, flash_attention_3
 
-#: All kernels, the fastest first: `auto` takes the first that does not refuse. On Hopper FlashAttention-3
-#: is above cuDNN and cuDNN above FlashAttention-2 (FlashAttention-3 paper, arXiv 2407.08608, figures 5-6).
-KERNELS: tuple[Kernel, ...] = (
-    flash_attention_3(),
-    CudnnKernel(),
-    flash_attention_2(),
-    AtenFlashKernel(),
-    AtenCpuKernel(),
-    MathKernel(),
-)
+_FLASH_3, _CUDNN, _FLASH_2 = flash_attention_3(), CudnnKernel(), (flash_attention_2(), AtenFlashKernel())
+_PLAIN = (AtenCpuKernel(), MathKernel())
+
+#: All kernels, the fastest first on Hopper and Blackwell: FlashAttention-3 is above cuDNN there, cuDNN above
+#: FlashAttention-2 (FlashAttention-3 paper, arXiv 2407.08608, figures 5-6).
+KERNELS: tuple[KernelOnOffer, ...] = (_FLASH_3, _CUDNN, *_FLASH_2, *_PLAIN)
 
 #: What ``--hexi-kernel`` takes.
 KERNEL_NAMES = ("auto", *(kernel.name for kernel in KERNELS))
 
 
+def ranked_kernels(device: torch.device) -> tuple[KernelOnOffer, ...]:
+    """All kernels, the fastest on this device first.
+
+    cuDNN is before FlashAttention-2 on compute capabilities 9 and 10 only, as torch has it
+    (`check_prefer_cudnn_attention`, in the file that `cudnn` names); on A100 it is slower.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10):
+        return KERNELS
+    return (_FLASH_3, *_FLASH_2, _CUDNN, *_PLAIN)
+
+
 def select_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
     """The kernel of that name, or with ``auto`` the fastest that takes such tensors.
+
+    Blocks that it may not be given go to the fastest other one.
 
     Raises:
         PlatformError: the name is unknown, or the kernel refuses; with the reason and those that would do.
     """
-    refusals = {kernel.name: kernel.refuses(device, dtype, head_dim) for kernel in KERNELS}
-    usable = [kernel for kernel in KERNELS if refusals[kernel.name] is None]
-    if name == "auto" and usable:
-        return usable[0]
-    for kernel in usable:
-        if kernel.name == name:
-            return kernel
+    kernels = ranked_kernels(device)
+    refusals = {kernel.name: kernel.refuses(device, dtype, head_dim) for kernel in kernels}
+    usable = [kernel for kernel in kernels if refusals[kernel.name] is None]
+    chosen = [kernel for kernel in usable if name in ("auto", kernel.name)][:1]
+    if chosen:
+        return KernelDispatch([*chosen, *(kernel for kernel in usable if kernel not in chosen)])
     choices = ", ".join(kernel.name for kernel in usable) or "none"
     reason = refusals.get(name) or "there is none of that name"
     raise PlatformError(
@@ -46,4 +55,4 @@ def select_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     )
 
 
-__all__ = ["KERNELS", "KERNEL_NAMES", "Kernel", "MathKernel", "select_kernel"]
+__all__ = ["KERNELS", "KERNEL_NAMES", "Kernel", "MathKernel", "ranked_kernels", "select_kernel"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_hexi.runtime.kernels.base import KernelOnOffer
+
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class AtenCpuKernel:
+class AtenCpuKernel(KernelOnOffer):
     """`aten::_scaled_dot_product_flash_attention_for_cpu`: fp64, fp32, bf16 and fp16, GQA natively.
 
     The operator dies (SIGFPE) on an empty query or key, so none is ever given to it.

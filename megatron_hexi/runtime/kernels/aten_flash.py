@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_hexi.runtime.kernels.base import KernelOnOffer
+
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
-class AtenFlashKernel:
+class AtenFlashKernel(KernelOnOffer):
     """`aten::_flash_attention_forward`: bf16 and fp16 on Ampere and newer, GQA natively.
 
     Takes [B, tokens, heads, D]: with one sequence a batch, the layout in which our all-to-all delivers.
+    Its backward is deterministic where `torch.use_deterministic_algorithms` asks for it.
     """
 
     name = "aten-flash"
@@ -23,8 +26,12 @@ class AtenFlashKernel:
             return f"it takes bf16 and fp16, not {dtype}"
         if head_dim % 8 or head_dim > 256:
             return f"it takes head sizes up to 256 that 8 divides, not {head_dim}"
-        if torch.cuda.get_device_capability(device) < (8, 0):
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
             return "it needs compute capability 8.0"
+        # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120, beside cuDNN's (`cudnn.py`).
+        if 192 < head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
+            return f"it has no backward for heads of {head_dim} on compute capability {capability}"
         return None
 
     def forward(
@@ -66,7 +73,7 @@ class AtenFlashKernel:
             key.transpose(1, 2),
             value.transpose(1, 2),
             output.transpose(1, 2),
-            log_sum_exp.contiguous(),
+            log_sum_exp,
             None,
             None,
             query.shape[2],

@@ -12,6 +12,16 @@ import torch
 from torch import Tensor
 
 
+def is_deterministic() -> bool:
+    """Whether results must be the same bits in every run.
+
+    `torch.use_deterministic_algorithms` says so, which Megatron's ``--deterministic-mode`` calls. Where it
+    only warns, torch's own kernels stay as they are, and ours too.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 class Kernel(Protocol):
     """Attention over one block, in the form that lets blocks be merged.
 
@@ -23,9 +33,6 @@ class Kernel(Protocol):
     """
 
     name: str
-
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        """Why the kernel cannot be used for such tensors; ``None`` if it can."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
@@ -47,7 +54,25 @@ class Kernel(Protocol):
         """Gradients of query, key and value of this block; output and log-sum-exp are the merged ones."""
 
 
-class MathKernel:
+class KernelOnOffer(Kernel, Protocol):
+    """A kernel that can be chosen, for some tensors and some of their blocks.
+
+    On CUDA it is given tensors that it can read by 16 bytes (`dispatch.aligned`), and the log-sum-exp
+    contiguous.
+    """
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why the kernel cannot be used for such tensors; ``None`` if it can."""
+
+    def takes(self, query: Tensor, key: Tensor, causal: bool) -> bool:
+        """Whether it may be given this block, forward and backward; asked for tensors not refused.
+
+        Must not look at values: that would wait for the device.
+        """
+        return True
+
+
+class MathKernel(KernelOnOffer):
     """Plain matrix products: any device, any floating type, any head size, O(Q S) memory.
 
     Computes in fp32 (fp64 for fp64 inputs). The reference, and the way out where nothing else fits.

@@ -1,12 +1,28 @@
-"""cuDNN's attention through torch."""
+"""cuDNN's attention through torch.
+
+The operator is called past torch's own dispatcher, which keeps from cuDNN what it does not support. Those
+rules stand here, with what is known of the releases since: `can_use_cudnn_attention` in
+https://github.com/pytorch/pytorch/blob/001f694/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from megatron_hexi.runtime.kernels.base import KernelOnOffer, is_deterministic
 
-class CudnnKernel:
+#: Of batch and of heads (max_cudnn_dim_size there).
+_MOST = 65535
+#: The first release that reads no further than the last query where 128 does not divide their number
+#: (https://github.com/pytorch/pytorch/issues/169849).
+_ANY_QUERIES = 91501
+#: The first release without NaN in the gradient of queries on Hopper where the last tile of keys is half
+#: full and no causal mask hides it (https://github.com/pytorch/pytorch/issues/196678).
+_HALF_TILES = 92600
+
+
+class CudnnKernel(KernelOnOffer):
     """`aten::_scaled_dot_product_cudnn_attention`: bf16 and fp16, the fastest that torch ships on Hopper."""
 
     name = "cudnn"
@@ -22,7 +38,25 @@ class CudnnKernel:
             return "it needs compute capability 8.0"
         if not torch.backends.cudnn.is_available():
             return "torch was built without cuDNN"
+        if is_deterministic():
+            return "its backward is not deterministic"
         return None
+
+    def takes(self, query: Tensor, key: Tensor, causal: bool) -> bool:
+        batch, heads, queries, _ = query.shape
+        keys = key.shape[2]
+        if keys == 1 or max(batch, heads) > _MOST:
+            return False
+        # NaN in the gradients of keys and values, as of 9.26 still:
+        # https://github.com/NVIDIA/cudnn-frontend/issues/1071 and /1072.
+        if queries == 1:
+            return False
+        version = torch.backends.cudnn.version() or 0
+        if queries % 128 and version < _ANY_QUERIES:
+            return False
+        if causal or keys % 128 != 64 or version >= _HALF_TILES:
+            return True
+        return torch.cuda.get_device_capability(query.device)[0] != 9
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
@@ -52,7 +86,7 @@ class CudnnKernel:
             key,
             value,
             output,
-            log_sum_exp.contiguous()[..., None],
+            log_sum_exp[..., None],
             unused,
             unused,
             None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.errors import PlatformError
+from megatron_hexi.runtime.kernels.base import KernelOnOffer, is_deterministic
 
 #: Nothing of what releases offer beside plain attention; given where a release has no default.
 _LEFT_OUT = {
@@ -29,7 +30,7 @@ _LEFT_OUT = {
 }
 
 
-class FlashAttentionKernel:
+class FlashAttentionKernel(KernelOnOffer):
     """`flash_attn` (2) or `flash_attn_interface` (3): bf16 and fp16, GQA natively.
 
     Takes [B, tokens, heads, D]: with one sequence a batch, the layout in which our all-to-all delivers.
@@ -38,12 +39,20 @@ class FlashAttentionKernel:
         name: what the kernel is called in flags and logs.
         module: the module that holds its functions.
         capability: the CUDA compute capabilities it is built for, least and (exclusive) most.
+        deterministic: whether every release with an argument of that name heeds it.
     """
 
-    def __init__(self, name: str, module: str, capability: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        capability: tuple[tuple[int, int], tuple[int, int]],
+        deterministic: bool = True,
+    ) -> None:
         self.name = name
         self._module = module
         self._capability = capability
+        self._deterministic = deterministic
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type != "cuda":
@@ -57,6 +66,10 @@ class FlashAttentionKernel:
             return f"it is made for compute capabilities from {least} to below {most}"
         if find_spec(self._module.partition(".")[0]) is None:
             return f"the package {self._module.partition('.')[0]} is not installed"
+        if is_deterministic() and not self._deterministic:
+            return "not every release has a deterministic backward, and they cannot be told apart"
+        if is_deterministic() and "deterministic" not in _function(self._module, "_flash_attn_backward")[1]:
+            return "the installed release has no deterministic backward"
         return None
 
     def forward(
@@ -91,12 +104,13 @@ class FlashAttentionKernel:
             k=k,
             v=v,
             out=output.transpose(1, 2),
-            softmax_lse=log_sum_exp.contiguous(),
+            softmax_lse=log_sum_exp,
             dq=dq,
             dk=dk,
             dv=dv,
             softmax_scale=scale,
             causal=causal,
+            **({"deterministic": True} if is_deterministic() else {}),
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -107,16 +121,20 @@ def flash_attention_2() -> FlashAttentionKernel:
 
 
 def flash_attention_3() -> FlashAttentionKernel:
-    """FlashAttention-3: Hopper only."""
-    return FlashAttentionKernel("flash-attn-3", "flash_attn_interface", ((9, 0), (10, 0)))
+    """FlashAttention-3: Hopper only.
+
+    Releases of 2025 took `deterministic` and did as without it
+    (https://github.com/Dao-AILab/flash-attention/pull/1766); no version tells them from others.
+    """
+    return FlashAttentionKernel(
+        "flash-attn-3", "flash_attn_interface", ((9, 0), (10, 0)), deterministic=False
+    )
 
 
 @cache
 def _named(module: str, name: str) -> Callable[..., Any]:
     """The module's function, to be called by the names that it has in common with other releases."""
-    function = getattr(importlib.import_module(module), name)
-    # torch's wrapper, in which releases hand their functions out, keeps the signature in here.
-    parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
+    function, parameters = _function(module, name)
     required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
     unasked = {key: _LEFT_OUT.get(key) for key in required}
     # FlashAttention-3's backward has had both names.
@@ -133,3 +151,10 @@ def _named(module: str, name: str) -> Callable[..., Any]:
         return function(**{**unasked, **arguments})
 
     return call
+
+
+def _function(module: str, name: str) -> tuple[Callable[..., Any], Mapping[str, inspect.Parameter]]:
+    """The module's function, and its parameters."""
+    function = getattr(importlib.import_module(module), name)
+    # torch's wrapper, in which releases hand their functions out, keeps the signature in here.
+    return function, inspect.signature(getattr(function, "_init_fn", function)).parameters
