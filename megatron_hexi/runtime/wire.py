@@ -53,6 +53,7 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
     NCCL's is made in the first call on a group, in which each rank waits for all others. Messages are no such
     call: a rank that has none to send or receive would be missing (`torch.distributed.batch_isend_irecv`).
+    Gloo's exists with the group.
 
     Args:
         group: the ranks.

@@ -197,7 +197,7 @@ def test_a_circle_over_two_communicators_is_found_where_a_rank_has_one_queue():
     posted = [[*make, *calls[0]], [*make, *reversed(calls[1])]]
     found(
         posted,
-        "rank 0 waits for rank 1 with a send of 4 float32 in a batch of messages on 'one'; rank 1 waits",
+        "with a send of 4 float32 (tag 0) in a batch of messages on 'one'; rank 1 waits for rank 0",
     )
     assert replay(posted, one_queue=False) == 8
 

@@ -2,20 +2,17 @@
 
 Ranks are taken at what they posted, in the order in which they posted it. The rules and where they stand:
 
-* Messages. Each send meets a receive of the same count and data type on the other rank; between two ranks
-  they meet in the order in which they were posted, also inside one batch. (NCCL user guide, "Point-to-point
-  communication", and the API of ncclSend.) Tags do not count for NCCL. Where two that meet have different
-  tags, gloo would deliver right and NCCL wrong.
+* Messages. Each send meets a receive of the same count and type; between two ranks in the order in which they
+  were posted, also inside a batch. (NCCL user guide, "Point-to-point communication"; API of ncclSend.) Tags do
+  not count for NCCL: where two that meet have different ones, gloo would deliver right and NCCL wrong.
 * Batches. What stands between ncclGroupStart and ncclGroupEnd (one `batch_isend_irecv`) makes progress
   together, and blocks what follows until all of it is done. (Same page.)
-* Queues. NCCL's kernels block until their data has come. Several communicators are safe only where their
-  operations can be carried out in the order of their launch. (User guide, "Using multiple NCCL communicators
-  concurrently".) A rank thus has one queue over all communicators, which is as strict as a device can be
-  (CUDA_DEVICE_MAX_CONNECTIONS=1); whatever ends so also ends with more of them, and with any waits of the
-  host or of streams for what was posted before. `one_queue=False` gives each communicator a queue of its own.
+* Queues. NCCL's kernels block until their data has come; several communicators are safe where operations can
+  be carried out in the order of their launch. (User guide, "Using multiple NCCL communicators concurrently".)
+  A rank has one queue over all communicators, as strict as a device can be (CUDA_DEVICE_MAX_CONNECTIONS=1):
+  what ends so also ends with more of them, and with any waits of host or streams for what was posted before.
 * Collectives. All ranks of a communicator call the same ones in the same order, with the same counts and
-  types ("Collective Communication Functions": anything else is undefined); in an all-to-all, what one sends
-  to another is what that one expects.
+  types ("Collective Communication Functions"); in an all-to-all, one sends what the other expects.
 * First calls. torch makes a communicator in a group's first call, and each rank waits there for all others.
   (`torch.distributed.batch_isend_irecv`: all ranks of the group must take part in its first call.) A message
   outside of a batch has a communicator of its two ranks alone.
@@ -25,7 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,7 @@ class Call:
         messages: of a batch.
         collective: name of a collective.
         terms: what must be the same on all ranks of a collective.
-        sent: of an all-to-all, elements for each rank.
-        received: of an all-to-all, elements from each rank.
+        sent, received: of an all-to-all, elements for and from each rank.
     """
 
     communicator: str
@@ -86,12 +82,6 @@ def replay(posted: Sequence[Sequence[Call]], *, one_queue: bool = True) -> int:
     Raises:
         BrokenRuleError: naming the rule, the ranks and the communicator.
     """
-    _check_first_calls(posted)
-    return _Replay(posted, one_queue).run()
-
-
-def _check_first_calls(posted: Sequence[Sequence[Call]]) -> None:
-    """A rank that is left out of a communicator lets all others wait for it."""
     first: dict[str, dict[int, Call]] = defaultdict(dict)
     for rank, calls in enumerate(posted):
         for call in calls:
@@ -101,32 +91,30 @@ def _check_first_calls(posted: Sequence[Sequence[Call]]) -> None:
         missing = sorted(set(call.ranks) - calls_of.keys())
         if missing:
             raise BrokenRuleError(f"first call: rank {rank} makes {call}, ranks {missing} none")
+    return _Replay(posted, one_queue).run()
 
 
 type _Key = tuple[int, str]
 
 
-@dataclass
 class _Replay:
     """Queues of calls; only the first call of each is under way."""
 
-    posted: Sequence[Sequence[Call]]
-    one_queue: bool
-    _queues: dict[_Key, deque[Call]] = field(default_factory=lambda: defaultdict(deque))
-    _begun: deque[_Key] = field(default_factory=deque)
-    _made: set[str] = field(default_factory=set)
-    _together: dict[str, dict[int, _Key]] = field(default_factory=lambda: defaultdict(dict))
-    _unmet: dict[tuple[str, str, int, int], deque[tuple[Posted, _Key]]] = field(
-        default_factory=lambda: defaultdict(deque)
-    )
-    _left: dict[_Key, int] = field(default_factory=dict)
-    _operations: int = 0
+    def __init__(self, posted: Sequence[Sequence[Call]], one_queue: bool) -> None:
+        self._queues: dict[_Key, deque[Call]] = defaultdict(deque)
+        for rank, calls in enumerate(posted):
+            for call in calls:
+                self._queues[rank, "" if one_queue else call.communicator].append(call)
+        self._begun = deque(self._queues)
+        self._made: set[str] = set()
+        #: By communicator: ranks that are in a call of all of them.
+        self._together: dict[str, dict[int, _Key]] = defaultdict(dict)
+        #: By communicator, kind, rank and peer: messages that nobody has met yet.
+        self._unmet: dict[tuple[str, str, int, int], deque[tuple[Posted, _Key]]] = defaultdict(deque)
+        self._left: dict[_Key, int] = {}
+        self._operations = 0
 
     def run(self) -> int:
-        for rank, calls in enumerate(self.posted):
-            for call in calls:
-                self._queues[rank, "" if self.one_queue else call.communicator].append(call)
-        self._begun.extend(self._queues)
         while self._begun:
             self._begin(self._begun.popleft())
         stuck = {key: queue[0] for key, queue in self._queues.items() if queue}
@@ -159,24 +147,24 @@ class _Replay:
                 raise BrokenRuleError(f"collective: rank {rank} calls {call}, rank {other} {its}")
         if call.sent:
             for source, giving in calls.items():
-                for place, target in enumerate(call.ranks):
+                for target, sent in zip(call.ranks, giving.sent, strict=True):
                     expected = calls[target].received[call.ranks.index(source)]
-                    if giving.sent[place] != expected:
+                    if sent != expected:
                         raise BrokenRuleError(
-                            f"all-to-all: rank {source} sends {giving.sent[place]} elements to rank "
-                            f"{target}, which expects {expected}, in {call}"
+                            f"all-to-all: rank {source} sends {sent} elements to rank {target}, which "
+                            f"expects {expected}, in {call}"
                         )
         for key in here.values():
-            self._finish(key, 1)
+            self._finish(key)
 
     def _post(self, key: _Key, call: Call) -> None:
         rank = key[0]
         self._left[key] = len(call.messages)
         for message in call.messages:
-            mine, theirs = ("send", "receive") if message.kind == "send" else ("receive", "send")
+            theirs = "receive" if message.kind == "send" else "send"
             waiting = self._unmet[call.communicator, theirs, message.peer, rank]
             if not waiting:
-                self._unmet[call.communicator, mine, rank, message.peer].append((message, key))
+                self._unmet[call.communicator, message.kind, rank, message.peer].append((message, key))
                 continue
             other, its = waiting.popleft()
             if (message.count, message.dtype, message.tag) != (other.count, other.dtype, other.tag):
@@ -187,11 +175,10 @@ class _Replay:
             for end in (key, its):
                 self._left[end] -= 1
                 if not self._left[end]:
-                    self._finish(end, len(self._queues[end][0].messages))
+                    self._finish(end)
 
-    def _finish(self, key: _Key, operations: int) -> None:
-        self._operations += operations
-        self._queues[key].popleft()
+    def _finish(self, key: _Key) -> None:
+        self._operations += max(1, len(self._queues[key].popleft().messages))
         if self._queues[key]:
             self._begun.append(key)
 
@@ -201,11 +188,9 @@ class _Replay:
         if key in self._together[call.communicator].values():
             missing = [peer for peer in call.ranks if peer not in self._together[call.communicator]]
             return missing[0], f"rank {rank} waits for rank {missing[0]} in {call}"
-        for (communicator, _, own, peer), messages in self._unmet.items():
-            for message, its in messages:
-                if its == key and communicator == call.communicator and own == rank:
-                    return peer, f"rank {rank} waits for rank {peer} with {message} in {call}"
-        raise AssertionError("it has not begun")
+        unmet = (message for messages in self._unmet.values() for message, its in messages if its == key)
+        message = next(unmet)
+        return message.peer, f"rank {rank} waits for rank {message.peer} with {message} in {call}"
 
     def _circle(self, stuck: dict[_Key, Call]) -> str:
         """Who waits for whom, until it comes round or to a rank that has nothing left to post."""

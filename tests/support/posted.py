@@ -1,6 +1,7 @@
 """What a rank posts to torch.distributed, seen where torch hands it to a process group.
 
 `Posting` is a mode: inside it every operation of a process group is noted, whoever calls it, and carried out.
+Whether a reduction adds up or takes the largest is not noted: torch hands that on as an opaque object.
 With the groups made here, which only say that they communicate, one process can be one rank after another.
 """
 
