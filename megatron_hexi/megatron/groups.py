@@ -100,6 +100,7 @@ def start_session(given: GivenPlan, device: torch.device, options: GroupOptions)
         window=given.plan.exchange.window,
         kernel_name=given.kernel,
     )
+    attention.connect(device)
     shard = local_shard(schedule, given.row_multiple, device)
     return Session(given, attention, shard, given.shares[replica] if given.shares else None)
 

@@ -33,6 +33,7 @@ from megatron_hexi.runtime.agreement import agree_on_shapes
 from megatron_hexi.runtime.all_to_all import HeadTable, join_heads, tokens_to_heads
 from megatron_hexi.runtime.kernels import Kernel, select_kernel
 from megatron_hexi.runtime.passes import Layer, attend, attend_backward
+from megatron_hexi.runtime.wire import connect
 
 
 @dataclass
@@ -59,6 +60,17 @@ class DomainAttention:
     _agreed: set[tuple[int, ...]] = field(default_factory=set, repr=False)
     _kernels: dict[tuple[torch.device, torch.dtype, int], Kernel] = field(default_factory=dict, repr=False)
 
+    def connect(self, device: torch.device) -> None:
+        """Make the communicators of both groups, while nothing else is under way.
+
+        All ranks of the domain must come, before any of them computes attention.
+
+        Args:
+            device: of the tensors that attention will be given.
+        """
+        connect(self.domain_group, device)
+        connect(self.a2a_group, device)
+
     def __call__(
         self,
         query: Tensor,
@@ -68,7 +80,7 @@ class DomainAttention:
         mask: Mask | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the rank's own tokens.
+        """Attention of the rank's own tokens, after `connect`.
 
         Args:
             query: [T, B, H, D].

@@ -1,5 +1,9 @@
 """The two ways in which ranks send each other tensors, the same on NCCL and gloo.
 
+What NCCL asks for: a group's first call is one by all its ranks (`connect`). After it, calls on all groups
+can be carried out in the order in which each rank posts them, and messages between two ranks are posted in
+the same order on both.
+
 Gloo sends from host memory only: with tensors on a GPU (a test of several ranks on one card, say)
 everything is staged through the host.
 """
@@ -49,6 +53,21 @@ class Transfers:
         self._alive.clear()
 
 
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make the communicator of a group; all its ranks must come, before they send each other anything.
+
+    NCCL's is made in the first call on a group, in which each rank waits for all others. Messages are no such
+    call: a rank that has none to send or receive would be missing (`torch.distributed.batch_isend_irecv`).
+    Gloo's exists with the group.
+
+    Args:
+        group: the ranks.
+        device: of the tensors that they will send.
+    """
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
 def all_to_all(
     received: Tensor,
     sent: Tensor,
@@ -79,8 +98,9 @@ def post(
 ) -> Transfers:
     """Start sending and receiving, without waiting.
 
-    Every rank of the group posts its batches in the same order, which is all that NCCL needs to match
-    them; gloo matches by tag. Receives go first: gloo would serialise both directions otherwise.
+    The group is connected. NCCL matches messages between two ranks by their order, gloo by tag: so every rank
+    posts its batches in the order of their tags. Receives go first: gloo would serialise both directions
+    otherwise.
     """
     transfers = Transfers(kind=kind)
     operations: list[dist.P2POp] = []

@@ -9,6 +9,7 @@ from statistics import fmean
 import pytest
 
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.model import Recompute
 from tests.megatron.conftest import job
 from tests.megatron.option_cases import APART, ONE_EACH, PACKED
 from tests.megatron.test_uneven_training import MODEL, largest_difference
@@ -18,7 +19,7 @@ SEQUENCE = ("--sequence-parallel",)
 ITERATIONS = ("--train-iters", "4", "--log-interval", "1")
 
 
-def recomputing(plan: Plan, *recompute: str | int) -> Plan:
+def recomputing(plan: Plan, *recompute: Recompute) -> Plan:
     """The plan with these recomputations of the stages of its first replica."""
     first, *others = plan.replicas
     stages = tuple(

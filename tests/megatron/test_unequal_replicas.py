@@ -15,7 +15,18 @@ import pytest
 
 from megatron_hexi.megatron.samplers import SAMPLER_PATCHES
 from megatron_hexi.megatron.session import Session, set_active_session
-from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Share, Stage, Workload, write_plan
+from megatron_hexi.plan import (
+    Domain,
+    Group,
+    Member,
+    Plan,
+    Replica,
+    Share,
+    Stage,
+    Workload,
+    unit_ranks,
+    write_plan,
+)
 from tests.megatron.conftest import job
 from tests.megatron.counted import counts
 from tests.megatron.option_cases import (
@@ -42,7 +53,7 @@ from tests.megatron.test_uneven_training import MODEL, SEQ_LENGTH, largest_diffe
 #: Eight micro-batches of one sequence, so that shares can differ.
 BATCH = ("--micro-batch-size", "1", "--global-batch-size", "8")
 
-#: A domain: its groups' segments, then rank, tokens and heads (of six) of each member.
+#: A domain: its groups' segments, then unit, tokens and heads (of six) of each member.
 type _Domain = tuple[tuple[Any, ...], ...]
 
 ALONE = ((0, SEQ_LENGTH),)
@@ -76,14 +87,20 @@ def plan_of(name: str, tensor_parallel: int = 1) -> Plan:
     def heads(span: tuple[int, int]) -> tuple[int, int]:
         return span[0] // tensor_parallel, span[1] // tensor_parallel
 
+    workload = Workload(SEQ_LENGTH, heads=6, kv_heads=2, head_dim=16, tensor_parallel=tensor_parallel)
+
     def replica(domain: _Domain, share: int | None) -> Replica:
         groups = tuple(
-            Group(segments, tuple(Member((rank,), tokens, heads(span)) for rank, tokens, span in members))
+            Group(
+                segments,
+                tuple(
+                    Member(unit_ranks(workload, unit), tokens, heads(span)) for unit, tokens, span in members
+                ),
+            )
             for segments, *members in domain
         )
         return Replica((Stage((Domain(groups),)),), share)
 
-    workload = Workload(SEQ_LENGTH, heads=6, kv_heads=2, head_dim=16, tensor_parallel=tensor_parallel)
     return Plan(workload, tuple(replica(*one) for one in PLANS[name]))
 
 

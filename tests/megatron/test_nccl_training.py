@@ -1,0 +1,71 @@
+"""Real training, ours and Megatron's communication together, goes by NCCL's rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage
+from tests.megatron.conftest import job
+from tests.megatron.option_cases import (
+    DEEPER,
+    DISTRIBUTED,
+    FULL,
+    OVERLAPPED,
+    PIPELINE,
+    SEQUENCE,
+    VIRTUAL,
+    Case,
+    balanced,
+)
+from tests.megatron.posting import UNCHECKED, posted
+from tests.megatron.test_unequal_replicas import BATCH, plan_of
+from tests.megatron.test_uneven_training import SEQ_LENGTH, WORKLOAD
+from tests.support.nccl_rules import Call, replay
+
+#: Plan, whether it has unequal replicas, and arguments.
+CASES: dict[str, tuple[str, bool, tuple[str, ...]]] = {
+    "sequence-parallel": ("groups", False, SEQUENCE),
+    "pipeline": ("groups", False, PIPELINE),
+    "distributed-optimizer": ("replicas", False, OVERLAPPED),
+    "unequal-replicas": ("three-and-one", True, OVERLAPPED),
+    "recompute": ("no-tokens", False, (*FULL, "uniform")),
+    "virtual-pipeline": ("groups", False, (*DEEPER, *VIRTUAL)),
+    "unequal-pipeline": ("two-one-one", True, PIPELINE),
+    "unequal-tensor-pipeline": ("two-and-one", True, (*SEQUENCE, *PIPELINE, *DISTRIBUTED)),
+    "experts": ("replicas", False, (*balanced("aux_loss"), "--expert-model-parallel-size", "2")),
+}
+QUICK = ("sequence-parallel", "pipeline", "distributed-optimizer", "unequal-replicas")
+
+
+def run(forks, folder, plan: Plan, model_parallel: int, *words: str) -> list[list[Call]]:
+    """What each rank of the job posts in two iterations."""
+    ranks = plan.units * model_parallel
+    args = [*job(words), "--train-iters", "2"]
+    forks.train(folder, ranks=ranks, args=args, plan=plan, entry="tests.megatron.posting")
+    return posted(folder, ranks)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES]
+)
+def test_a_training_goes_by_nccls_rules(name, forks, tmp_path):
+    plan_name, unequal, words = CASES[name]
+    case = Case(job=words, replicas=plan_name.startswith("replicas"))
+    plan = plan_of(plan_name, case.tensor_parallel) if unequal else case.plans()[plan_name]
+    calls = run(forks, tmp_path, plan, case.model_parallel, *(BATCH if unequal else ()), *words)
+    operations = replay(calls)
+    kinds = Counter(call.collective or "batch" for one in calls for call in one)
+    print(f"{len(calls)} ranks, {operations} operations: {dict(kinds)}")
+    assert kinds["alltoall_base_"] + kinds["batch"] > 0, "the plan's own"
+    assert kinds["allreduce_"] > 0, "Megatron's"
+
+
+def test_the_plans_groups_are_connected_whatever_is_compared_or_sent(forks, tmp_path):
+    """A rank without heads sends no messages: without the comparison of shapes it was in no call at all."""
+    without_heads = Member((1,), 40, (6, 6))
+    ends = Group(((0, 50), (77, SEQ_LENGTH)), (Member((0,), 60, (0, 6)), without_heads))
+    middle = Group(((50, 77),), (Member((2,), 27, (0, 6)),))
+    plan = Plan(WORKLOAD, (Replica((Stage((Domain((ends, middle)),)),)),))
+    assert replay(run(forks, tmp_path, plan, 1, UNCHECKED)) > 0
