@@ -12,6 +12,7 @@ from megatron_hexi.megatron.stages.groups import MeshGroups, RankView, make_view
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import Schedules
 from megatron_hexi.runtime import DomainAttention
+from megatron_hexi.runtime.wire import connect
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ def start_stages_session(
     attention = DomainAttention(
         workload, schedules, view.domain, view.a2a, window=exchange.window, kernel_name=given.kernel
     )
+    attention.connect(device)
+    for border in (view.before, view.behind):
+        if border is not None:
+            connect(border.forward, device)
+            connect(border.backward, device)
     shard = local_shard(schedules(), given.row_multiple, device)
     assert given.shares is not None
     return Session(
