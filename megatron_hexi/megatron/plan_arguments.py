@@ -10,6 +10,7 @@ import torch
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.job_terms import set_job_terms
 from megatron_hexi.megatron.options import refuse_unsupported
+from megatron_hexi.megatron.options.kinds import PlanKind
 from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
 from megatron_hexi.megatron.stages.arguments import check_stages
 from megatron_hexi.mesh import Mesh
@@ -55,7 +56,8 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     plan = read_plan(args.hexi_plan)
     stages = not plan.is_repeated
     stated = set_job_terms(args, given, plan)
-    refuse_unsupported(args, unequal=stages or not has_equal_replicas(plan))
+    kind: PlanKind = "stages" if stages else "any" if has_equal_replicas(plan) else "unequal"
+    refuse_unsupported(args, kind)
     if stages:
         check_stages(args, given, plan)
     else:

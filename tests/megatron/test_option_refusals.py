@@ -66,6 +66,15 @@ OPTION_WORDS = {
     "--tensor-parallel-num-weight-shards": "--tensor-parallel-num-weight-shards 2",
     "--use-tp-pp-dp-mapping": "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2",
     "--window-size": "--window-size 128,128",
+    "--num-experts-stages": "--num-experts 4",
+    "--mtp-num-layers-stages": "--mtp-num-layers 1",
+    "--hybrid-layer-pattern-stages": "--hybrid-layer-pattern *-",
+    "--optimizer-stages": "--optimizer muon",
+    "--ckpt-format-stages": "--ckpt-format torch",
+    "--non-persistent-ckpt-type-stages": "--non-persistent-ckpt-type local",
+    "--check-weight-hash-across-dp-replicas-interval-stages": (
+        "--check-weight-hash-across-dp-replicas-interval 2"
+    ),
 }
 
 
@@ -86,12 +95,11 @@ def test_an_option_is_refused_by_its_real_name(
     monkeypatch.setattr(patching, "_version", lambda package: version)
     words = OPTION_WORDS.get(option.name, option.option).split()
     args = parser.parse_args([*MODEL, *words])
-    beside = "unequal replicas" if option.unequal else "--hexi-plan"
-    message = f"{option.option} does not work with {beside}: {option.reason}; {option.remedy}"
+    message = f"{option.option} does not work with {option.what}: {option.reason}; {option.remedy}"
     with pytest.raises(HexiError, match=f"^{re.escape(message)}$"):
-        refuse_unsupported(args, unequal=option.unequal)
-    if option.unequal:
-        refuse_unsupported(args, unequal=False)
+        refuse_unsupported(args, option.beside)
+    if option.beside != "any":
+        refuse_unsupported(args, "any")
 
 
 @pytest.mark.parametrize(
@@ -104,11 +112,12 @@ def test_an_option_is_refused_by_its_real_name(
 )
 def test_so_is_each_of_its_values(words: str, parser: ArgumentParser):
     with pytest.raises(HexiError, match="does not work with --hexi-plan"):
-        refuse_unsupported(parser.parse_args([*MODEL, *words.split()]), unequal=False)
+        refuse_unsupported(parser.parse_args([*MODEL, *words.split()]), "any")
 
 
 def test_what_is_not_refused_passes(parser: ArgumentParser):
-    refuse_unsupported(parser.parse_args(MODEL), unequal=True)
+    refuse_unsupported(parser.parse_args(MODEL), "unequal")
+    refuse_unsupported(parser.parse_args(MODEL), "stages")
 
 
 def test_a_yaml_configuration_beside_a_plan_is_refused_before_it_drops_the_plan():

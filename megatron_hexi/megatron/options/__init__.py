@@ -10,8 +10,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.megatron.options import attention, experts, parallelism, replicas, training
-from megatron_hexi.megatron.options.kinds import Refused, Supported
+from megatron_hexi.megatron.options import attention, experts, parallelism, replicas, stages, training
+from megatron_hexi.megatron.options.kinds import PlanKind, Refused, Supported
 from megatron_hexi.patching import is_installed
 
 #: Every option that meets context parallelism, by what it is about.
@@ -19,6 +19,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     **attention.OPTIONS,
     **parallelism.OPTIONS,
     **replicas.OPTIONS,
+    **stages.OPTIONS,
     **training.OPTIONS,
     **experts.OPTIONS,
 }
@@ -48,18 +49,24 @@ def refuse_yaml_configuration(argv: Sequence[str]) -> None:
         )
 
 
-def refuse_unsupported(args: Namespace, unequal: bool) -> None:
+def refuse_unsupported(args: Namespace, plan: PlanKind) -> None:
     """Refuse the first option of the job that a plan does not carry out.
 
     Args:
         args: Megatron's arguments.
-        unequal: whether the plan's replicas are unequal.
+        plan: what is special about the plan.
 
     Raises:
         PlanError: with the option, the reason and the remedy.
     """
-    for option in refused():
-        applies = (unequal or not option.unequal) and (not option.versions or is_installed(option.versions))
+    kinds: dict[PlanKind, tuple[PlanKind, ...]] = {
+        "any": ("any",),
+        "unequal": ("any", "unequal"),
+        "stages": ("stages", "any", "unequal"),
+    }
+    for option in sorted(refused(), key=lambda option: option.beside != plan):
+        applies = option.beside in kinds[plan] and (not option.versions or is_installed(option.versions))
         if applies and option.used(args):
-            beside = "unequal replicas" if option.unequal else "--hexi-plan"
-            raise PlanError(f"{option.option} does not work with {beside}: {option.reason}; {option.remedy}")
+            raise PlanError(
+                f"{option.option} does not work with {option.what}: {option.reason}; {option.remedy}"
+            )

@@ -5,6 +5,10 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
+
+#: Plans that an option may be refused beside; stages of their own layers make replicas unequal too.
+PlanKind = Literal["any", "unequal", "stages"]
 
 _TRAINING = "tests/megatron/test_option_training.py::test_losses_and_gradient_norms_are_those_without_a_plan"
 _REFUSAL = "tests/megatron/test_option_refusals.py::test_an_option_is_refused_by_its_real_name"
@@ -40,7 +44,7 @@ class Refused:
         reason: why a plan cannot carry it out.
         remedy: what to do instead.
         values: which values of the option are refused; empty: any.
-        unequal: whether it is refused beside unequal replicas only.
+        beside: which plans it is refused beside.
         versions: of megatron-core in which it is refused (PEP 440); empty: all.
     """
 
@@ -49,13 +53,22 @@ class Refused:
     reason: str
     remedy: str = "train without it"
     values: str = ""
-    unequal: bool = False
+    beside: PlanKind = "any"
     versions: str = ""
 
     @property
     def name(self) -> str:
         """Tells it from all others: an option may be refused for several reasons in different jobs."""
-        return self.option + ("-unequal" if self.unequal else "") + self.versions
+        return self.option + ("" if self.beside == "any" else f"-{self.beside}") + self.versions
+
+    @property
+    def what(self) -> str:
+        """What it does not work with."""
+        return {
+            "any": "--hexi-plan",
+            "unequal": "unequal replicas",
+            "stages": "stages that have layers of their own",
+        }[self.beside]
 
     @property
     def test(self) -> str:
@@ -137,7 +150,18 @@ def beside_unequal(
     option: str, used: Callable[[Namespace], bool], reason: str, remedy: str, values: str = ""
 ) -> Refused:
     """Refused where the plan's replicas are unequal."""
-    return Refused(option, used, reason, remedy, values, unequal=True)
+    return Refused(option, used, reason, remedy, values, beside="unequal")
+
+
+def beside_stages(
+    option: str,
+    used: Callable[[Namespace], bool],
+    reason: str,
+    remedy: str = "train without it",
+    values: str = "",
+) -> Refused:
+    """Refused where the plan's stages have layers of their own."""
+    return Refused(option, used, reason, remedy, values, beside="stages")
 
 
 def masks_documents(args: Namespace) -> bool:
