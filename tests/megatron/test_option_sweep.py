@@ -195,7 +195,7 @@ REFUSALS = [
     (option, name)
     for option in refused()
     if option.name not in _WITH_A_KERNEL and (not option.versions or is_installed(option.versions))
-    for name in (("unequal",) if option.beside != "any" else ("groups", "replicas", "unequal"))
+    for name in {"unequal": ("unequal",), "stages": ()}.get(option.beside, ("groups", "replicas", "unequal"))
 ]
 
 
