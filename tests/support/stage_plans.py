@@ -146,12 +146,12 @@ def parameters_of(mesh, place):
             return Box(key, (one, *cell), (total, *shape), one[1])
 
         found += [
-            ModelParameter((box("norm", (_HIDDEN,), (0, _HIDDEN)),), is_copy=True),
-            ModelParameter((box("columns", (_ROWS, _HIDDEN), own, (0, _HIDDEN)),)),
-            ModelParameter((box("rows", (_HIDDEN, _ROWS), (0, _HIDDEN), own),)),
+            ModelParameter((box("layers.norm", (_HIDDEN,), (0, _HIDDEN)),), is_copy=True),
+            ModelParameter((box("layers.columns", (_ROWS, _HIDDEN), own, (0, _HIDDEN)),)),
+            ModelParameter((box("layers.rows", (_HIDDEN, _ROWS), (0, _HIDDEN), own),)),
             ModelParameter(
                 tuple(
-                    box("gated", (2 * _ROWS, _HIDDEN), (half + own[0], half + own[1]), (0, _HIDDEN))
+                    box("layers.gated", (2 * _ROWS, _HIDDEN), (half + own[0], half + own[1]), (0, _HIDDEN))
                     for half in (0, _ROWS)
                 )
             ),
