@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.megatron.packing import packed_shard
-from megatron_hexi.megatron.session import active_session
+from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
 
 
@@ -69,6 +69,14 @@ def _at_positions_in_documents(original: Callable[..., Tensor]) -> Callable[...,
     return _apply_rotary_pos_emb_thd
 
 
+def _length(session: Session) -> int:
+    """Positions that need embeddings: all, with padding where Megatron takes them as they are."""
+    from megatron.core import parallel_state
+
+    alone = parallel_state.get_context_parallel_world_size() == 1
+    return session.shard.rows if alone else session.seq_length
+
+
 def _of_whole_sequence(original: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(original)
     def get_rotary_seq_len(
@@ -83,7 +91,7 @@ def _of_whole_sequence(original: Callable[..., int]) -> Callable[..., int]:
     ) -> int:
         session = active_session()
         if session is not None:
-            return session.seq_length
+            return _length(session)
         return original(
             self,
             inference_context,
@@ -103,7 +111,7 @@ def _cached_whole(original: Callable[..., None]) -> Callable[..., None]:
         self: Any, seq_len: int, offset: int, dtype: torch.dtype, packed_seq: bool = False
     ) -> None:
         session = active_session()
-        original(self, session.seq_length if session else seq_len, offset, dtype, packed_seq)
+        original(self, _length(session) if session else seq_len, offset, dtype, packed_seq)
 
     return _set_cos_sin_cache
 

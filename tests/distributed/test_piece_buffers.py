@@ -1,4 +1,4 @@
-"""Gradients in buckets of pieces are sums over holders, whoever is ready first, and values are the owners'."""
+"""Gradients in pieces are sums over holders, whoever is ready first, and values are those of the owners."""
 
 import time
 from random import Random

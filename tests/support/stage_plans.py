@@ -32,7 +32,7 @@ def meshes(draw, most_ranks=8, most_replicas=3):
     return Mesh(plan, micro_batch_size, sequence_parallel=random.random() < 0.5)
 
 
-def stage_plan(random, workload, micro_batch_size, ranks, most_replicas=3):
+def stage_plan(random, workload, micro_batch_size, ranks, most_replicas=3, micro_batches=None):
     """A random valid plan for so many ranks; the last of them computes the loss, as a job needs.
 
     Args:
@@ -41,6 +41,7 @@ def stage_plan(random, workload, micro_batch_size, ranks, most_replicas=3):
         micro_batch_size: samples of a micro-batch.
         ranks: at least 2.
         most_replicas: of 1 to 4 stages each.
+        micro_batches: what the replicas take together; ``None``: anything.
     """
     depths = [1] * random.randint(1, min(most_replicas, (ranks + 1) // 2))
     for _ in range(random.randint(0, max(1, ranks // 2))):
@@ -54,8 +55,12 @@ def stage_plan(random, workload, micro_batch_size, ranks, most_replicas=3):
     free = random.sample(range(ranks - 1), ranks - 1)
     free.append(ranks - 1)  # for the last stage of the last replica
     unused = iter(free)
+    shares = [random.randint(1, 3) for _ in sizes]
+    if micro_batches is not None:
+        ends = sorted(random.sample(range(1, micro_batches), len(sizes) - 1))
+        shares = [stop - start for start, stop in itertools.pairwise([0, *ends, micro_batches])]
     replicas = []
-    for stages in sizes:
+    for stages, share in zip(sizes, shares, strict=True):
         cuts = sorted(random.sample(range(1, workload.layers), len(stages) - 1))
         layers = itertools.pairwise([0, *cuts, workload.layers])
         replicas.append(
@@ -66,7 +71,7 @@ def stage_plan(random, workload, micro_batch_size, ranks, most_replicas=3):
                     )
                     for size, own in zip(stages, layers, strict=True)
                 ),
-                random.randint(1, 3),
+                share,
             )
         )
     return job_plan(workload, replicas, micro_batch_size)

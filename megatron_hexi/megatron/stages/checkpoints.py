@@ -147,6 +147,23 @@ def _as_chain(original: Callable[..., Any]) -> Callable[..., Any]:
     return checkpoint
 
 
+def _into_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What Megatron loads into parameters goes on into the buckets of those that are no views of one.
+
+    With the optimizer's state it does so itself, without it only where weights are half precision.
+    """
+
+    @functools.wraps(original)
+    def load_checkpoint(ddp_model: Any, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(ddp_model, *args, **kwargs)
+        if stages_active():
+            for chunk in ddp_model:
+                chunk.pieces.collect_values()
+        return loaded
+
+    return load_checkpoint
+
+
 @contextlib.contextmanager
 def _grid(args: Namespace) -> Iterator[None]:
     own = args.tensor_model_parallel_size, args.pipeline_model_parallel_size

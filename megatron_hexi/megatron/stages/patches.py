@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.megatron.stages.checkpoints import _as_chain, _by_rank
+from megatron_hexi.megatron.stages.checkpoints import _as_chain, _by_rank, _into_pieces
 from megatron_hexi.megatron.stages.communicator import BorderCommunicator
 from megatron_hexi.megatron.stages.gradients import _over_all_holders, _with_pieces
 from megatron_hexi.megatron.stages.optimizer import _for_pieces
@@ -57,7 +57,7 @@ STAGES_PATCHES = (
     ),
     Patch(
         target="megatron.training.checkpointing:load_checkpoint",
-        why="the checkpoint's grid of random states is a chain of all ranks",
-        build=_as_chain,
+        why="the checkpoint's grid of random states is a chain of all ranks; weights go on into the buckets",
+        build=lambda original: _into_pieces(_as_chain(original)),
     ),
 )
