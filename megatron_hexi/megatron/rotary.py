@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.megatron.packing import packed_shard
-from megatron_hexi.megatron.session import active_session
+from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
 
 
@@ -69,6 +69,14 @@ def _at_positions_in_documents(original: Callable[..., Tensor]) -> Callable[...,
     return _apply_rotary_pos_emb_thd
 
 
+def _length(session: Session) -> int:
+    """Positions that need embeddings: all, with padding where Megatron takes them as they are."""
+    from megatron.core import parallel_state
+
+    alone = parallel_state.get_context_parallel_world_size() == 1
+    return session.shard.rows if alone else session.seq_length
+
+
 def _of_whole_sequence(original: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(original)
     def get_rotary_seq_len(
@@ -83,7 +91,7 @@ def _of_whole_sequence(original: Callable[..., int]) -> Callable[..., int]:
     ) -> int:
         session = active_session()
         if session is not None:
-            return session.seq_length
+            return _length(session)
         return original(
             self,
             inference_context,
@@ -103,33 +111,9 @@ def _cached_whole(original: Callable[..., None]) -> Callable[..., None]:
         self: Any, seq_len: int, offset: int, dtype: torch.dtype, packed_seq: bool = False
     ) -> None:
         session = active_session()
-        original(self, session.seq_length if session else seq_len, offset, dtype, packed_seq)
+        original(self, _length(session) if session else seq_len, offset, dtype, packed_seq)
 
     return _set_cos_sin_cache
-
-
-def _with_padding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron takes embeddings at a rank's positions only where several ranks share a sequence."""
-
-    @functools.wraps(original)
-    def forward(
-        self: Any,
-        max_seq_len: int,
-        offset: int = 0,
-        packed_seq: bool = False,
-        cp_group: dist.ProcessGroup | None = None,
-    ) -> Any:
-        found = original(self, max_seq_len, offset, packed_seq, cp_group)
-        session, group = active_session(), self.cp_group if cp_group is None else cp_group
-        if session is None or packed_seq or (group is not None and group.size() > 1):
-            return found
-        if session.shard.rows == session.seq_length:
-            return found
-        if isinstance(found, tuple):  # YaRN's, with its scale
-            return found[0].index_select(0, session.shard.positions), *found[1:]
-        return found.index_select(0, session.shard.positions)
-
-    return forward
 
 
 _ROTARY = "megatron.core.models.common.embeddings"
@@ -170,18 +154,6 @@ ROTARY_PATCHES = (
             "packed_seq_params",
             "inference_params",
         ),
-    ),
-    *(
-        Patch(
-            target=f"{_ROTARY}.{target}.forward",
-            why="takes the embeddings of padding rows too, where one rank holds a whole sequence",
-            build=_with_padding,
-            parameters=("self", "max_seq_len", "offset", "packed_seq", "cp_group"),
-        )
-        for target in (
-            "rotary_pos_embedding:RotaryEmbedding",
-            "yarn_rotary_pos_embedding:YarnRotaryEmbedding",
-        )
     ),
     Patch(
         target=f"{_ROTARY}.yarn_rotary_pos_embedding:YarnRotaryEmbedding._set_cos_sin_cache",

@@ -1,16 +1,16 @@
 """Pieces of the weights: where ranks hold different parts of one weight, the parts that all of them share.
 
 Megatron says of each parameter which boxes of which weights it holds (its `sharded_state_dict`): a layer, the
-rows of a tensor-parallel rank, the gate's half of a fused projection. Cutting every weight wherever a box of
-any rank begins or ends gives pieces: whoever holds a part of a piece holds all of it. One rule covers unequal
-stages, unequal tensor-parallel sizes (the smallest common chunk), copies, and tied embeddings.
+rows of a tensor-parallel rank, the gate's half of a fused projection. Cutting each box wherever another
+begins or ends gives pieces: whoever holds a part of a piece holds all of it. One rule covers unequal stages,
+unequal tensor-parallel sizes (the smallest common chunk), copies, and tied embeddings.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_hexi.errors import PlanError
@@ -72,7 +72,7 @@ def cell_contains(outer: Cell, inner: Cell) -> bool:
 
 
 def cut_pieces(boxes: Sequence[Sequence[Box]]) -> tuple[Piece, ...]:
-    """The coarsest cut of all weights such that each rank holds each piece whole or not at all.
+    """A cut of all weights, axis by axis, such that each rank holds each piece whole or not at all.
 
     Args:
         boxes: of each rank, by its number.
@@ -83,7 +83,7 @@ def cut_pieces(boxes: Sequence[Sequence[Box]]) -> tuple[Piece, ...]:
 
     Raises:
         PlanError: a rank holds a part twice, ranks do not agree on a weight's shape, or a part is held by
-            nobody; with the weight and the ranks.
+            nobody; with the weight, and the ranks where there are any.
     """
     by_key: dict[str, list[tuple[int, Box]]] = {}
     for rank, own in enumerate(boxes):
@@ -101,31 +101,40 @@ def _cut_weight(key: str, held: list[tuple[int, Box]]) -> list[Piece]:
                 f"weight {key}: rank {held[0][0]} knows it as {list(shape)}, rank {rank} as "
                 f"{list(box.shape)}; give all stages the same model, with one padded vocabulary"
             )
-    cuts = [sorted({end for _, box in held for end in box.cell[axis]}) for axis in range(len(shape))]
-    found: dict[Cell, tuple[list[int], list[int]]] = {}
-    for rank, box in held:
-        per_axis = [
-            [span for span in itertools.pairwise(ends) if low <= span[0] and span[1] <= high]
-            for ends, (low, high) in zip(cuts, box.cell, strict=True)
-        ]
-        for cell in itertools.product(*per_axis):
-            ranks, depths = found.setdefault(cell, ([], []))
-            if rank in ranks:
+    pieces = []
+    for cell, inside in _refined(held, 0):
+        ranks = sorted(rank for rank, _ in inside)
+        for rank, following in itertools.pairwise(ranks):
+            if rank == following:
                 raise PlanError(
                     f"weight {key}: rank {rank} holds {spell_cell(cell)} twice; a weight that a rank shares "
                     "between layers is not known under a plan with stages"
                 )
-            ranks.append(rank)
-            depths.append(box.depth)
-    missing = math.prod(shape) - sum(map(cell_size, found))
+        pieces.append(Piece(key, cell, shape, min(box.depth for _, box in inside), tuple(ranks)))
+    missing = math.prod(shape) - sum(piece.size for piece in pieces)
     if missing:
         raise PlanError(
             f"weight {key}: {missing} of {math.prod(shape)} elements are held by no rank; the stages of some "
             "replica do not build the whole model"
         )
-    return [
-        Piece(key, cell, shape, min(depths), tuple(sorted(ranks))) for cell, (ranks, depths) in found.items()
-    ]
+    return pieces
+
+
+def _refined(held: list[tuple[int, Box]], axis: int) -> Iterator[tuple[Cell, list[tuple[int, Box]]]]:
+    """Cells from an axis on that lie wholly in some of the boxes and touch no other, with these boxes.
+
+    What is cut along an axis is only cut further by the boxes that hold it: a layer's weights by those of its
+    own stages.
+    """
+    if axis == len(held[0][1].shape):
+        yield (), held
+        return
+    ends = sorted({end for _, box in held for end in box.cell[axis]})
+    for low, high in itertools.pairwise(ends):
+        inside = [(rank, box) for rank, box in held if box.cell[axis][0] <= low and high <= box.cell[axis][1]]
+        if inside:
+            for cell, holders in _refined(inside, axis + 1):
+                yield ((low, high), *cell), holders
 
 
 def spell_cell(cell: Cell) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.check_domain import check_domain, refuse
-from megatron_hexi.plan.model import Group, Member, Plan, Replica, Stage, Workload
+from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage, Workload
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 
@@ -128,6 +130,7 @@ def _check_stage(plan: Plan, stage: Stage, place: Place, seen: dict[int, Place],
         width = len((plan if plan.is_repeated else domain).members[0].ranks)
         for g, group in enumerate(domain.groups):
             _check_units(plan, group, width, (*here, g), seen, where)
+        _check_lanes(domain, here, where)
         check_domain(plan.workload, domain, here, where)
     _check_samples(plan, stage, (*place, "domains"), where)
 
@@ -233,7 +236,22 @@ def _check_units(
                 "list a group's members in ascending rank order",
             )
         previous = member.lead
+        if list(member.ranks) != sorted(member.ranks):
+            refuse(where, here, f"is {list(member.ranks)}", f"write {sorted(member.ranks)}, ascending")
         _check_width(plan, member, width, here, where)
+
+
+def _check_lanes(domain: Domain, place: Place, where: Where) -> None:
+    """Ranks of one number in their units are in the order of these: as process groups number them."""
+    for before, after in itertools.pairwise(domain.members):
+        if any(second < first for first, second in zip(before.ranks, after.ranks, strict=True)):
+            refuse(
+                where,
+                place,
+                f"have the units {list(before.ranks)} and {list(after.ranks)}, whose ranks are not all in "
+                "one order",
+                f"begin with {before.lead}, and make each rank of the second higher than its counterpart",
+            )
 
 
 def _check_width(plan: Plan, member: Member, first: int, place: Place, where: Where) -> None:

@@ -85,8 +85,10 @@ def plans(draw, workload=None, most_ranks=8, most_replicas=1):
     replicas = []
     first_rank = 0
     for _ in range(random.randint(1, most_replicas)):
-        domain = _domain(random, workload, most_ranks, first_rank)
-        first_rank += len(domain.members)
+        count = random.randint(1, most_ranks)
+        numbers = random.sample(range(first_rank, first_rank + count), count)
+        domain = deal_domain(random, workload, [unit_ranks(workload, number) for number in numbers])
+        first_rank += count
         replicas.append(Replica((Stage((domain,)),)))
     plan = Plan(workload, tuple(replicas), Exchange(random.randint(1, 3), random.randint(1, 4)))
     validate_plan(plan)
@@ -115,11 +117,19 @@ def _scattered_segments(random, seq_length, groups):
     return [merge_segments(piece for owner, piece in pieces if owner == group) for group in range(groups)]
 
 
-def _domain(random, workload, most_ranks, first_rank):
-    count = random.randint(1, most_ranks)
-    ranks = random.sample(range(first_rank, first_rank + count), count)
+def deal_domain(random, workload, units, samples=None, states=(1,)):
+    """A domain of some units: groups, tokens, heads and positions dealt out anyhow.
+
+    Args:
+        random: of `random.Random`.
+        workload: with the units' tensor-parallel size.
+        units: the ranks of each; groups take them in this order.
+        samples: how many it takes of each micro-batch.
+        states: shares of state that a unit may have.
+    """
+    count = len(units)
     breaks = sorted(random.sample(range(1, count), random.randint(0, count - 1)))
-    owned = [sorted(ranks[start:stop]) for start, stop in itertools.pairwise([0, *breaks, count])]
+    owned = [sorted(units[start:stop]) for start, stop in itertools.pairwise([0, *breaks, count])]
     segments = _scattered_segments(random, workload.seq_length, len(owned))
     groups = []
     for number, members in enumerate(owned):
@@ -130,13 +140,13 @@ def _domain(random, workload, most_ranks, first_rank):
             Group(
                 segments[number],
                 tuple(
-                    Member(unit_ranks(workload, rank), stop - start, head_range)
-                    for rank, (start, stop), head_range in zip(members, tokens, heads, strict=True)
+                    Member(ranks, stop - start, head_range, random.choice(states))
+                    for ranks, (start, stop), head_range in zip(members, tokens, heads, strict=True)
                 ),
                 name=f"group-{number}",
             )
         )
-    return Domain(tuple(groups))
+    return Domain(tuple(groups), samples)
 
 
 def one_replica(workload, *groups, window=1, parts=1):

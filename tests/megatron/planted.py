@@ -1,0 +1,57 @@
+"""Our entry point with a fault planted in what joins stages that differ: ``--planted NAME`` says which."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_hexi.mesh import RowBlock
+from megatron_hexi.runtime.piece_buffers import BucketBuffer, PieceBuffers
+from megatron_hexi.runtime.row_channel import RowChannel
+
+
+def _copies_unscaled() -> None:
+    from megatron_hexi.megatron.stages import gradients
+
+    gradients._is_partial = lambda *_: True
+
+
+def _a_holder_adds_nothing() -> None:
+    original = PieceBuffers._lay_out
+
+    def lay_out(self: PieceBuffers, *args: object) -> BucketBuffer:
+        buffer = original(self, *args)  # type: ignore[arg-type]
+        if self.rank == 0:
+            buffer.scales.append((slice(0, buffer.bucket.size), 0.0))
+        return buffer
+
+    PieceBuffers._lay_out = lay_out  # type: ignore[method-assign]
+
+
+def _rows_in_another_order() -> None:
+    original = RowChannel._cut
+
+    def cut(self: RowChannel, rows: Tensor, block: RowBlock) -> Tensor:
+        return torch.flip(original(self, rows, block), (0,))
+
+    RowChannel._cut = cut  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "copies-unscaled": _copies_unscaled,
+    "a-holder-adds-nothing": _a_holder_adds_nothing,
+    "rows-in-another-order": _rows_in_another_order,
+}
+
+
+def main() -> None:
+    """Train with the fault."""
+    from megatron_hexi import pretrain_gpt
+
+    place = sys.argv.index("--planted")
+    FAULTS[sys.argv[place + 1]]()
+    del sys.argv[place : place + 2]
+    pretrain_gpt.main()
