@@ -129,7 +129,7 @@ def run_buffers(mesh, dtype, seed, size, in_fp32, pauses=0.0):
             for micro_batch in range(MICRO_BATCHES):
                 buffers.is_last_microbatch = micro_batch == MICRO_BATCHES - 1
                 for parameter in random.sample(list(model.gradients), len(model.gradients)):
-                    parameter.main_grad.add_(
+                    parameter.main_grad.add_(  # type: ignore[attr-defined]
                         model.gradients[parameter][iteration * MICRO_BATCHES + micro_batch]
                     )
                     time.sleep(random.random() * pauses)

@@ -146,7 +146,7 @@ def test_a_forward_only_pass_ends_when_all_has_left(mesh, seed):
 
 
 def test_finish_waits_for_all_that_is_under_way(monkeypatch):
-    waited = Counter()
+    waited: Counter[Any] = Counter()
 
     class Slow:
         def __init__(self, number):
@@ -160,7 +160,7 @@ def test_finish_waits_for_all_that_is_under_way(monkeypatch):
 
     numbers = iter(range(10))
     monkeypatch.setattr(row_channel, "post", lambda *_: Slow(next(numbers)))
-    channel = RowChannel((), HeldRows(0, ((0, 4),), (0, 1), 4), None, CPU)
+    channel = RowChannel((), HeldRows(0, ((0, 4),), (0, 1), 4), None, CPU)  # type: ignore[arg-type]
     for _ in range(3):
         channel.send(torch.ones(4, 1, HIDDEN))
     assert waited == Counter()

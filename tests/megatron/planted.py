@@ -28,7 +28,7 @@ def _a_holder_adds_nothing() -> None:
             buffer.scales.append((slice(0, buffer.bucket.size), 0.0))
         return buffer
 
-    PieceBuffers._lay_out = lay_out  # type: ignore[method-assign]
+    PieceBuffers._lay_out = lay_out  # type: ignore[method-assign, assignment]
 
 
 def _rows_in_another_order() -> None:

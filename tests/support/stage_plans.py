@@ -168,7 +168,7 @@ def parameters_of(mesh, place):
         behind = Box("last norm", ((0, _HIDDEN),), (_HIDDEN,), total + 1)
         found.append(ModelParameter((behind,), is_copy=True))
         if place.stage > 0:
-            found.append(ModelParameter((Box(*_but_depth(embedding), total + 1),)))
+            found.append(ModelParameter((Box(*_but_depth(embedding), total + 1),)))  # type: ignore[call-arg]
     return found
 
 
