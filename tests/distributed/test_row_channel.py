@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 import torch

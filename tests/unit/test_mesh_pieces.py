@@ -3,6 +3,7 @@
 import itertools
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import pytest
