@@ -109,6 +109,8 @@ def _bucket(
 ) -> Bucket:
     """A bucket in which each owner gets what it lacks of its share of all buckets so far.
 
+    Shares of one bucket are met within a row of a piece, those of several within two.
+
     Args:
         holders: the ranks.
         pieces: of the bucket.
