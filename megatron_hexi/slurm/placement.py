@@ -100,9 +100,10 @@ def _gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
     gpus = range(len(cluster.ranks)) if plan.gpus is None else plan.gpus
     odd = len(gpus) % plan.ranks if plan.is_repeated else len(gpus) != plan.ranks
     if max(gpus) >= len(cluster.ranks) or odd:
+        part = " a pipeline stage" if plan.is_repeated else ""
         raise PlanError(
-            f"the plan is for {plan.ranks} ranks{' a pipeline stage' if plan.is_repeated else ''} on the GPUs up to {max(gpus)}, cluster "
-            f"{cluster.name} has {len(cluster.ranks)} GPUs; give the cluster file that it was made for"
+            f"the plan is for {plan.ranks} ranks{part} on the GPUs up to {max(gpus)}, cluster {cluster.name} "
+            f"has {len(cluster.ranks)} GPUs; give the cluster file that it was made for"
         )
     return gpus
 

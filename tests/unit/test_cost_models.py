@@ -163,7 +163,7 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
             "--num-layers 2 --hidden-size 9 --num-attention-heads 3 --vocab-size 9",
             "--max-position-embeddings is",
         ),
-        ("--num-layers '2", "cannot be split into words"),
+        ("--num-layers '2", "line 1: '2: is not closed; mend the quotes"),
         ("a plan: no", "no arguments in it"),
         ("", "no arguments in it"),
     ],
