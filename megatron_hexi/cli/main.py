@@ -13,7 +13,18 @@ from typing import Annotated
 import typer
 
 import megatron_hexi
-from megatron_hexi.cli import devices, doctor, patching, place, planning, plans, probe, report, testbed
+from megatron_hexi.cli import (
+    arguments,
+    devices,
+    doctor,
+    patching,
+    place,
+    planning,
+    plans,
+    probe,
+    report,
+    testbed,
+)
 from megatron_hexi.errors import HexiError, user_errors
 
 app = typer.Typer(
@@ -22,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # our faults keep a traceback that can be pasted into an issue
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _commands in (planning, plans, devices, patching, doctor, probe, place, report, testbed):
+for _commands in (planning, plans, devices, patching, doctor, probe, place, arguments, report, testbed):
     app.add_typer(_commands.app)
 
 

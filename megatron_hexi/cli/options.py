@@ -10,14 +10,16 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from megatron_hexi.cost import PRECISIONS, RECOMPUTES, Job, job_of_plan, read_model
+from megatron_hexi.cli.output import say
+from megatron_hexi.cost import PRECISIONS, RECOMPUTES, Job, job_of_plan, read_model, read_terms
 from megatron_hexi.errors import HexiError
-from megatron_hexi.plan import Plan
+from megatron_hexi.plan import JobTerms, Plan
 
 #: Far above any job, and small enough that nothing is built for too many.
 LIMITS = {
@@ -53,6 +55,8 @@ Thorough = Annotated[
 
 _MODEL = "A preset, a Hugging Face config.json, or a file of Megatron's arguments"
 _JOB = "The job"
+#: Fields of bundles that are no terms of a `Job`.
+_NOT_TERMS = ("model", "data_parallel")
 
 
 def whole(text: str | int) -> int:
@@ -71,6 +75,17 @@ def _number(text: str) -> Any:
     return typer.Option(help=text, metavar="N", rich_help_panel=_JOB, parser=whole)
 
 
+def _either(option: str) -> str:
+    """A flag and its opposite."""
+    return f"--{option}/--no-{option}"
+
+
+def _spelled(name: str, value: Any) -> str:
+    """One of `Job`'s fields as an option."""
+    option = name.replace("_", "-")
+    return f"--{option} {value}" if not isinstance(value, bool) else f"--{'' if value else 'no-'}{option}"
+
+
 def _option(text: str, *, name: str | None = None, metavar: str | None = None) -> Any:
     """An option in the job's panel; a name stops typer from inventing the opposite of a flag."""
     return typer.Option(*([name] if name else []), help=text, metavar=metavar, rich_help_panel=_JOB)
@@ -78,78 +93,90 @@ def _option(text: str, *, name: str | None = None, metavar: str | None = None) -
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How Megatron is told to train; the fields are `Job`'s.
+    """How Megatron is told to train; the fields are `Job`'s, ``None`` where the command line does not say."""
 
-    Raises:
-        HexiError: a number beyond any job.
-    """
-
-    micro_batch_size: Annotated[int, _number("Sequences that pass at once.")] = Job.micro_batch_size
-    pipeline_parallel: Annotated[int, _number("Pipeline stages.")] = Job.pipeline_parallel
-    recompute: Annotated[str, _option(f"What is recomputed: {', '.join(RECOMPUTES)}.", metavar="WHAT")] = (
-        Job.recompute
-    )
+    micro_batch_size: Annotated[
+        int | None, _number(f"Sequences that pass at once ({Job.micro_batch_size}).")
+    ] = None
+    pipeline_parallel: Annotated[int | None, _number(f"Pipeline stages ({Job.pipeline_parallel}).")] = None
+    recompute: Annotated[
+        str | None,
+        _option(f"What is recomputed: {', '.join(RECOMPUTES)} ({Job.recompute}).", metavar="WHAT"),
+    ] = None
     precision: Annotated[
-        str, _option(f"Of weights and activations: {', '.join(PRECISIONS)}.", metavar="TYPE")
-    ] = Job.precision
+        str | None,
+        _option(f"Of weights and activations: {', '.join(PRECISIONS)} ({Job.precision}).", metavar="TYPE"),
+    ] = None
     kernel: Annotated[
         str | None,
         _option("Attention kernel; each GPU's fastest if not given (hexi catalog).", metavar="NAME"),
     ] = None
-    no_distributed_optimizer: Annotated[
-        bool, _option("Keep all of the optimizer's state on every rank.", name="--no-distributed-optimizer")
-    ] = False
-    no_overlap_gradients: Annotated[
-        bool, _option("Hide neither gradients nor weights behind work.", name="--no-overlap-gradients")
-    ] = False
-    no_sequence_parallel: Annotated[
-        bool, _option("With tensor parallelism, keep norms' rows whole.", name="--no-sequence-parallel")
-    ] = False
+    distributed_optimizer: Annotated[
+        bool | None,
+        _option("Cut the optimizer's state over all ranks (yes).", name=_either("distributed-optimizer")),
+    ] = None
+    overlap_gradients: Annotated[
+        bool | None,
+        _option("Hide gradients and weights behind work (yes).", name=_either("overlap-gradients")),
+    ] = None
+    sequence_parallel: Annotated[
+        bool | None,
+        _option("With tensor parallelism, cut norms' rows too (yes).", name=_either("sequence-parallel")),
+    ] = None
 
-    def __post_init__(self) -> None:
-        for field, most in LIMITS.items():
-            value = getattr(self, field, None)
-            if value is not None and value > most:
-                raise HexiError(f"--{field.replace('_', '-')} {value}: is too large; the most is {most}")
+    def _stated(self, arguments: str | None) -> dict[str, Any]:
+        """Those of `Job`'s fields that are stated: on the command line, or else in a file of arguments.
 
-    def _how(self) -> dict[str, Any]:
-        return {
-            "micro_batch_size": self.micro_batch_size,
-            "pipeline_parallel": self.pipeline_parallel,
-            "recompute": self.recompute,
-            "precision": self.precision,
-            "kernel": self.kernel,
-            "distributed_optimizer": not self.no_distributed_optimizer,
-            "overlap_gradients": not self.no_overlap_gradients,
-            "sequence_parallel": not self.no_sequence_parallel,
-        }
+        Args:
+            arguments: as `read_terms` takes it; what is taken from it is said.
+
+        Raises:
+            HexiError: a number beyond any job, or a file that cannot be read.
+        """
+        names = [field.name for field in dataclasses.fields(self) if field.name not in _NOT_TERMS]
+        stated = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        terms = None if arguments is None else read_terms(arguments)
+        if terms is not None:
+            taken = {name: terms.fields[name] for name in names if name in terms.fields.keys() - stated}
+            if taken:
+                say(f"note: {arguments} says {' '.join(starmap(_spelled, taken.items()))}")
+            if terms.unread:
+                say(f"note: {arguments}: plans do not depend on {', '.join(terms.unread)}")
+            stated |= taken
+        for name, most in LIMITS.items():
+            if stated.get(name, 0) > most:
+                raise HexiError(f"{_spelled(name, stated[name])}: is too large; the most is {most}")
+        return stated
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewJob(Training):
     """A job to make a plan for."""
 
-    model: Annotated[str, _option(f"{_MODEL}.", metavar="NAME|PATH")]
-    seq_length: Annotated[int, _number("Tokens of one sequence.")]
-    global_batch_size: Annotated[int, _number("Sequences of an iteration.")] = Job.global_batch_size
-    tensor_parallel: Annotated[int, _number("GPUs of a node that share each weight.")] = Job.tensor_parallel
+    model: Annotated[
+        str, _option(f"{_MODEL}; what that says of the job stands for options.", metavar="NAME|PATH")
+    ]
+    seq_length: Annotated[int | None, _number("Tokens of one sequence.")] = None
+    global_batch_size: Annotated[
+        int | None, _number(f"Sequences of an iteration ({Job.global_batch_size}).")
+    ] = None
+    tensor_parallel: Annotated[
+        int | None, _number(f"GPUs of a node that share each weight ({Job.tensor_parallel}).")
+    ] = None
     data_parallel: Annotated[
         str, _option("Equal replicas; auto: as many as are best, of any size.", metavar="N|auto")
     ] = "1"
 
-    def job(self) -> Job:
-        """The job; one replica, whatever is asked for.
+    def job(self) -> tuple[Job, dict[str, Any]]:
+        """The job, one replica whatever is asked for; and those of its fields that were stated.
 
         Raises:
-            HexiError: an unknown model, sizes that cannot be divided, or unknown words.
+            HexiError: an unknown model, no context, sizes that cannot be divided, or unknown words.
         """
-        return Job(
-            model=read_model(self.model),
-            seq_length=self.seq_length,
-            global_batch_size=self.global_batch_size,
-            tensor_parallel=self.tensor_parallel,
-            **self._how(),
-        )
+        model, stated = read_model(self.model), self._stated(self.model)
+        if "seq_length" not in stated:
+            raise HexiError(f"--seq-length is missing, and {self.model} does not say it; add --seq-length N")
+        return Job(model=model, **stated), stated
 
     @property
     def replicas(self) -> int | None:
@@ -176,7 +203,7 @@ class PlannedJob(Training):
     ] = None
     global_batch_size: Annotated[
         int | None,
-        _number("Sequences of an iteration; what the plan says, or 8."),
+        _number(f"Sequences of an iteration; what the plan says, or {Job.global_batch_size}."),
     ] = None
 
     def job(self, plan: Plan, path: Path) -> Job:
@@ -195,7 +222,9 @@ class PlannedJob(Training):
             raise HexiError(
                 f"{path}: does not say which model it is for (provenance.model); add --model NAME|PATH"
             )
-        return job_of_plan(plan, read_model(model), global_batch_size=self.global_batch_size, **self._how())
+        # A plan says which terms it was made for; one written by hand may leave that to the file.
+        stated = self._stated(model if plan.job == JobTerms() else None)
+        return job_of_plan(plan, read_model(model), **stated)
 
 
 def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:

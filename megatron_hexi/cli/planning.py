@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +30,7 @@ from megatron_hexi.cli.output import (
     write_picture,
 )
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import estimate, find_shortage
+from megatron_hexi.cost import estimate, find_shortage, job_terms
 from megatron_hexi.plan import read_plan, write_plan
 from megatron_hexi.text_file import write_text_atomically
 
@@ -165,7 +166,7 @@ def simulate(
 def _find(
     path: Path, options: NewJob, thorough: bool, *, with_baselines: bool = False
 ) -> tuple[Planned, Cluster]:
-    job, replicas = options.job(), options.replicas
+    (job, stated), replicas = options.job(), options.replicas
     cluster = read_cluster(path)
     from megatron_hexi.planner import find_plan
 
@@ -181,4 +182,5 @@ def _find(
     if planned.gap > _WORTH_LOOKING and not thorough:
         closer = "--thorough looks longer for a better plan and a closer proof"
         say(f"note: a gap of {planned.gap:.1%} is left; {closer}")
-    return planned, cluster
+    terms = job_terms(stated, planned.plan)
+    return replace(planned, plan=replace(planned.plan, job=terms)), cluster

@@ -92,9 +92,9 @@ def _job(start: Start, plan: Plan, path: Path, model: str | None) -> Job:
         pipeline_parallel=start.pipeline_parallel,
         recompute=start.recompute,
         precision=start.precision,
-        no_distributed_optimizer=not start.distributed_optimizer,
-        no_overlap_gradients=not start.overlap_gradients,
-        no_sequence_parallel=not start.sequence_parallel,
+        distributed_optimizer=start.distributed_optimizer,
+        overlap_gradients=start.overlap_gradients,
+        sequence_parallel=start.sequence_parallel,
     )
     return options.job(plan, path)
 

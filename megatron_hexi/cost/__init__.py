@@ -3,16 +3,26 @@
 from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.fit import Shortage, find_shortage
 from megatron_hexi.cost.iteration import CostModel, IterationCost, Timing, check_job, estimate
-from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, Precision, Recompute, job_of_plan
+from megatron_hexi.cost.job import (
+    PRECISIONS,
+    RECOMPUTES,
+    Job,
+    Precision,
+    Recompute,
+    job_of_plan,
+    job_terms,
+)
+from megatron_hexi.cost.megatron_arguments import ArgumentTerms
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.cost.presets import presets, read_model
+from megatron_hexi.cost.presets import presets, read_model, read_terms
 from megatron_hexi.cost.ranks import Pace, RankCost
 
 __all__ = [
     "PRECISIONS",
     "RECOMPUTES",
+    "ArgumentTerms",
     "CostModel",
     "IterationCost",
     "Job",
@@ -31,7 +41,9 @@ __all__ = [
     "estimate",
     "find_shortage",
     "job_of_plan",
+    "job_terms",
     "presets",
     "read_model",
+    "read_terms",
     "token_seconds",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NoReturn, get_args
 
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
-from megatron_hexi.plan import Plan, Workload
+from megatron_hexi.plan import JobTerms, Plan, Workload
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -118,33 +119,47 @@ class Job:
         )
 
 
-def job_of_plan(
-    plan: Plan, model: Model, *, micro_batch_size: int = 1, global_batch_size: int | None = None, **how: Any
-) -> Job:
+def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:
+    """What a plan records of the job that it was made for.
+
+    Args:
+        stated: those of `Job`'s fields that the user stated; the others are left open.
+        plan: the plan.
+    """
+    left_out = set()
+    if not plan.is_repeated:
+        left_out.add("pipeline_parallel")
+    if plan.workload.tensor_parallel == 1:
+        left_out.add("sequence_parallel")
+    fields = JobTerms.__dataclass_fields__.keys() - left_out
+    return JobTerms(**{field: value for field, value in stated.items() if field in fields})
+
+
+def job_of_plan(plan: Plan, model: Model, **stated: Any) -> Job:
     """The job that a plan was made for, as far as the plan says it.
 
     Args:
-        plan: gives context, tensor-parallel size, replicas, and their micro-batches where it states them.
+        plan: gives context, tensor-parallel size, replicas, and their micro-batches and the job's terms
+            where it states them.
         model: the model.
-        micro_batch_size: sequences that go through a replica at once.
-        global_batch_size: sequences of an iteration; ``None``: what the replicas take, or `Job`'s default.
-        how: `Job`'s other fields.
+        stated: `Job`'s other fields, where they are to be other than the plan says.
 
     Raises:
         HexiError: as `Job`.
     """
+    terms = {field: value for field, value in asdict(plan.job).items() if value is not None}
+    terms.pop("optimizer", None)
+    terms |= stated
     shares = [replica.micro_batches for replica in plan.replicas]
-    if global_batch_size is None:
-        stated = sum(share for share in shares if share is not None)
-        global_batch_size = Job.global_batch_size if None in shares else stated * micro_batch_size
+    if "global_batch_size" not in stated and None not in shares:
+        together = sum(share for share in shares if share is not None)
+        terms["global_batch_size"] = together * terms.get("micro_batch_size", Job.micro_batch_size)
     return Job(
         model=model,
         seq_length=plan.workload.seq_length,
-        micro_batch_size=micro_batch_size,
-        global_batch_size=global_batch_size,
         tensor_parallel=plan.workload.tensor_parallel,
         data_parallel=len(plan.replicas),
-        **how,
+        **terms,
     )
 
 

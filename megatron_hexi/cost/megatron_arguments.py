@@ -1,12 +1,14 @@
-"""Models as Megatron's own arguments describe them: the words of a launch script in a text file."""
+"""A model, and the job to train it, as Megatron's own arguments state them in a text file."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from megatron_hexi.argument_file import split_words
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 
@@ -26,33 +28,92 @@ _REFUSED = {
 }
 
 
+@dataclass(frozen=True)
+class ArgumentTerms:
+    """What a file of Megatron's arguments says of the job, besides the model.
+
+    Args:
+        fields: values of `Job`'s fields.
+        unread: flags that neither the model nor these fields follow from.
+    """
+
+    fields: Mapping[str, Any]
+    unread: Sequence[str]
+
+
 def model_from_arguments(text: str, path: Path) -> Model:
-    """The model of a file of Megatron's arguments, on one line or several, with ``#`` comments.
+    """The model of a file of Megatron's arguments.
 
     Defaults are Megatron's: an MLP of 4 x hidden (8/3 x hidden, down to a multiple of 64, with --swiglu),
-    biases, learned positions, tied embeddings. Flags that say nothing of shapes are passed over.
+    biases, learned positions, tied embeddings.
 
     Raises:
         HexiError: a flag is missing, has no usable value, or asks for a shape that is not supported.
     """
-    try:
-        # A backslash at the end of a line joins it to the next one, as in a shell.
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
-    except ValueError as problem:
-        raise HexiError(f"{path}: cannot be split into words ({problem}); mend the quotes") from None
-    if not any(word.startswith("--") for word in words):
-        raise HexiError(f"{path}: no arguments in it; write Megatron's, for example --num-layers 32")
-    parser = _parser(path)
-    known, rest = parser.parse_known_args(words)
-    for word in rest:
-        flag = word.partition("=")[0]
-        for refused, what in _REFUSED.items():
-            if flag == refused or (refused.endswith("-") and flag.startswith(refused)):
-                raise HexiError(f"{path}: {flag}: {what} is not supported; give a dense model")
+    known, _ = _parse(text, path)
     for flag in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         if getattr(known, flag) is None:
             raise HexiError(f"{path}: --{flag.replace('_', '-')} is missing; add it")
     return _model(known, path)
+
+
+def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
+    """The job of a file of Megatron's arguments, as far as `Job` has fields for it.
+
+    A file with --seq-length states a job: what it leaves out is as Megatron has it by default (fp32, no
+    recomputation, no distributed optimizer). One without states a model, and what it leaves out stays open.
+
+    Raises:
+        HexiError: a flag has no usable value, or two contradict each other.
+    """
+    known, rest = _parse(text, path)
+    if known.bf16 and known.fp16:
+        raise HexiError(f"{path}: --bf16 and --fp16; leave one of them out")
+    recompute = "selective" if known.recompute_activations else known.recompute_granularity
+    hidden = known.overlap_grad_reduce and (known.overlap_param_gather or not known.use_distributed_optimizer)
+    terms = {
+        "seq_length": known.seq_length,
+        "micro_batch_size": known.micro_batch_size,
+        "global_batch_size": known.global_batch_size,
+        "tensor_parallel": known.tensor_model_parallel_size,
+        "pipeline_parallel": known.pipeline_model_parallel_size,
+        "recompute": recompute,
+        "precision": "bf16" if known.bf16 else "fp16" if known.fp16 else None,
+        "distributed_optimizer": known.use_distributed_optimizer or None,
+        "overlap_gradients": hidden or None,
+        "sequence_parallel": known.sequence_parallel or None,
+    }
+    stated = {field: value for field, value in terms.items() if value is not None}
+    if known.seq_length is not None:
+        stated = _MEGATRON_DEFAULTS | stated
+    return ArgumentTerms(stated, tuple(dict.fromkeys(word.partition("=")[0] for word in rest)))
+
+
+#: Of Megatron's arguments; the batch has none.
+_MEGATRON_DEFAULTS = {
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
+    "recompute": "none",
+    "precision": "fp32",
+    "distributed_optimizer": False,
+    "overlap_gradients": False,
+    "sequence_parallel": False,
+}
+
+
+def _parse(text: str, path: Path) -> tuple[argparse.Namespace, list[str]]:
+    """The flags that something follows from, and the others."""
+    words = split_words(text, path)
+    if not any(word.startswith("--") for word in words):
+        raise HexiError(f"{path}: no arguments in it; write Megatron's, for example --num-layers 32")
+    known, rest = _parser(path).parse_known_args(words)
+    flags = [word for word in rest if word.startswith("--")]
+    for word in flags:
+        flag = word.partition("=")[0]
+        for refused, what in _REFUSED.items():
+            if flag == refused or (refused.endswith("-") and flag.startswith(refused)):
+                raise HexiError(f"{path}: {flag}: {what} is not supported; give a dense model")
+    return known, flags
 
 
 def _model(known: argparse.Namespace, path: Path) -> Model:
@@ -98,6 +159,11 @@ def _parser(path: Path) -> argparse.ArgumentParser:
         "num-query-groups",
         "vocab-size",
         "max-position-embeddings",
+        "seq-length",
+        "micro-batch-size",
+        "global-batch-size",
+        "tensor-model-parallel-size",
+        "pipeline-model-parallel-size",
     ):
         parser.add_argument(f"--{name}", type=int)
     for name in (
@@ -106,9 +172,17 @@ def _parser(path: Path) -> argparse.ArgumentParser:
         "untie-embeddings-and-output-weights",
         "disable-bias-linear",
         "qk-layernorm",
+        "bf16",
+        "fp16",
+        "recompute-activations",
+        "use-distributed-optimizer",
+        "overlap-grad-reduce",
+        "overlap-param-gather",
+        "sequence-parallel",
     ):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--position-embedding-type", default="learned_absolute")
+    parser.add_argument("--recompute-granularity", choices=("selective", "full"))
     return parser
 
 

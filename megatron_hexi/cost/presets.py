@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_hexi.cost.hugging_face import model_from_config
-from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_from_arguments, terms_from_arguments
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.text_file import read_text
@@ -37,15 +37,36 @@ def read_model(name_or_path: str | os.PathLike[str]) -> Model:
     name = os.fspath(name_or_path)
     if name in presets():
         return presets()[name]
+    text, path = _read(name)
+    if _is_json(text, path):
+        return model_from_config(text, path)
+    return model_from_arguments(text, path)
+
+
+def read_terms(name_or_path: str | os.PathLike[str]) -> ArgumentTerms | None:
+    """What is said of the job by what `read_model` takes; only a file of Megatron's arguments says anything.
+
+    Raises:
+        HexiError: as `read_model`.
+    """
+    name = os.fspath(name_or_path)
+    if name in presets():
+        return None
+    text, path = _read(name)
+    return None if _is_json(text, path) else terms_from_arguments(text, path)
+
+
+def _read(name: str) -> tuple[str, Path]:
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
     if not path.exists():
         raise HexiError(f"model {name!r} is neither a preset nor a file; {_hint(name)}")
-    text = read_text(path, MAX_BYTES)
-    if path.suffix == ".json" or text.lstrip().startswith("{"):
-        return model_from_config(text, path)
-    return model_from_arguments(text, path)
+    return read_text(path, MAX_BYTES), path
+
+
+def _is_json(text: str, path: Path) -> bool:
+    return path.suffix == ".json" or text.lstrip().startswith("{")
 
 
 def _hint(name: str) -> str:

@@ -1,6 +1,7 @@
-"""Which nodes of a Slurm job are which of the cluster file's, and so where each rank runs. No torch here."""
+"""A training as a Slurm job: where each rank runs, and with which arguments it starts. No torch here."""
 
 from megatron_hexi.slurm.nodes import SlurmNode, allocated_hosts, parse_nodes
 from megatron_hexi.slurm.placement import Placed, place
+from megatron_hexi.slurm.training import TrainingStart, plan_start
 
-__all__ = ["Placed", "SlurmNode", "allocated_hosts", "parse_nodes", "place"]
+__all__ = ["Placed", "SlurmNode", "TrainingStart", "allocated_hosts", "parse_nodes", "place", "plan_start"]

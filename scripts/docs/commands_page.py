@@ -74,7 +74,8 @@ def _needed(parameter: Any) -> str:
 
 def _row(parameter: Any) -> tuple[str, str, str, str]:
     is_option = parameter.opts[0].startswith("-")
-    name = ", ".join(map(code, parameter.opts)) if is_option else code(parameter.metavar)
+    names = [*parameter.opts, *parameter.secondary_opts]
+    name = ", ".join(map(code, names)) if is_option else code(parameter.metavar)
     flag = getattr(parameter, "is_flag", False)
     value = "" if flag or not is_option else code(parameter.metavar or parameter.name.upper())
     return name, value, _default(parameter, flag=flag), one_line(parameter.help)

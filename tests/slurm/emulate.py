@@ -190,7 +190,7 @@ SlurmdParameters=config_overrides
 GresTypes=gpu
 SchedulerParameters=bf_interval=1,sched_min_interval=0
 MinJobAge=3600
-KillWait=2
+KillWait=30
 SlurmdTimeout=10
 ReturnToService=2
 {nodes}{partitions}PartitionName=all Nodes=ALL Default=YES

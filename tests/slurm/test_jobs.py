@@ -102,7 +102,7 @@ class Desk:
 
     def said(self, job: str) -> str:
         """What a job came to and wrote, for the message of a test that fails."""
-        logs = [*self.folder.glob(f"*-{job}.log"), *self.folder.glob(f"logs/{job}/*.log")]
+        logs = [*self.folder.glob(f"*-{job}.log"), *self.folder.glob(f"*/{job}/*.log")]
         texts = [f"== {log.name}\n{log.read_text()[-5000:]}" for log in logs]
         return "\n".join([str(self.fields(job)), *texts])
 
@@ -129,21 +129,29 @@ def planned(slurm, tmp_path_factory):
     probe = "--quick --budget 0.2 --precision fp32 --hidden 128 --heads 4 --head-dim 32"
     job = desk.submit("probe.sbatch", *TWO_PARTITIONS, PROBE=probe)
     assert desk.wait(job) == "COMPLETED", desk.said(job)
-    job = desk.submit("plan.sbatch", JOB="--seq-length 2048 --precision fp32 --global-batch-size 2")
+    job = desk.submit("plan.sbatch")
     assert desk.wait(job) == "COMPLETED", desk.said(job)
     assert "{name: fast0, " in (desk.folder / "cluster.yaml").read_text()
     plan = read_plan(desk.folder / "plan.yaml")
     assert plan.units == 2 * GPUS
+    assert plan.workload.seq_length == 2048
+    assert (plan.job.global_batch_size, plan.job.precision, plan.job.distributed_optimizer) == (
+        2,
+        "fp32",
+        False,
+    )
     return desk.folder
 
 
 @pytest.fixture
 def desk(slurm, planned, tmp_path):
     """A folder with arguments, cluster file and plan; all nodes are up."""
+    folder = tmp_path / "a desk #1"
+    folder.mkdir()
     for name in ("job.args", "cluster.yaml", "plan.yaml"):
-        shutil.copy(planned / name, tmp_path)
+        shutil.copy(planned / name, folder)
     _revive(slurm)
-    return Desk(slurm, tmp_path)
+    return Desk(slurm, folder)
 
 
 def _revive(slurm: Slurm) -> None:
@@ -188,15 +196,60 @@ def test_a_job_that_loses_a_node_goes_on_on_another_with_the_same_losses(desk, u
     assert "successfully loaded checkpoint" in logs[after[0]]
 
 
-def test_a_job_that_loses_a_rank_starts_again_by_itself_and_not_forever(desk, undisturbed):
-    job = desk.submit("train.sbatch", *ONE_PARTITION, SAVE_INTERVAL=str(SAVE_INTERVAL), RESTARTS="2")
+def test_a_job_that_loses_a_rank_goes_on_from_the_user_s_own_checkpoints_and_not_forever(desk, undisturbed):
+    own = desk.folder / "my runs" / "#1"
+    with (desk.folder / "job.args").open("a") as arguments:
+        arguments.write(f"--save='{own}' --save-interval {SAVE_INTERVAL} # not the script's\n")
+    settings = {"LOGS": "my logs", "RESTARTS": "2"}
+    job = desk.submit("train.sbatch", *ONE_PARTITION, **settings)
     for restart, iteration in enumerate((SAVE_INTERVAL + 1, 2 * SAVE_INTERVAL + 1, ITERATIONS - 1)):
         desk.wait_for_iteration(job, iteration)
         assert desk.fields(job)["Restarts"] == str(restart)
         _kill_a_rank(desk)
+        killed = time.monotonic()
+        while (desk.folder / f"train-{job}.log").read_text().count("train: exit code") == restart:
+            time.sleep(0.1)
+        print(f"{time.monotonic() - killed:.1f} s from kill -9 of a rank to the end of the step")
     assert desk.wait(job) == "FAILED"
-    assert "starting again from checkpoints" in (desk.folder / f"train-{job}.log").read_text()
+    said = (desk.folder / f"train-{job}.log").read_text()
+    assert said.count("train: starting again from the last checkpoint") == 2
+    assert said.count(f"saves in {own}; goes on from {own}") == 3
+    assert not (desk.folder / "checkpoints").exists()
     _check(desk, job, undisturbed[: ITERATIONS - 1], [SAVE_INTERVAL + 1, 2 * SAVE_INTERVAL + 1])
+    # The others had the time to say who was lost.
+    logs = "".join(log.read_text() for log in (desk.folder / "my logs" / job).glob("*.log"))
+    assert "no longer heard of: rank " in logs
+
+
+#: One of the ranks ends so; the others wait for it, as ranks on GPUs do, longer than any test.
+ONE_ENDS = """\
+import os, signal, time
+from pathlib import Path
+
+if os.environ["SLURM_PROCID"] == "1":
+    Path("ended").touch()
+    {end}
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("machines", "end", "code"),
+    [
+        (TWO_PARTITIONS, "os.kill(os.getpid(), signal.SIGKILL)", "143:0"),
+        (ONE_PARTITION, "os._exit(2)", "2:0"),
+    ],
+    ids=["killed", "wrong-input"],
+)
+def test_a_rank_that_ends_frees_all_gpus_in_seconds(desk, machines, end, code):
+    (desk.folder / "train.py").write_text(ONE_ENDS.format(end=end))
+    restarts = "0" if code != "2:0" else "1"  # wrong input does not start again where it may
+    job = desk.submit("train.sbatch", *machines, TRAIN="python 'train.py'", RESTARTS=restarts)
+    assert desk.wait(job) == "FAILED", desk.said(job)
+    held_s = time.time() - (desk.folder / "ended").stat().st_mtime
+    print(f"{held_s:.1f} s from the end of a rank to the end of the job")
+    assert held_s < 20
+    assert desk.fields(job)["ExitCode"] in {code, code.replace("143", "137")}, desk.said(job)
 
 
 def test_a_cancelled_job_does_not_come_back(desk):

@@ -286,12 +286,12 @@ def test_what_is_planned_is_what_is_validated_shown_and_simulated(hexi):
 
 def test_simulate_reports_and_says_what_does_not_fit(hexi):
     assert hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml").code == 0
-    report = hexi("simulate", "plan.yaml", "--cluster", "cluster.yaml", "--recompute", "full")
+    report = hexi("simulate", "plan.yaml", "--cluster", "cluster.yaml")
     assert (report.code, report.err) == (0, "")
     assert "simulated: " in report.out
     words = ("plan", "cluster.yaml", *JOB, "--seq-length", 131072, "-o", "long.yaml")
     assert hexi(*words).code == 0
-    crowded = hexi("simulate", "long.yaml", "--cluster", "cluster.yaml", "--json")
+    crowded = hexi("simulate", "long.yaml", "--cluster", "cluster.yaml", "--recompute", "none", "--json")
     assert crowded.code == 0
     assert crowded.err.startswith("note: long.yaml does not fit in memory: rank ")
     assert json.loads(crowded.out)["fits"] is False
@@ -331,3 +331,68 @@ def test_a_refusal_is_one_line_in_json_mode_too(hexi):
     result = hexi("plan", "cluster.yaml", *JOB, "--data-parallel", "x", "-o", "plan.yaml", "--json")
     assert (result.code, result.out) == (2, "")
     assert is_one_error_line(result.err)
+
+
+ARGUMENTS = """\
+--num-layers 4 --hidden-size 512 --num-attention-heads 8 --vocab-size 1000   # a model,
+--position-embedding-type rope
+--seq-length 4096 --micro-batch-size 2 --global-batch-size 4 --bf16 --recompute-activations   # a job,
+--lr 1e-3 --train-iters 5                                                    # and more
+"""
+
+
+def test_a_file_of_arguments_is_the_job(hexi, asked):
+    Path("job.args").write_text(ARGUMENTS)
+    done = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    assert done.code == 0
+    job = asked[0][0]
+    assert (job.seq_length, job.micro_batch_size, job.global_batch_size) == (4096, 2, 4)
+    assert (job.precision, job.recompute, job.distributed_optimizer) == ("bf16", "selective", False)
+    said, unread, *_ = done.err.splitlines()
+    assert said.startswith("note: job.args says ")
+    for words in ("--seq-length 4096", "--recompute selective", "--no-distributed-optimizer"):
+        assert words in said
+    assert unread == "note: job.args: plans do not depend on --lr, --train-iters"
+    terms = read_plan("plan.yaml").job
+    assert (terms.micro_batch_size, terms.global_batch_size, terms.recompute) == (2, 4, "selective")
+    assert (terms.precision, terms.distributed_optimizer, terms.sequence_parallel) == ("bf16", False, None)
+
+
+def test_the_command_line_stands_before_the_file_of_arguments(hexi, asked):
+    Path("job.args").write_text(ARGUMENTS)
+    words = ("--seq-length", 8192, "--recompute", "none", "--distributed-optimizer")
+    done = hexi("compare", "cluster.yaml", "--model", "job.args", *words)
+    assert done.code == 0
+    job = asked[0][0]
+    assert (job.seq_length, job.recompute, job.distributed_optimizer) == (8192, "none", True)
+    assert (job.micro_batch_size, job.precision, job.overlap_gradients) == (2, "bf16", False)
+    said = done.err.splitlines()[0]
+    assert not {"--seq-length", "--recompute", "--no-distributed-optimizer"} & set(said.split())
+
+
+def test_a_length_that_nobody_states_is_asked_for(hexi, asked):
+    Path("model.args").write_text(ARGUMENTS.replace("--seq-length 4096", ""))
+    for model in ("model.args", "gpt-3b"):
+        done = hexi("plan", "cluster.yaml", "--model", model, "-o", "plan.yaml")
+        assert (done.code, asked) == (2, [])
+        assert f"--seq-length is missing, and {model} does not say it; add --seq-length N" in done.err
+
+
+def test_a_plan_s_terms_stand_before_those_of_its_model_s_file(hexi):
+    Path("job.args").write_text(ARGUMENTS)
+    assert (
+        hexi("plan", "cluster.yaml", "--model", "job.args", "--recompute", "full", "-o", "p.yaml").code == 0
+    )
+    planned = json.loads(hexi("validate", "p.yaml", "--cluster", "cluster.yaml", "--json").out)
+    assert planned["estimate"]["iteration_s"] == pytest.approx(read_plan("p.yaml").estimate.iteration_s)
+    other = ("--recompute", "none", "--json")
+    changed = json.loads(hexi("validate", "p.yaml", "--cluster", "cluster.yaml", *other).out)
+    assert changed["estimate"]["iteration_s"] < planned["estimate"]["iteration_s"]
+    # A plan that says nothing of its job, as one written by hand: then the file does.
+    text = Path("p.yaml").read_text()
+    begin, end = text.index("\njob:"), text.index("\nestimate:")
+    Path("p.yaml").write_text(text[:begin] + text[end:])
+    done = hexi("validate", "p.yaml", "--cluster", "cluster.yaml", "--json")
+    assert done.err.startswith("note: job.args says --micro-batch-size 2 ")
+    found = json.loads(done.out)["estimate"]["iteration_s"]
+    assert changed["estimate"]["iteration_s"] < found < planned["estimate"]["iteration_s"]

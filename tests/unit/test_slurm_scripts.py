@@ -18,7 +18,8 @@ SCRIPTS = sorted((REPOSITORY / "scripts" / "slurm").glob("*.sbatch"))
 DOCUMENT = (REPOSITORY / "docs" / "slurm.md").read_text(encoding="utf-8")
 BIN = Path(sys.executable).parent
 
-#: Stands for srun and scontrol: writes down its words; ends as FAILS says; `hexi place` leaves its files.
+#: Stands for srun and scontrol: writes down its words; ends as FAILS says, and prints SAYS; `hexi place`
+#: leaves its files, `hexi arguments` is the real one.
 PLAYER = """\
 #!{python}
 import json, os, sys
@@ -31,7 +32,22 @@ if "place" in words:
     hosts = Path(words[words.index("-o") + 1])
     for part, text in json.loads(os.environ["HOSTS"]).items():
         hosts.with_name(f"hosts{{part}}").write_text(text)
+if "arguments" in words:
+    from megatron_hexi.cli.main import main
+
+    sys.argv = words[words.index("hexi"):]
+    main()
+if "--distribution=arbitrary" in words:
+    print(os.environ.get("SAYS", ""), file=sys.stderr)
 sys.exit(json.loads(os.environ["FAILS"]).get("place" if "place" in words else name, 0))
+"""
+
+ARGUMENTS = """\
+--num-layers 2 # of them
+# nothing, and it's no quote
+--lr \\
+1e-3
+--title "run #3 of 'a b'" --tag a#b
 """
 
 PLAIN = {"": "a\nb\nb\n", ".0": "a\nb\nb\n"}
@@ -69,12 +85,13 @@ def submit(tmp_path):
         player = tmp_path / "bin" / name
         player.write_text(PLAYER.format(python=sys.executable))
         player.chmod(0o755)
-    (tmp_path / "job.args").write_text("--num-layers 2 # of them\n# nothing\n--lr \\\n1e-3\n--title 'a b'\n")
+    (tmp_path / "job.args").write_text(ARGUMENTS)
 
     def run(script, hosts=PLAIN, fails=None, **variables):
         environment = {
             "PATH": os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]]),
             "SLURM_JOB_ID": "7",
+            "PYTHONPATH": str(REPOSITORY),
             "HOSTS": json.dumps(hosts),
             "FAILS": json.dumps(fails or {}),
         }
@@ -95,25 +112,32 @@ def submit(tmp_path):
 
 
 def test_a_plain_job_is_one_step(submit):
-    code, (place, step) = submit("train.sbatch", CONTAINER="--container-image=x --container-workdir=/w")
+    code, (arguments, place, step) = submit(
+        "train.sbatch", CONTAINER="--container-image=x --container-workdir=/w"
+    )
     container = ["--container-image=x", "--container-workdir=/w"]
     assert code == 0
+    assert arguments == [
+        *("srun", "--nodes=1", "--ntasks=1", *container, "hexi", "arguments", "job.args"),
+        *("--plan", "plan.yaml", "--checkpoints", "checkpoints", "--save-interval", "500"),
+        *("-o", "logs/7/arguments"),
+    ]
     assert place == [
         *("srun", "--nodes=1", "--ntasks=1", *container, "hexi", "place", "plan.yaml"),
         *("--cluster", "cluster.yaml", "-o", "logs/7/hosts"),
     ]
     assert step == [
         *("srun", "--ntasks=3", "--distribution=arbitrary", "--nodelist=logs/7/hosts.0"),
-        *("--output=logs/7/%N.log", "--open-mode=append", "--kill-on-bad-exit=0", "--wait=300"),
+        *("--output=logs/7/%N.log", "--open-mode=append", "--kill-on-bad-exit=1", "--wait=300"),
         *("--cpu-bind=none", *container, "python", "-m", "megatron_hexi.pretrain_gpt"),
-        *("--num-layers", "2", "--lr", "1e-3", "--title", "a b"),
+        *("--num-layers", "2", "--lr", "1e-3", "--title", "run #3 of 'a b'", "--tag", "a#b"),
         *("--hexi-plan", "plan.yaml", "--save", "checkpoints", "--load", "checkpoints"),
         *("--save-interval", "500", "--ckpt-format", "torch_dist"),
     ]
 
 
 def test_a_heterogeneous_job_is_one_step_of_its_components(submit):
-    code, (_, step) = submit("train.sbatch", MIXED, SLURM_HET_SIZE="2")
+    code, (*_, step) = submit("train.sbatch", MIXED, SLURM_HET_SIZE="2")
     assert code == 0
     assert step.count(":") == 1
     parts = step[1 : step.index(":")], step[step.index(":") + 1 :]
@@ -139,13 +163,53 @@ def test_what_another_start_may_mend_is_started_again(submit, fails, restarts, a
     code, calls = submit("train.sbatch", fails=fails, SLURM_RESTART_COUNT=str(restarts))
     assert code == next(iter(fails.values()), 0)
     assert (["scontrol", "requeue", "7"] in calls) == again
-    assert len(calls) == (1 if "place" in fails else 2) + again
+    assert len(calls) == (2 if "place" in fails else 3) + again
+
+
+@pytest.mark.parametrize(
+    ("says", "code"),
+    [
+        ("srun: error: a: task 1: Exited with exit code 2\nsrun: error: b: tasks 0,2: Terminated", 2),
+        ("srun: error: a: tasks 0-1: Exited with exit code 2", 2),
+        ("srun: error: a: task 1: Killed\nsrun: error: b: tasks 0,2: Exited with exit code 1", 143),
+        ("srun: error: a: task 1: Exited with exit code 23", 143),
+    ],
+)
+def test_one_rank_that_finds_wrong_input_is_enough(submit, says, code):
+    """The others are killed meanwhile, and srun ends with the highest exit code."""
+    found, calls = submit("train.sbatch", fails={"srun": 143}, SAYS=says)
+    assert found == code
+    assert (["scontrol", "requeue", "7"] in calls) == (code != 2)
+
+
+def test_what_the_user_says_of_checkpoints_stands(submit, tmp_path):
+    own = "--save '/data/my runs' --save-interval=10"
+    (tmp_path / "job.args").write_text(f"{ARGUMENTS}{own}\n")
+    _, (*_, step) = submit("train.sbatch")
+    assert step[step.index("--save") :] == [
+        *("--save", "/data/my runs", "--save-interval=10", "--hexi-plan", "plan.yaml"),
+        *("--load", "/data/my runs", "--ckpt-format", "torch_dist"),
+    ]
+
+
+def test_settings_may_have_words_with_blanks(submit):
+    _, (*_, step) = submit(
+        "train.sbatch", TRAIN="python 'my scripts/train.py'", PLAN="my plan.yaml", LOGS="a b"
+    )
+    assert step[step.index("python") :][:2] == ["python", "my scripts/train.py"]
+    assert {"--nodelist=a b/7/hosts.0", "--output=a b/7/%N.log", "my plan.yaml"} < set(step)
+
+
+@pytest.mark.parametrize("setting", ["TRAIN", "SRUN", "CONTAINER"])
+def test_a_setting_with_an_open_quote_starts_nothing(submit, tmp_path, setting):
+    (tmp_path / "calls.jsonl").touch()
+    code, calls = submit("train.sbatch", **{setting: "python 'my"})
+    assert (code != 0, calls) == (True, [])
 
 
 def test_without_arguments_for_megatron_nothing_is_started(submit, tmp_path):
-    (tmp_path / "calls.jsonl").touch()
     code, calls = submit("train.sbatch", ARGUMENTS="absent.args")
-    assert (code != 0, calls) == (True, [])
+    assert (code, len(calls)) == (2, 1)
 
 
 def test_machines_that_the_doctor_finds_ill_are_not_measured(submit):
@@ -158,6 +222,8 @@ def test_the_probe_and_the_plan_take_their_settings(submit):
     step = ["srun", "--cpu-bind=none", "--het-group=0-2", "hexi"]
     assert doctor == [*step, "doctor"]
     assert probe == [*step, "probe", "-o", "cluster.yaml", "--quick", "--hidden", "64"]
+    _, (*_, plan) = submit("plan.sbatch")
+    assert plan == ["srun", "hexi", "plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml"]
     _, (*_, plan) = submit("plan.sbatch", MODEL="gpt-7b", JOB="--seq-length 4096")
     assert plan == [
         *("srun", "hexi", "plan", "cluster.yaml", "--model", "gpt-7b", "-o", "plan.yaml"),

@@ -1,0 +1,52 @@
+"""``hexi arguments``: the arguments that a Slurm job gives each rank of a training."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_hexi.argument_file import read_words
+from megatron_hexi.cli.options import whole
+from megatron_hexi.cli.output import check_outputs, say
+from megatron_hexi.errors import HexiError
+from megatron_hexi.slurm import plan_start
+from megatron_hexi.text_file import write_text_atomically
+
+app = typer.Typer()
+
+
+@app.command(epilog="Example: hexi arguments job.args --plan plan.yaml --checkpoints checkpoints -o words")
+def arguments(
+    file: Annotated[
+        Path, typer.Argument(metavar="JOB.args", help="Megatron's arguments, as the user has them.")
+    ],
+    plan: Annotated[str, typer.Option(metavar="PLAN.yaml", help="The plan that ranks are placed by.")],
+    checkpoints: Annotated[str, typer.Option(metavar="FOLDER", help="Where to save without --save.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="WORDS", help="Where to write the words.", show_default=False),
+    ],
+    save_interval: Annotated[
+        int, typer.Option(metavar="N", help="Iterations from checkpoint to checkpoint.", parser=whole)
+    ] = 500,
+) -> None:
+    """Add to Megatron's arguments what a training needs that Slurm may start again.
+
+    The file's own --save, --load, --save-interval and --ckpt-format stand; without them a training saves in
+    FOLDER and goes on from where it saves. Writes WORDS, each of them ended by a NUL byte, as mapfile -d ''
+    reads them.
+    """
+    check_outputs([file], [out], None)
+    again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    words = read_words(file)
+    if not words:
+        raise HexiError(f"{file}: no arguments in it; write Megatron's, for example --num-layers 32")
+    start = plan_start(
+        words, file, plan=plan, checkpoints=checkpoints, save_interval=save_interval, again=again
+    )
+    write_text_atomically(out, "".join(f"{word}\0" for word in start.words))
+    print(f"saves in {start.save}; goes on from {start.load}")
+    say(f"wrote {out}")

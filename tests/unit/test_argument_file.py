@@ -1,0 +1,101 @@
+"""Files of arguments: split as bash splits them, but for what bash fills in."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hexi.argument_file import last_value, read_words, split_words
+from megatron_hexi.errors import HexiError
+from tests.support.plans import examples
+
+PATH = Path("job.args")
+
+#: Pieces of text. No variables, no operators and no patterns: those are bash's own.
+_PIECES = st.sampled_from(
+    [
+        *("a", "b", "=", "/", ".", ":", "#", "-", "ä", "--save", " ", "  ", "\t", "\n"),
+        *("\\\n", "\\#", "\\ ", "\\'", '\\"', "\\\\", "'a b'", "'#'", "'a\"b'", "''"),
+        *('"a b"', '"a # b"', '"it\'s"', '"a\\"b"', '"a\\\\b"', '""'),
+        *(" # a comment\n", "\n# it's one\n", "# an odd one \\\n"),
+    ]
+)
+
+
+@examples(200)
+@given(st.lists(_PIECES, max_size=30).map("".join))
+def test_words_are_those_of_bash(text):
+    # Between words, so that a backslash at the end of a line is one; bash would join the halves of a word.
+    text = text.replace("\\\n", " \\\n ")
+    script = f"words=(\n{text}\n)\nprintf '%s\\0' \"${{words[@]}}\""
+    run = subprocess.run(["bash", "-c", script], capture_output=True, check=True, timeout=60)
+    found = split_words(text + "\n", PATH)
+    assert found == (run.stdout.decode().split("\0")[:-1] if found else [])
+
+
+def test_the_file_of_the_documentation():
+    text = """\
+--save /data/my runs            # two words: a blank separates
+--save '/data/my runs'          # one
+--title "run #3" --tag a#b      # a # inside a word is itself
+--lr \\
+  1e-3
+"""
+    assert split_words(text, PATH) == [
+        *("--save", "/data/my", "runs", "--save", "/data/my runs"),
+        *("--title", "run #3", "--tag", "a#b", "--lr", "1e-3"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--lr 1\n--save 'a\n--load b", "job.args, line 2: 'a: is not closed; mend the quotes"),
+        ('--save "a', 'job.args, line 1: "a: is not closed'),
+        ("--save a\\", "job.args, line 1: \\: is not closed"),
+        ("\n--save $RUNS/a", "job.args, line 2: $RUNS/a: variables are not filled in; write the value"),
+        ('--save "${RUNS}"', "variables are not filled in"),
+        ("--save `pwd`", "variables are not filled in"),
+        ("--save $(pwd)", "variables are not filled in"),
+        ("--save a\0b", "job.args, line 1: a NUL byte"),
+    ],
+)
+def test_what_a_shell_would_not_take_or_fill_in_is_refused(text, said):
+    with pytest.raises(HexiError, match=re.escape(said)):
+        split_words(text, PATH)
+
+
+def test_a_dollar_may_stand_for_itself():
+    assert split_words("'$HOME' \\$HOME 5$ \"5$\"", PATH) == ["$HOME", "$HOME", "5$", "5$"]
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(HexiError, match="cannot be read"):
+        read_words(tmp_path / "job.args")
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], None),
+        (["--save-interval", "3"], None),
+        (["--save", "a"], "a"),
+        (["--save=a b"], "a b"),
+        (["--save", "a", "--save=b=c"], "b=c"),
+        (["--save=a", "--lr", "1", "--save", "b"], "b"),
+        (["--save="], ""),
+    ],
+)
+def test_the_last_value_of_a_flag_counts_in_either_spelling(words, value):
+    assert last_value(words, "--save", PATH) == value
+
+
+@pytest.mark.parametrize("words", [["--save"], ["--save", "--load", "a"]])
+def test_a_flag_without_a_value_is_refused(words):
+    with pytest.raises(HexiError, match="--save without a value; add it"):
+        last_value(words, "--save", PATH)
