@@ -69,7 +69,7 @@ def user_errors() -> Iterator[None]:
 
 
 def set_fault_listener(listener: Callable[[str, int], None] | None) -> None:
-    """Call this with the message and exit code of a user's mistake once it is said, before the process ends."""
+    """Call this with the message and exit code of a mistake once it is said, before the process ends."""
     global _fault_listener
     _fault_listener = listener
 
