@@ -28,7 +28,7 @@ _RANKS_AT_FULL_RATE = 512
 #: A rank is silent after so many heartbeats that did not come.
 _MISSED_BEATS = 3
 
-_FAULT, _SILENT, _BEAT, _PLACE, _LEFT = "fault", "silent", "beat", "place", "left"
+_FAULT, _HEARD, _SILENT, _BEAT, _PLACE, _LEFT = "fault", "heard", "silent", "beat", "place", "left"
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ class Heartbeats:
         self._heard: dict[int, tuple[float, str]] = {}
         #: The first fault that any rank posted.
         self.fault: Fault | None = None
+        #: How many ranks have read it.
+        self.heard = 0
         #: Ranks that are not heard of, by number.
         self.silent: dict[int, Silence] = {}
 
@@ -95,6 +97,7 @@ class Heartbeats:
         self._store.set(f"{_PLACE}/{self.rank}", f"host {self.host} (process {os.getpid()})")
         for key in (_FAULT, *(f"{_SILENT}/{monitor}" for monitor in self._monitors)):
             self._store.compare_set(key, "", "")  # makes an empty one where there is none
+        self._store.add(_HEARD, 0)
         for rank in self._beats:
             self._store.add(f"{_BEAT}/{rank}", 0)
         self.beat()
@@ -104,10 +107,13 @@ class Heartbeats:
         self._store.add(f"{_BEAT}/{self.rank}", 1)
         if self._beats:
             self._publish_silent()
-        fault, *lists = self._store.multi_get(
-            [_FAULT, *(f"{_SILENT}/{monitor}" for monitor in self._monitors)]
-        )
-        self.fault = Fault(**json.loads(fault)) if fault else None
+        keys = [_FAULT, _HEARD, *(f"{_SILENT}/{monitor}" for monitor in self._monitors)]
+        fault, heard, *lists = self._store.multi_get(keys)
+        if fault and self.fault is None:
+            self.fault = Fault(**json.loads(fault))
+            self.heard = self._store.add(_HEARD, 1)
+        else:
+            self.heard = int(heard)
         entries = [Silence(**entry) for text in lists if text for entry in json.loads(text)]
         self.silent = {entry.rank: entry for entry in entries if entry.rank != self.rank}
 

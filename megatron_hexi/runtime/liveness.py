@@ -40,9 +40,10 @@ class Liveness:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._heartbeats = Heartbeats(store.clone(), rank, world_size)
+        self._world_size = world_size
         self._store_silent_s = _STORE_BEATS * self._heartbeats.beat_s
         self._outbox: queue.SimpleQueue[Fault | None] = queue.SimpleQueue()
-        self._posted, self._left = threading.Event(), threading.Event()
+        self._left = threading.Event()
         self._answered, self._answered_at = time.monotonic(), clock_time()
         self._store_failed = False
         self._thread = threading.Thread(target=self._run, name="hexi-heartbeats", daemon=True)
@@ -101,10 +102,14 @@ class Liveness:
     def tell(self, fault: Fault) -> None:
         """Tell all ranks, unless one of them told something before; returns when they have heard it."""
         self._outbox.put(fault)
-        if not self._store_failed:
-            self._posted.wait(self._store_silent_s)
-            # The store may end with this rank. The others ask it once in a heartbeat.
-            time.sleep(2 * self._heartbeats.beat_s)
+        # The store may end with this rank: it stays until they have.
+        deadline = time.monotonic() + self.search_s
+        while (
+            self._heartbeats.heard < self._world_size - len(self.silent)
+            and not self._store_failed
+            and time.monotonic() < deadline
+        ):
+            time.sleep(_LOOK_S)
 
     def _run(self) -> None:
         """Send and read heartbeats until this rank leaves or the store is gone."""
@@ -119,7 +124,6 @@ class Liveness:
                     continue
                 if fault is not None:
                     self._heartbeats.post(fault)
-                    self._posted.set()
             self._heartbeats.leave()
         except RuntimeError:  # torch.distributed's errors; the main thread meets them too, and says more
             self._store_failed = True

@@ -26,6 +26,9 @@ class FullDisk:
             shutil.rmtree(self._folder, ignore_errors=True)
             self.flush()
 
+    def add_text(self, name: str, value: str, global_step: int) -> None:
+        """Megatron writes its arguments down when it starts."""
+
     def log(self, values: dict[str, Any], iteration: int) -> None:
         self.flush()
 

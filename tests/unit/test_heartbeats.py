@@ -80,6 +80,8 @@ def test_the_first_fault_stays(job):
     job.ranks[1].post(second)
     job.beats(1)
     assert [rank.fault for rank in job.ranks] == [first] * RANKS
+    job.beats(1)
+    assert [rank.heard for rank in job.ranks] == [RANKS] * RANKS
 
 
 def test_ranks_of_a_large_job_ask_the_store_less_often():
