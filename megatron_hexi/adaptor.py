@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 
-from megatron_hexi.errors import user_errors
+from megatron_hexi.errors import set_fault_listener, user_errors
 from megatron_hexi.patching import PatchSet
 from megatron_hexi.platform import requested_platform, select_platform
+from megatron_hexi.runtime import tell_problem
 
+set_fault_listener(tell_problem)
 with user_errors():
     #: Where this process trains.
     platform = select_platform(requested_platform(sys.argv[1:]))

@@ -63,17 +63,17 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except HexiError as problem:
-        if _fault_listener is not None:
-            _fault_listener(str(problem), problem.exit_code)
         rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print(f"hexi: error: {rank}{problem}", file=sys.stderr, flush=True)
+        if _fault_listener is not None:
+            _fault_listener(str(problem), problem.exit_code)
         if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1":
             time.sleep(_OTHERS_S)
         raise SystemExit(problem.exit_code) from None
 
 
 def set_fault_listener(listener: Callable[[str, int], None] | None) -> None:
-    """Call this with the message and exit code of a user's mistake before the process ends by it."""
+    """Call this with the message and exit code of a mistake once it is said, before the process ends."""
     global _fault_listener
     _fault_listener = listener
 

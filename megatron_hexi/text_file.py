@@ -1,7 +1,8 @@
-"""Text files: read with clear errors, written whole or not at all."""
+"""Text files: read with clear errors; a file, or a line at the end of one, written whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -56,6 +57,33 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
             raise
     except OSError as problem:
         raise HexiError(f"{path}: cannot be written ({problem.strerror}); check the folder") from None
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file, whole or not at all.
+
+    Args:
+        path: the file; its folder must be there.
+        line: what to append, without its end.
+
+    Raises:
+        HexiError: it cannot be written.
+    """
+    try:
+        with path.open("ab", buffering=0) as file:
+            end, data = file.seek(0, os.SEEK_END), f"{line}\n".encode()
+            try:
+                written = file.write(data)
+                if written != len(data):
+                    raise OSError(None, "no space for a whole line")
+            except OSError:
+                with contextlib.suppress(OSError):  # a device has no end to cut off
+                    file.truncate(end)
+                raise
+    except OSError as problem:
+        raise HexiError(
+            f"{path}: cannot be written ({problem.strerror}); check the disk and its folder"
+        ) from None
 
 
 def _umask() -> int:

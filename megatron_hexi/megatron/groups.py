@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
+import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.errors import PlanError, user_errors
+from megatron_hexi.errors import PlanError, set_fault_listener, user_errors
 from megatron_hexi.megatron.options.kinds import is_packed
 from megatron_hexi.megatron.process_groups import GroupOptions
 from megatron_hexi.megatron.session import (
@@ -34,21 +35,31 @@ from megatron_hexi.megatron.stages.groups import MeshGroups
 from megatron_hexi.megatron.stages.session import start_stages_session
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan import Schedules
-from megatron_hexi.runtime import NO_PLAN, DomainAttention, agree_on_plan, start_watch, stop_watch
+from megatron_hexi.runtime import (
+    NO_PLAN,
+    DomainAttention,
+    agree_on_plan,
+    job_store,
+    meeting,
+    start_watch,
+    stop_watch,
+)
 
-#: Ranks import Megatron and read their plan before this; minutes apart only where something is wrong.
-_AGREEMENT_TIMEOUT = timedelta(seconds=60)
-
-#: The store outlives Megatron's groups: each time they are made, the ranks meet under other names.
-_names = itertools.count()
+#: The job's store, which may end with the last object that knows it.
+_kept: dist.Store | None = None
 
 
 def group_patches(device: torch.device) -> tuple[Patch, ...]:
     """The patches that make and drop the plan's groups."""
     return (
         Patch(
+            target="megatron.training.initialize:_initialize_distributed",
+            why="agrees on the plan with all ranks before any process group is made",
+            build=_with_agreement,
+        ),
+        Patch(
             target="megatron.core.parallel_state:initialize_model_parallel",
-            why="agrees on the plan with all ranks and makes its A2A groups",
+            why="makes the plan's A2A groups",
             build=functools.partial(_with_plan_groups, device=device),
         ),
         Patch(
@@ -105,6 +116,48 @@ def start_session(given: GivenPlan, device: torch.device, options: GroupOptions)
     return Session(given, attention, shard, given.shares[replica] if given.shares else None)
 
 
+def _with_agreement(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.training import get_args
+
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def initialize_distributed(*args: Any, **kwargs: Any) -> Any:
+        set_fault_listener(None)  # the agreement tells what is wrong to all by itself
+        with user_errors():
+            _agree(given_plan(), get_args(), signature.bind(*args, **kwargs).arguments.get("store"))
+        return original(*args, **kwargs)
+
+    return initialize_distributed
+
+
+def _agree(given: GivenPlan | None, args: Namespace, store: dist.Store | None) -> None:
+    """Agree on the plan, before ranks with different ones make different groups; then watch each other.
+
+    Args:
+        given: this rank's plan.
+        args: Megatron's arguments.
+        store: what Megatron was given to make its groups with.
+    """
+    global _kept
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    if getattr(args, "fake_process_group", False):  # one process stands for all; not in every version
+        return
+    try:
+        _kept = job_store(timeout) if store is None else store
+    except RuntimeError as problem:
+        raise PlanError(
+            f"no connection to rank 0 at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
+            f"{timeout} ({str(problem).splitlines()[0]}); does rank 0 run, and is its port open?"
+        ) from None
+    if _kept is None:
+        return
+    digest, path = (given.digest, given.path) if given else (NO_PLAN, "")
+    agree_on_plan(meeting(_kept), args.rank, args.world_size, digest, path, timeout)
+    if given is not None:
+        start_watch(meeting(_kept), args.rank, args.world_size)
+
+
 def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     from megatron.training import get_args
 
@@ -113,16 +166,10 @@ def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Cal
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
         given = given_plan()
-        with user_errors():
-            # First of all: ranks with different plans would already make different groups of Megatron's.
-            _agree(given)
-            if given is not None:
-                _refuse_bound_device()
-                if dist.get_world_size() > 1:
-                    start_watch(_store("watch"), dist.get_rank(), dist.get_world_size())
         if given is None:
-            original(*args, **kwargs)
-            return
+            return original(*args, **kwargs)
+        with user_errors():
+            _refuse_bound_device()
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         options = GroupOptions.of_call(call.arguments)
@@ -151,11 +198,6 @@ def _with_plan_dropped(original: Callable[[], None]) -> Callable[[], None]:
     return destroy_model_parallel
 
 
-def _store(purpose: str) -> dist.Store:
-    """The job's store, under a name of its own each time."""
-    return dist.PrefixStore(f"hexi-{purpose}-{next(_names)}", dist.distributed_c10d._get_default_store())
-
-
 def _refuse_bound_device() -> None:
     """Refuse a default group for which NCCL would split the plan's groups off; that takes all ranks."""
     bound = dist.distributed_c10d._get_default_group().bound_device_id
@@ -164,17 +206,6 @@ def _refuse_bound_device() -> None:
             f"torch.distributed is bound to the device {bound}, from which groups of some ranks cannot be "
             "made; call init_process_group without device_id"
         )
-
-
-def _agree(given: GivenPlan | None) -> None:
-    agree_on_plan(
-        _store("agreement"),
-        dist.get_rank(),
-        dist.get_world_size(),
-        given.digest if given else NO_PLAN,
-        given.path if given else "",
-        _AGREEMENT_TIMEOUT,
-    )
 
 
 def _announce(given: GivenPlan) -> None:

@@ -12,35 +12,59 @@ import functools
 import inspect
 import json
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.onlookers import Onlooker
 from megatron_hexi.patching import Patch
+from megatron_hexi.text_file import append_line
 
 #: Megatron's name of the language model's loss, and ours.
 _NAMES = {"lm loss": "loss"}
 
+_METRICS = Onlooker("--hexi-metrics")
+
 #: What the last training step took on this rank; Megatron logs a step after it has returned.
 _step_times: dict[str, float] = {}
+
+
+def open_metrics(args: Namespace) -> None:
+    """Make sure that this rank can write what ``--hexi-metrics`` asks it for, before anything is allocated.
+
+    Raises:
+        HexiError: it cannot.
+    """
+    path = _own_path(args)
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as problem:
+        raise HexiError(
+            f"{path}: cannot be written ({problem.strerror}); give --hexi-metrics another file"
+        ) from None
 
 
 def record(path: Path, iteration: int, losses: dict[str, float], **values: float | None) -> None:
     """Append one iteration to a metrics file.
 
     Args:
-        path: the file; its directory is made when missing.
+        path: the file.
         iteration: counted from 1.
         losses: the losses by Megatron's names (``"lm loss"``), each the mean over the batch's tokens.
         values: more numbers of the iteration.
+
+    Raises:
+        HexiError: it cannot be written.
     """
     named = {_NAMES.get(name, name.replace(" ", "_")): value for name, value in losses.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps({"iteration": iteration, **named, **values}) + "\n")
+    append_line(path, json.dumps({"iteration": iteration, **named, **values}))
 
 
 def _timed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,10 +94,11 @@ def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        path = _own_path(get_args().hexi_metrics)
+        path = _own_path(get_args())
         if path is not None:
             logged = signature.bind(*args, **kwargs).arguments
-            record(
+            _METRICS.attempt(
+                record,
                 path,
                 logged["iteration"],
                 {name: float(value) for name, value in logged["loss_dict"].items()},
@@ -87,14 +112,14 @@ def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
     return training_log
 
 
-def _own_path(pattern: str | None) -> Path | None:
+def _own_path(args: Namespace) -> Path | None:
     """The file that this rank writes, if it writes one."""
+    pattern: str | None = args.hexi_metrics
     if pattern is None:
         return None
-    rank = dist.get_rank()
     if "{rank}" in pattern:
-        return Path(pattern.replace("{rank}", str(rank)))
-    return Path(pattern) if rank == dist.get_world_size() - 1 else None
+        return Path(pattern.replace("{rank}", str(args.rank)))
+    return Path(pattern) if args.rank == args.world_size - 1 else None
 
 
 def _number(value: Any) -> float | None:

@@ -11,6 +11,7 @@ from megatron_hexi.megatron.experts import EXPERT_PATCHES
 from megatron_hexi.megatron.groups import group_patches
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
 from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES
+from megatron_hexi.megatron.onlookers import WRITER_PATCHES
 from megatron_hexi.megatron.optimizer import OPTIMIZER_PATCHES
 from megatron_hexi.megatron.optimizer_buckets import BUCKET_PATCHES
 from megatron_hexi.megatron.pipeline import PIPELINE_PATCHES
@@ -31,6 +32,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *argument_patches(platform),
         HELPERS_PATH,
         COMPILE_HELPERS,
+        *WRITER_PATCHES,
         *METRICS_PATCHES,
         *STEP_TIME_PATCHES,
         *PROGRESS_PATCHES,

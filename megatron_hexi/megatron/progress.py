@@ -15,19 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron.metrics import LOG_PARAMETERS
+from megatron_hexi.megatron.onlookers import Onlooker
 from megatron_hexi.megatron.recording import Recorder
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.step_times import METER
 from megatron_hexi.patching import Patch
-from megatron_hexi.platform.select import say
 from megatron_hexi.record import Interval, RankTimes
 from megatron_hexi.runtime.waiting import WAITS, StepTimes
 
 #: Up to so many ranks the log line names each; of more, the least and the most busy.
 _NAMED_RANKS = 16
 _MILLI = 1e3
+_RECORD = Onlooker("--hexi-record")
 
 #: Iterations and losses (none but on the last pipeline stage) that were not told of yet.
 _untold: list[tuple[int, torch.Tensor | None]] = []
@@ -136,10 +136,7 @@ def _tell(session: Session) -> str:
     interval = gather_interval(numbers, losses, METER.take(), tokens, session)
     # On every rank, whatever its flags: making one is a collective.
     _recorder = _recorder or Recorder(session, get_args())
-    try:
-        _recorder.write(interval)
-    except HexiError as problem:  # a full disk must not end a training
-        say(f"iterations {numbers[0]} to {numbers[-1]} are missing in the record: {problem}")
+    _RECORD.attempt(_recorder.write, interval)
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     if tensorboard:
         for name, value in scalars(interval).items():

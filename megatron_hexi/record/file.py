@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from pydantic import TypeAdapter
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.record.model import FORMAT_VERSION, Interval, Leg, RankTimes, Record, Start
-from megatron_hexi.text_file import read_text
+from megatron_hexi.text_file import append_line, read_text
 from megatron_hexi.yaml_file import Place, spell_place
 from megatron_hexi.yaml_schema import parse, short
 
@@ -60,22 +59,7 @@ def append_to_record(path: Path, entry: Start | Interval) -> None:
         HexiError: it cannot be written.
     """
     kind = "start" if isinstance(entry, Start) else "interval"
-    line = json.dumps({kind: _rounded(dataclasses.asdict(entry))}, allow_nan=False) + "\n"
-    try:
-        with path.open("ab", buffering=0) as file:
-            end, data = file.seek(0, os.SEEK_END), line.encode()
-            try:
-                written = file.write(data)
-            except OSError:
-                file.truncate(end)
-                raise
-            if written != len(data):
-                file.truncate(end)
-                raise OSError(None, "no space for a whole line")
-    except OSError as problem:
-        raise HexiError(
-            f"{path}: cannot be written ({problem.strerror}); check the disk and its folder"
-        ) from None
+    append_line(path, json.dumps({kind: _rounded(dataclasses.asdict(entry))}, allow_nan=False))
 
 
 def read_record(path: Path) -> Record:

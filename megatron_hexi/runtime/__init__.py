@@ -1,6 +1,6 @@
 """Carries a plan out with torch.distributed. Start reading at `attention`."""
 
-from megatron_hexi.runtime.agreement import NO_PLAN, agree_on_plan
+from megatron_hexi.runtime.agreement import NO_PLAN, agree_on_plan, job_store, meeting, tell_problem
 from megatron_hexi.runtime.attention import DomainAttention
 from megatron_hexi.runtime.kernels import KERNEL_NAMES, select_kernel
 from megatron_hexi.runtime.watch import start_watch, stop_watch
@@ -10,7 +10,10 @@ __all__ = [
     "NO_PLAN",
     "DomainAttention",
     "agree_on_plan",
+    "job_store",
+    "meeting",
     "select_kernel",
     "start_watch",
     "stop_watch",
+    "tell_problem",
 ]

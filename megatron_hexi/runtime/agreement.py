@@ -1,13 +1,16 @@
 """What ranks agree on before anything is sent, so that a mistake is an error and never a hang.
 
-At set-up every rank posts the digest of its plan in the job's store, and what it alone found wrong; rank 0
-compares and answers. The store works before any process group does and knows which ranks never came. Before
-the first message of a kind, the ranks of a domain compare the shapes that they are about to send.
+At set-up every rank posts the digest of its plan in the job's store, or what it found wrong; rank 0 compares
+and answers. The store works before any process group does and knows which ranks never came. Before the first
+message of a kind, the ranks of a domain compare the shapes that they are about to send.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -24,10 +27,70 @@ from megatron_hexi.plan.schedule import Schedule
 #: What a rank without a plan posts.
 NO_PLAN = ""
 
+#: How long a rank that cannot go on waits for the others to come and hear why.
+_TELL_TIMEOUT = timedelta(seconds=60)
+#: How long rank 0, which may keep the store, waits for the others to read a bad answer.
+_READ_TIMEOUT = timedelta(seconds=10)
+#: The store outlives Megatron's groups: each time that ranks meet, they do so under another name.
+_meetings = itertools.count()
+
 #: What a rank answers whose tensors are not those of the plan.
 _WRONG = (-1, -1)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def job_store(timeout: timedelta) -> dist.Store | None:
+    """The store at which the ranks of this job meet: that of torch.distributed, torchrun's, or rank 0's.
+
+    It is at hand before process groups are. torch.distributed goes on with the same server later
+    (``multi_tenant``).
+
+    Args:
+        timeout: how long to wait until the store is there.
+
+    Returns:
+        ``None`` in a job of one rank, or where the environment names no job.
+
+    Raises:
+        RuntimeError: the store cannot be reached.
+    """
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
+    elif int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
+        store = None
+    else:
+        keeper = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=keeper,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    return store
+
+
+def meeting(store: dist.Store) -> dist.Store:
+    """A part of the store that the ranks have not used yet."""
+    return dist.PrefixStore(f"hexi-{next(_meetings)}", store)
+
+
+def tell_problem(problem: str, code: int) -> None:
+    """Tell the other ranks, in place of `agree_on_plan`, what this one found wrong; returns when they know.
+
+    Says nothing itself, and gives up where the others do not come.
+
+    Args:
+        problem: one line.
+        code: the exit code; that of a `PlanError`, by which the others end.
+    """
+    with contextlib.suppress(PlanError, RuntimeError):
+        store = job_store(_TELL_TIMEOUT)
+        if store is not None:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            agree_on_plan(meeting(store), rank, world_size, NO_PLAN, "", _TELL_TIMEOUT, problem)
 
 
 def agree_on_plan(
@@ -42,13 +105,13 @@ def agree_on_plan(
     """Make sure that every rank of the job has the same plan, and that none has found a problem of its own.
 
     Args:
-        store: the job's store.
+        store: where the ranks meet; used for nothing else.
         rank: this rank's number in the job.
         world_size: ranks of the job.
         digest: of this rank's plan; `NO_PLAN` if it has none.
         path: where this rank read it.
         timeout: how long to wait for the others.
-        problem: what this rank alone can know to be wrong (a file that it is to write, say); one line.
+        problem: why this rank cannot go on (a file that it cannot write, say); one line.
 
     Raises:
         PlanError: on every rank, naming those that have a problem or another plan, or never answered.
@@ -65,11 +128,15 @@ def agree_on_plan(
         ) from None
     verdict = store.get("verdict").decode()
     if verdict:
+        store.set(f"read/{rank}", "")
+        if rank == 0:
+            with contextlib.suppress(RuntimeError):  # those that never came do not read it either
+                store.wait([f"read/{other}" for other in range(world_size)], _READ_TIMEOUT)
         raise PlanError(verdict)
 
 
 def _verdict(store: dist.Store, world_size: int, timeout: timedelta) -> str:
-    """What is wrong with the ranks' plans; empty if they are all the same."""
+    """What is wrong with the ranks or their plans; empty if nothing is."""
     keys = [f"plan/{rank}" for rank in range(world_size)]
     try:
         store.wait(keys, timeout)
@@ -80,6 +147,9 @@ def _verdict(store: dist.Store, world_size: int, timeout: timedelta) -> str:
             "and the same --hexi-plan"
         )
     answers = [json.loads(store.get(key)) for key in keys]
+    for rank, (_, _, host, problem) in enumerate(answers):
+        if problem:
+            return f"rank {rank} on host {host}: {problem}"
     common, _ = Counter(digest for digest, *_ in answers).most_common(1)[0]
     odd = [
         f"rank {rank} on {host} has {f'{path} ({digest[:12]})' if digest else 'no plan'}"
@@ -87,8 +157,7 @@ def _verdict(store: dist.Store, world_size: int, timeout: timedelta) -> str:
         if digest != common
     ]
     if not odd:
-        problems = ((rank, host, found) for rank, (_, _, host, found) in enumerate(answers) if found)
-        return next((f"rank {rank} on {host}: {found}" for rank, host, found in problems), "")
+        return ""
     usual = next(path for digest, path, *_ in answers if digest == common)
     has = f"{usual} ({common[:12]})" if common else "no plan"
     more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""

@@ -15,16 +15,16 @@ from tests.megatron.launch import environment
 from tests.support.testbed import pair
 
 RANKS = 3
-#: The job's time-out. Alone on a machine, ranks end within seconds after it; on a busy one a little later.
+#: The job's time-out. How soon ranks end after it is measured where it means something, on request:
+#: tests/megatron/test_lost_ranks.py. Here they must end at all, which `watched_rank` waits a minute for.
 TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How one rank ended: exit code, seconds after the grief, what it printed."""
+    """How one rank ended: exit code, what it printed."""
 
     code: int
-    after_s: float
     log: str
 
     @property
@@ -39,25 +39,21 @@ def ranks_with(who: int, how: str, folder: Path) -> dict[int, Ended]:
     done = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=90, check=True
     )
-    began = float((folder / f"reached-{who}").read_text())
     ended = [json.loads(line) for line in done.stdout.splitlines()]
-    return {
-        rank: Ended(code, at - began, (folder / f"rank-{rank}.log").read_text()) for rank, code, at in ended
-    }
+    return {rank: Ended(code, (folder / f"rank-{rank}.log").read_text()) for rank, code in ended}
 
 
 @pytest.mark.parametrize("who", [0, 1], ids=["keeps-the-store", "another"])
-@pytest.mark.parametrize(("how", "limit_s"), [("killed", 5), ("stopped", TIMEOUT_S + 10)])
-def test_a_rank_that_is_gone_is_named_by_every_survivor(who, how, limit_s, tmp_path):
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_rank_that_is_gone_is_named_by_every_survivor(who, how, tmp_path):
     ended = ranks_with(who, how, tmp_path)
     survivors = {rank: end for rank, end in ended.items() if rank != who}
     assert len(survivors) == RANKS - 1
     for rank, end in survivors.items():
-        assert f"[rank {rank}] no longer heard of: rank {who} on host " in end.error
+        assert f"[rank {rank}] lost rank {who} on host " in end.error
         assert "since " in end.error
         assert "This rank was in " in end.error
         assert end.code == 1
-        assert end.after_s < limit_s
 
 
 def test_a_mistake_of_one_rank_ends_all_with_its_message_and_exit_code(tmp_path):
@@ -68,7 +64,6 @@ def test_a_mistake_of_one_rank_ends_all_with_its_message_and_exit_code(tmp_path)
         assert "value 7 is too large; give 6" in end.error
         assert ("rank 1 on host" in end.error) == (rank != 1)
         assert "Traceback" not in end.log
-        assert end.after_s < 8
 
 
 def test_an_exception_of_one_rank_is_told_by_the_others_and_keeps_its_traceback(tmp_path):
@@ -87,7 +82,7 @@ def test_a_rank_that_left_in_order_is_not_called_silent(tmp_path):
     assert "hexi: error" not in ended[1].log
     for rank in (0, 2):  # their collective fails all the same
         assert ended[rank].code == 1
-        assert "no longer heard of" not in ended[rank].log
+        assert "lost rank" not in ended[rank].log
 
 
 @pytest.mark.skipif(find_isolation() == "none", reason="neither root nor user namespaces: no link can be cut")
@@ -103,7 +98,7 @@ def test_a_cut_link_is_named_on_both_sides(tmp_path):
         timeout=90,
         check=False,
     )
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if "no longer heard of" in line]
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "no heartbeat since" in line]
     named = {0: "rank 1 on host", 1: "keeps the job's store"}
     for rank, name in named.items():
         [line] = {line[line.index("hexi: error") :] for line in lines if f"[rank {rank}]" in line}

@@ -183,7 +183,11 @@ def _rank(folder: Path, args: list[str], entry: str, variables: dict[str, int | 
     os.chdir(folder)
     os.environ |= {name: str(value) for name, value in variables.items()}
     sys.argv[:] = ["pretrain_gpt.py", *args]
-    importlib.import_module(entry).main()
+    try:
+        importlib.import_module(entry).main()
+    except Exception:  # a process of its own would end by this hook; multiprocessing does not call it
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
 
 
 # Saving a checkpoint spawns a process that imports this module again.

@@ -384,7 +384,9 @@ def test_a_plan_s_terms_stand_before_those_of_its_model_s_file(hexi):
         hexi("plan", "cluster.yaml", "--model", "job.args", "--recompute", "full", "-o", "p.yaml").code == 0
     )
     planned = json.loads(hexi("validate", "p.yaml", "--cluster", "cluster.yaml", "--json").out)
-    assert planned["estimate"]["iteration_s"] == pytest.approx(read_plan("p.yaml").estimate.iteration_s)
+    assert planned["estimate"]["iteration_s"] == pytest.approx(
+        read_plan("p.yaml").estimate.iteration_s  # type: ignore[union-attr]
+    )
     other = ("--recompute", "none", "--json")
     changed = json.loads(hexi("validate", "p.yaml", "--cluster", "cluster.yaml", *other).out)
     assert changed["estimate"]["iteration_s"] < planned["estimate"]["iteration_s"]

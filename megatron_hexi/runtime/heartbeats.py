@@ -1,12 +1,12 @@
-"""Who of a job's ranks is heard of, and what one of them wants all to know; kept in the job's store.
+"""Heartbeats of a job's ranks in the job's store, and what one of them wants all to know.
 
-Every rank counts up a beat of its own. Two ranks, the first and the last, so that one of them outlives the
-other, read all beats and publish who has fallen silent; every rank reads what they publish. Reading every
-beat is thus done twice in a job, not once a rank. A rank that finds something wrong posts a fault. The first
-one stays: what comes after it are its consequences.
+Every rank counts up a heartbeat of its own. Two ranks, the first and the last, so that one of them outlives
+the other, read all heartbeats and publish who has fallen silent; every rank reads what they publish. Reading
+every heartbeat is thus done twice in a job, not once a rank. A rank that finds something wrong posts a fault.
+The first one stays: what comes after it are its consequences.
 
 A request never ends where the store's host is stopped or the link to it is cut (c10d's client waits without a
-time-out), so all of this runs in a thread of its own: `watch`.
+time-out), so all of this runs in a thread of its own: `liveness`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from datetime import datetime
 
 import torch.distributed as dist
 
-#: Seconds between two beats, and how many ranks one store serves at that rate, with 2,000 requests a second.
+#: Seconds between two heartbeats, and how many ranks one store serves at that rate, with 2,000 requests a
+#: second.
 _BEAT_S = 0.5
 _RANKS_AT_FULL_RATE = 512
-#: A rank is silent after so many beats that did not come.
+#: A rank is silent after so many heartbeats that did not come.
 _MISSED_BEATS = 3
 
-_FAULT, _SILENT, _BEAT, _PLACE, _LEFT = "fault", "silent", "beat", "place", "left"
+_FAULT, _HEARD, _SILENT, _BEAT, _PLACE, _LEFT = "fault", "heard", "silent", "beat", "place", "left"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What ended a rank, told to the others.
+    """Why ranks end, told by one to all.
 
     Args:
-        rank: its number in the job.
-        host: where it ran.
-        message: one line.
+        rank: who tells it.
+        message: one line, which says where it happened.
         code: the exit code of all ranks.
     """
 
     rank: int
-    host: str
     message: str
     code: int
 
@@ -54,7 +53,7 @@ class Silence:
     Args:
         rank: its number in the job.
         place: its host and process.
-        since: local time of its last beat, as hours, minutes and seconds.
+        since: local time of its last heartbeat, as hours, minutes and seconds.
         seconds: for how long.
     """
 
@@ -64,8 +63,8 @@ class Silence:
     seconds: float
 
 
-class Roll:
-    """One rank's part in keeping the roll.
+class Heartbeats:
+    """One rank's heartbeats, and what it reads of the others'.
 
     Args:
         store: the job's store; a clone, for it is used from another thread than the job's.
@@ -81,21 +80,24 @@ class Roll:
         self.rank = rank
         self._clock = clock
         self.host = socket.gethostname()
-        #: Seconds between two beats.
+        #: Seconds between two heartbeats.
         self.beat_s = _BEAT_S * max(1.0, world_size / _RANKS_AT_FULL_RATE)
-        self._keepers = sorted({0, world_size - 1})
-        self._beats = dict.fromkeys(range(world_size) if rank in self._keepers else (), -1)
+        self._monitors = sorted({0, world_size - 1})
+        self._beats = dict.fromkeys(range(world_size) if rank in self._monitors else (), -1)
         self._heard: dict[int, tuple[float, str]] = {}
         #: The first fault that any rank posted.
         self.fault: Fault | None = None
+        #: How many ranks have read it.
+        self.heard = 0
         #: Ranks that are not heard of, by number.
         self.silent: dict[int, Silence] = {}
 
-    def enter(self) -> None:
+    def begin(self) -> None:
         """Begin to be heard of."""
         self._store.set(f"{_PLACE}/{self.rank}", f"host {self.host} (process {os.getpid()})")
-        for key in (_FAULT, *(f"{_SILENT}/{keeper}" for keeper in self._keepers)):
+        for key in (_FAULT, *(f"{_SILENT}/{monitor}" for monitor in self._monitors)):
             self._store.compare_set(key, "", "")  # makes an empty one where there is none
+        self._store.add(_HEARD, 0)
         for rank in self._beats:
             self._store.add(f"{_BEAT}/{rank}", 0)
         self.beat()
@@ -104,9 +106,14 @@ class Roll:
         """Be heard of, and hear what the others said."""
         self._store.add(f"{_BEAT}/{self.rank}", 1)
         if self._beats:
-            self._call()
-        fault, *lists = self._store.multi_get([_FAULT, *(f"{_SILENT}/{keeper}" for keeper in self._keepers)])
-        self.fault = Fault(**json.loads(fault)) if fault else None
+            self._publish_silent()
+        keys = [_FAULT, _HEARD, *(f"{_SILENT}/{monitor}" for monitor in self._monitors)]
+        fault, heard, *lists = self._store.multi_get(keys)
+        if fault and self.fault is None:
+            self.fault = Fault(**json.loads(fault))
+            self.heard = self._store.add(_HEARD, 1)
+        else:
+            self.heard = int(heard)
         entries = [Silence(**entry) for text in lists if text for entry in json.loads(text)]
         self.silent = {entry.rank: entry for entry in entries if entry.rank != self.rank}
 
@@ -118,15 +125,15 @@ class Roll:
         """Be missed by nobody from now on."""
         self._store.set(f"{_LEFT}/{self.rank}", "")
 
-    def _call(self) -> None:
-        """Read every beat, and publish who is silent."""
+    def _publish_silent(self) -> None:
+        """Read every heartbeat, and publish who is silent."""
         now, seconds = self._clock(), datetime.now().strftime("%H:%M:%S")
         ranks = list(self._beats)
         beats = self._store.multi_get([f"{_BEAT}/{rank}" for rank in ranks])
         for rank, beat in zip(ranks, map(int, beats), strict=True):
             if beat != self._beats[rank]:
                 self._beats[rank] = beat
-                # A rank that has not entered yet is not silent: the agreement on the plan waits for it.
+                # A rank that has not begun yet is not silent: the agreement on the plan waits for it.
                 if beat > 0:
                     self._heard[rank] = (now, seconds)
         limit = _MISSED_BEATS * self.beat_s

@@ -1,11 +1,11 @@
-"""The roll: who is heard of, told by two ranks to all; the first fault stays."""
+"""Heartbeats: who is silent is published by two ranks for all; the first fault stays."""
 
 from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
 
-from megatron_hexi.runtime.roll import Fault, Roll
+from megatron_hexi.runtime.heartbeats import Fault, Heartbeats
 
 RANKS = 4
 
@@ -19,25 +19,27 @@ class Clock:
 
 
 class Job:
-    """Rolls of all ranks over one store, whose time goes by beats."""
+    """Heartbeats of all ranks over one store, whose time goes by beats."""
 
     def __init__(self, ranks=RANKS):
         self.clock = Clock()
         store = dist.HashStore()
-        self.rolls = [Roll(store, rank, ranks, self.clock) for rank in range(ranks)]
-        for roll in self.rolls:
-            roll.enter()
+        self.ranks = [Heartbeats(store, rank, ranks, self.clock) for rank in range(ranks)]
+        for rank in self.ranks:
+            rank.begin()
 
     def beats(self, count, without=()):
         for _ in range(count):
-            self.clock.now += self.rolls[0].beat_s
-            for rank, roll in enumerate(self.rolls):
-                if rank not in without:
-                    roll.beat()
+            self.clock.now += self.ranks[0].beat_s
+            for number, rank in enumerate(self.ranks):
+                if number not in without:
+                    rank.beat()
 
     def silent(self, without=()):
         """Who is silent, as each of the others has heard; the same for all of them."""
-        [heard] = {tuple(sorted(roll.silent)) for rank, roll in enumerate(self.rolls) if rank not in without}
+        [heard] = {
+            tuple(sorted(rank.silent)) for number, rank in enumerate(self.ranks) if number not in without
+        }
         return list(heard)
 
 
@@ -54,9 +56,9 @@ def test_who_misses_beats_is_silent_to_all_others(gone, job):
     assert job.silent(without=gone) == []
     job.beats(3, without=gone)
     assert job.silent(without=gone) == gone
-    silence = next(roll for rank, roll in enumerate(job.rolls) if rank not in gone).silent[gone[0]]
+    silence = next(rank for number, rank in enumerate(job.ranks) if number not in gone).silent[gone[0]]
     # As of the last list that was published before this rank's own beat.
-    assert 5 <= silence.seconds / job.rolls[0].beat_s <= 6
+    assert 5 <= silence.seconds / job.ranks[0].beat_s <= 6
     assert "process" in silence.place
     job.beats(2)
     assert job.silent() == []
@@ -64,23 +66,25 @@ def test_who_misses_beats_is_silent_to_all_others(gone, job):
 
 def test_a_rank_that_left_or_has_not_come_yet_is_not_silent():
     job = Job()
-    late = Roll(job.rolls[0]._store, 1, RANKS, job.clock)
+    late = Heartbeats(job.ranks[0]._store, 1, RANKS, job.clock)
     job.beats(2)
-    job.rolls[2].leave()
+    job.ranks[2].leave()
     job.beats(10, without=[2])
     assert job.silent(without=[2]) == []
     assert late.fault is None
 
 
 def test_the_first_fault_stays(job):
-    first, second = Fault(2, "b", "value 7; give 6", 2), Fault(1, "a", "its consequence", 1)
-    job.rolls[2].post(first)
-    job.rolls[1].post(second)
+    first, second = Fault(2, "value 7; give 6", 2), Fault(1, "its consequence", 1)
+    job.ranks[2].post(first)
+    job.ranks[1].post(second)
     job.beats(1)
-    assert [roll.fault for roll in job.rolls] == [first] * RANKS
+    assert [rank.fault for rank in job.ranks] == [first] * RANKS
+    job.beats(1)
+    assert [rank.heard for rank in job.ranks] == [RANKS] * RANKS
 
 
 def test_ranks_of_a_large_job_ask_the_store_less_often():
     store = dist.HashStore()
-    small, large = (Roll(store, 0, ranks).beat_s for ranks in (512, 4096))
+    small, large = (Heartbeats(store, 0, ranks).beat_s for ranks in (512, 4096))
     assert large == 8 * small

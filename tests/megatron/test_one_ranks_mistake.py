@@ -1,0 +1,97 @@
+"""What one rank alone finds wrong ends all ranks, with its message and exit code."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_hexi.plan import write_plan
+from tests.megatron.launch import launch
+from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE
+
+RANKS = 4
+DATA = (*MODEL, "--train-iters", "1", "--hexi-platform", "cpu", "--hexi-plan", "plan.yaml")
+PATHS = {
+    "record, which rank 0 writes": (0, ("--hexi-record", "."), ".: is a folder or a device"),
+    "metrics, which the last rank writes": (
+        3,
+        ("--hexi-metrics", "."),
+        ".: cannot be written (Is a directory)",
+    ),
+    "metrics of a rank in between": (
+        2,
+        ("--hexi-metrics", "{rank}/metrics.jsonl"),
+        "2/metrics.jsonl: cannot be written (File exists); give --hexi-metrics another file",
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_plan(THREE_AND_ONE, tmp_path / "plan.yaml")
+    (tmp_path / "2").touch()
+    return tmp_path
+
+
+def check(outputs: list[str], who: int, said: str) -> None:
+    for rank, output in enumerate(outputs):
+        [line] = [line for line in output.splitlines() if line.startswith("hexi: error:")]
+        assert line.startswith(f"hexi: error: [rank {rank}] ")
+        assert said in line
+        assert (f"rank {who} on host" in line) == (rank != who)
+        assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_that_one_rank_cannot_write_ends_all(name, forks, folder):
+    who, words, said = PATHS[name]
+    # Ranks that have not ended some seconds after the first has are killed, and have no exit code then.
+    outcome = forks.launch(folder, ranks=RANKS, args=[*DATA, *words], timeout=90)
+    assert outcome.codes == [2] * RANKS
+    check(outcome.output, who, said)
+
+
+@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("plan", "elsewhere.yaml: cannot be read (No such file or directory)"),
+        ("kernel", "nothing of the kind is here; give another"),
+        ("session", "nothing of the kind is here; give another"),
+    ],
+)
+def test_what_one_rank_lacks_ends_all(who, what, said, forks, folder):
+    outcome = forks.launch(
+        folder, ranks=RANKS, args=[str(who), what, *DATA], entry="tests.megatron.odd_rank", timeout=90
+    )
+    assert outcome.codes == [2] * RANKS
+    check(outcome.output, who, said)
+
+
+def test_what_all_ranks_find_wrong_is_said_once_by_each(forks, folder):
+    outcome = forks.launch(
+        folder, ranks=RANKS, args=["all", "plan", *DATA], entry="tests.megatron.odd_rank", timeout=90
+    )
+    assert outcome.codes == [2] * RANKS
+    for rank, output in enumerate(outcome.output):
+        [line] = [line for line in output.splitlines() if line.startswith("hexi: error:")]
+        assert line.startswith(f"hexi: error: [rank {rank}] elsewhere.yaml: cannot be read")
+
+
+def test_a_default_group_that_is_bound_to_a_device_is_refused_by_name(forks, folder):
+    outcome = forks.launch(
+        folder, ranks=RANKS, args=["all", "bound device", *DATA], entry="tests.megatron.odd_rank", timeout=90
+    )
+    assert outcome.codes == [2] * RANKS
+    for output in outcome.output:
+        assert "bound to the device cuda:0" in output
+        assert "call init_process_group without device_id" in output
+        assert "Traceback" not in output
+
+
+def test_under_torchrun_every_rank_says_it_too(folder):
+    result = launch(folder, ranks=2, args=[*MODEL, "--train-iters", "1", "--hexi-metrics", "."])
+    lines = sorted(line for line in result.stderr.splitlines() if line.startswith("hexi: error:"))
+    assert lines[0].startswith("hexi: error: [rank 0] rank 1 on host")
+    assert lines[1].startswith("hexi: error: [rank 1] .: cannot be written")
+    assert len(lines) == 2
+    assert result.returncode != 0
