@@ -151,6 +151,8 @@ class Watch:
         if os.getpid() != self._process or not issubclass(kind, Exception):
             self._previous_hook(kind, error, trace)
             return
+        # torch keeps what hooks print until they return, which this one does not.
+        sys.stderr = sys.__stderr__ or sys.stderr
         if isinstance(error, HexiError):
             self._print("error", str(error))
             self.tell(str(error), error.exit_code)

@@ -111,8 +111,8 @@ MISMATCHES = {
     "hidden size": (workload(hidden_size=64), (), ("hidden_size is 64", "--hidden-size 96")),
     "tensor parallel": (
         workload(tensor_parallel=2),
-        (),
-        ("tensor_parallel is 2", "--tensor-model-parallel-size 1"),
+        ("--tensor-model-parallel-size", "1"),
+        ("tensor-parallel size is 2", "--tensor-model-parallel-size 1"),
     ),
     "mask": (workload(causal=False), (), ("causal is false", "a GPT is causal")),
     "context parallel size": (THREE_AND_ONE, ("--context-parallel-size", "2"), ("4 ranks", "leave it out")),
