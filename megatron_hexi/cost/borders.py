@@ -35,9 +35,7 @@ def border_seconds(
         for found, ends in ((there, (border, border + 1)), (back, (border + 1, border))):
             messages = [(r, one) for r in crossing for one in border_messages(mesh, r, *ends)]
             replica = np.array([r for r, _ in messages])
-            src, dst = (
-                gpu[[getattr(one, end) for _, one in messages]] for end in ("source", "target")
-            )
+            src, dst = (gpu[[getattr(one, end) for _, one in messages]] for end in ("source", "target"))
             size = np.array([float(one.rows * row) for _, one in messages])
             seconds = links.message_seconds(src, dst, size)
             for r in crossing:

@@ -155,8 +155,7 @@ class CostModel:
         ]
         step = max(float(times.max()) for times in optimizer)
         replicas = tuple(
-            pipeline.phases + Phases(gradients=wait)
-            for pipeline, wait in zip(pipelines, waits, strict=True)
+            pipeline.phases + Phases(gradients=wait) for pipeline, wait in zip(pipelines, waits, strict=True)
         )
         memory = [
             part_memory(

@@ -30,23 +30,23 @@ class Job:
     """What is trained, and how.
 
     Args:
-        model: its shapes.
-        seq_length: tokens of one sequence (S).
-        micro_batch_size: sequences that go through a replica at once (B).
-        global_batch_size: sequences of one iteration, over all replicas.
-        tensor_parallel: GPUs that share each weight: --tensor-model-parallel-size.
-        pipeline_parallel: stages: --pipeline-model-parallel-size.
-        data_parallel: replicas of the plan.
-        recompute: what the backward pass computes again: --recompute-granularity. ``selective`` is core
- layer, that is its all-to-alls and its exchange too.
-        precision: of weights and activations.
-        distributed_optimizer: --use-distributed-optimizer: optimizer state is cut over all replicas' ranks.
-        overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
-        sequence_parallel: --sequence-parallel, where `tensor_parallel` is above 1.
-        kernel: attention kernel; ``None``: each GPU's fastest.
+           model: its shapes.
+           seq_length: tokens of one sequence (S).
+           micro_batch_size: sequences that go through a replica at once (B).
+           global_batch_size: sequences of one iteration, over all replicas.
+           tensor_parallel: GPUs that share each weight: --tensor-model-parallel-size.
+           pipeline_parallel: stages: --pipeline-model-parallel-size.
+           data_parallel: replicas of the plan.
+           recompute: what the backward pass computes again: --recompute-granularity. ``selective`` is core
+    layer, that is its all-to-alls and its exchange too.
+           precision: of weights and activations.
+           distributed_optimizer: --use-distributed-optimizer: optimizer state is cut over all replicas' ranks.
+           overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
+           sequence_parallel: --sequence-parallel, where `tensor_parallel` is above 1.
+           kernel: attention kernel; ``None``: each GPU's fastest.
 
     Raises:
-        HexiError: sizes that Megatron cannot divide, or words that it does not know.
+           HexiError: sizes that Megatron cannot divide, or words that it does not know.
     """
 
     model: Model
