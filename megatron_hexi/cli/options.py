@@ -169,8 +169,25 @@ class NewJob(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob(Training):
-    """The job that a plan was made for, as far as the plan does not say it."""
+    """The job that a plan was made for; what is not given is as the plan says, or else the default."""
 
+    micro_batch_size: Annotated[  # type: ignore[assignment]
+        int | None, _number("Sequences that pass at once; what the plan says, or 1.")
+    ] = None
+    pipeline_parallel: Annotated[  # type: ignore[assignment]
+        int | None, _number("Pipeline stages, where the plan does not have them; what it says, or 1.")
+    ] = None
+    recompute: Annotated[  # type: ignore[assignment]
+        str | None,
+        _option(f"What is recomputed: {', '.join(RECOMPUTES)}; what the plan says, or none.", metavar="WHAT"),
+    ] = None
+    precision: Annotated[  # type: ignore[assignment]
+        str | None,
+        _option(
+            f"Of weights and activations: {', '.join(PRECISIONS)}; what the plan says, or bf16.",
+            metavar="TYPE",
+        ),
+    ] = None
     model: Annotated[
         str | None, _option(f"{_MODEL}; the one that the plan names if not given.", metavar="NAME|PATH")
     ] = None
@@ -195,7 +212,9 @@ class PlannedJob(Training):
             raise HexiError(
                 f"{path}: does not say which model it is for (provenance.model); add --model NAME|PATH"
             )
-        return job_of_plan(plan, read_model(model), global_batch_size=self.global_batch_size, **self._how())
+        # A flag that is not given says nothing.
+        how = {name: None if value is True else value for name, value in self._how().items()}
+        return job_of_plan(plan, read_model(model), global_batch_size=self.global_batch_size, **how)
 
 
 def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:

@@ -41,6 +41,7 @@ class Job:
     layer, that is its all-to-alls and its exchange too.
            precision: of weights and activations.
            distributed_optimizer: --use-distributed-optimizer: optimizer state is cut over all replicas' ranks.
+            Where stages have layers of their own it always is.
            overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
            sequence_parallel: --sequence-parallel, where `tensor_parallel` is above 1.
            kernel: attention kernel; ``None``: each GPU's fastest.
@@ -129,35 +130,52 @@ def recompute_mode(recompute: Recompute) -> RecomputeMode:
     return "full" if isinstance(recompute, int) else recompute
 
 
-def job_of_plan(
-    plan: Plan, model: Model, *, micro_batch_size: int = 1, global_batch_size: int | None = None, **how: Any
-) -> Job:
-    """The job that a plan was made for, as far as the plan says it.
+#: Fields of `Job` that a plan may state under ``job:``.
+_STATED = (
+    "micro_batch_size",
+    "pipeline_parallel",
+    "precision",
+    "recompute",
+    "distributed_optimizer",
+    "overlap_gradients",
+    "sequence_parallel",
+)
+
+
+def job_of_plan(plan: Plan, model: Model, *, global_batch_size: int | None = None, **how: Any) -> Job:
+    """The job that a plan was made for: what is given here, or else what the plan says, or `Job`'s defaults.
 
     Args:
-        plan: gives context, tensor-parallel size, replicas, and their micro-batches where it states them.
+        plan: gives context, tensor-parallel size, replicas and their micro-batches, and how the job must run.
         model: the model.
-        micro_batch_size: sequences that go through a replica at once.
-        global_batch_size: sequences of an iteration; ``None``: what the replicas take, or `Job`'s default.
-        how: `Job`'s other fields.
+        global_batch_size: sequences of an iteration; ``None``: what the plan says or its replicas take.
+        how: `Job`'s other fields; ``None``: as the plan says.
 
     Raises:
         HexiError: as `Job`.
     """
-    shares = [replica.micro_batches for replica in plan.replicas]
+    stated = {name: getattr(plan.job, name) for name in _STATED}
+    how = {name: value for name, value in (stated | _given(how)).items() if value is not None}
+    micro_batch_size = how.get("micro_batch_size", Job.micro_batch_size)
     if global_batch_size is None:
-        stated = sum(share for share in shares if share is not None)
-        global_batch_size = Job.global_batch_size if None in shares else stated * micro_batch_size
+        global_batch_size = plan.job.global_batch_size
+    if global_batch_size is None:
+        shares = [replica.micro_batches for replica in plan.replicas]
+        taken = sum(share for share in shares if share is not None)
+        global_batch_size = Job.global_batch_size if None in shares else taken * micro_batch_size
     return Job(
         model=model,
         seq_length=plan.workload.seq_length,
-        micro_batch_size=micro_batch_size,
         global_batch_size=global_batch_size,
         # Units of several sizes say their own.
         tensor_parallel=plan.workload.tensor_parallel or 1,
         data_parallel=len(plan.replicas),
         **how,
     )
+
+
+def _given(how: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in how.items() if value is not None}
 
 
 def _refuse(field: str, value: object, remedy: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""A whole iteration: layers replayed event by event, stages step by step, the rest as the cost model has it."""
+"""A whole iteration: layers replayed event by event, stages step by step, the rest as in the cost model."""
 
 from __future__ import annotations
 
