@@ -139,8 +139,8 @@ class _Weights:
     """The boxes of a model description: layers, vocabulary matrices, and the rest at the ends.
 
     Megatron's own boxes are finer; all of a layer's are held alike, so one stands for them. Each is cut in as
-    many chunks as all tensor-parallel sizes divide. Norms, which every rank of a unit has a copy of, are
-    counted with what is cut.
+    many chunks as all tensor-parallel sizes divide. Norms, of which every rank of a unit has a copy, are counted
+    with what is cut.
     """
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
@@ -150,8 +150,9 @@ class _Weights:
         #: Weights on a rank for each element of its boxes, by key and tensor-parallel size.
         self.density: dict[tuple[str, int], float] = {}
         self._elements: dict[str, int] = {}
+        widest = max(self.width)
         for key in ("layers", "embedding", "output", "positions", "norm"):
-            self._elements[key] = max(1, self._params(key, 1) // self._chunks)
+            self._elements[key] = max(1, self._params(key, widest) * widest // self._chunks)
             for width in set(self.width):
                 chunks = self._chunks // width
                 self.density[key, width] = self._params(key, width) / (chunks * self._elements[key])
