@@ -78,19 +78,19 @@ def _option(text: str, *, name: str | None = None, metavar: str | None = None) -
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How Megatron is told to train; the fields are `Job`'s.
+    """How Megatron is told to train; the fields are `Job`'s, ``None`` where something else says it.
 
     Raises:
         HexiError: a number beyond any job.
     """
 
-    micro_batch_size: Annotated[int, _number("Sequences that pass at once.")] = Job.micro_batch_size
-    pipeline_parallel: Annotated[int, _number("Pipeline stages.")] = Job.pipeline_parallel
-    recompute: Annotated[str, _option(f"What is recomputed: {', '.join(RECOMPUTES)}.", metavar="WHAT")] = (
-        Job.recompute
-    )
+    micro_batch_size: Annotated[int | None, _number("Sequences that pass at once.")] = Job.micro_batch_size
+    pipeline_parallel: Annotated[int | None, _number("Pipeline stages.")] = Job.pipeline_parallel
+    recompute: Annotated[
+        str | None, _option(f"What is recomputed: {', '.join(RECOMPUTES)}.", metavar="WHAT")
+    ] = RECOMPUTES[0]
     precision: Annotated[
-        str, _option(f"Of weights and activations: {', '.join(PRECISIONS)}.", metavar="TYPE")
+        str | None, _option(f"Of weights and activations: {', '.join(PRECISIONS)}.", metavar="TYPE")
     ] = Job.precision
     kernel: Annotated[
         str | None,
@@ -171,17 +171,17 @@ class NewJob(Training):
 class PlannedJob(Training):
     """The job that a plan was made for; what is not given is as the plan says, or else the default."""
 
-    micro_batch_size: Annotated[  # type: ignore[assignment]
+    micro_batch_size: Annotated[
         int | None, _number("Sequences that pass at once; what the plan says, or 1.")
     ] = None
-    pipeline_parallel: Annotated[  # type: ignore[assignment]
+    pipeline_parallel: Annotated[
         int | None, _number("Pipeline stages, where the plan does not have them; what it says, or 1.")
     ] = None
-    recompute: Annotated[  # type: ignore[assignment]
+    recompute: Annotated[
         str | None,
         _option(f"What is recomputed: {', '.join(RECOMPUTES)}; what the plan says, or none.", metavar="WHAT"),
     ] = None
-    precision: Annotated[  # type: ignore[assignment]
+    precision: Annotated[
         str | None,
         _option(
             f"Of weights and activations: {', '.join(PRECISIONS)}; what the plan says, or bf16.",

@@ -40,7 +40,7 @@ class Job:
            recompute: what the backward pass computes again: --recompute-granularity. ``selective`` is core
     layer, that is its all-to-alls and its exchange too.
            precision: of weights and activations.
-           distributed_optimizer: --use-distributed-optimizer: optimizer state is cut over all replicas' ranks.
+           distributed_optimizer: --use-distributed-optimizer: optimizer state is cut over all replicas.
             Where stages have layers of their own it always is.
            overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
            sequence_parallel: --sequence-parallel, where `tensor_parallel` is above 1.

@@ -1,8 +1,8 @@
 """Where a plan's units stand on the cluster.
 
-A unit is GPUs of one node. Where the job repeats a stage they are consecutive, and each pipeline stage repeats
-all units. GPUs are numbered as Megatron numbers ranks by default (tp-cp-dp-pp): unit u of stage s is the ranks
-(s U + u) tp to (s U + u) tp + tp - 1, with U units a stage. Else the plan says which ranks a unit has.
+A unit is GPUs of one node. Where the job repeats a stage they are consecutive, and each pipeline stage
+repeats all units. GPUs are numbered as Megatron numbers ranks by default (tp-cp-dp-pp): unit u of stage s is
+the ranks (s U + u) tp to (s U + u) tp + tp - 1, with U units a stage. Else the plan says a unit's ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A plan as arrays: what every unit holds, for terms that are counted for thousands of units at once.
 
-Units are numbered by their ranks, groups through all replicas in the plan's order. Where stages have layers of
-their own, the arrays are those of some domains (sections.py), and each domain is a replica here. Shape letters:
-U units, N groups, J segments of a group (the most that any has; shorter ones are filled with empty ones).
+Units are numbered by their ranks, groups through all replicas in the plan's order. Where stages have layers
+of their own, the arrays are those of some domains (sections.py), and each domain is a replica here. Shape
+letters: U units, N groups, J segments of a group (the most that any has; shorter ones are filled with empty
+ones).
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ class _Weights:
     """The boxes of a model description: layers, vocabulary matrices, and the rest at the ends.
 
     Megatron's own boxes are finer; all of a layer's are held alike, so one stands for them. Each is cut in as
-    many chunks as all tensor-parallel sizes divide. Norms, of which every rank of a unit has a copy, are counted
-    with what is cut.
+    many chunks as all tensor-parallel sizes divide. Norms, of which every rank of a unit has a copy, are
+    counted with what is cut.
     """
 
     def __init__(self, job: Job, mesh: Mesh) -> None:

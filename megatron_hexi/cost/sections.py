@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.job import Job, recompute_mode
+from megatron_hexi.cost.job import Job, RecomputeMode, recompute_mode
 from megatron_hexi.cost.layer import Stage
 from megatron_hexi.cost.memory import ModelPart
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays, plan_arrays
@@ -126,7 +126,7 @@ class _Terms(NamedTuple):
     number: int
     width: int
     samples: int
-    mode: str
+    mode: RecomputeMode
     exchange: Exchange
 
 

@@ -67,13 +67,13 @@ def stage_cost(section: Section, links: LinkTable, following: Ints | None) -> St
         passes.append(layer.forward if layer.attention_again is None else layer.attention_again)
         repeats.append(parts.again)
     send = 0.0 if following is None else 2 * pipeline_seconds(links, job, rows, stage.gpus, following)
-    by_domain = [section.by_domain(times) for times in repeats]
+    by_domain = [section.by_domain(counts) for counts in repeats]
     replicas = []
     for domain in range(len(section.replicas)):
         units = np.flatnonzero(plan.unit_replica == domain)
         phases = Phases(pipeline=send)
-        for one, times in zip(passes, by_domain, strict=True):
-            phases += _pass_phases(plan, one, units) * times[domain]
+        for one, counts in zip(passes, by_domain, strict=True):
+            phases += _pass_phases(plan, one, units) * counts[domain]
         slowest = units[np.argmax((logits + sums)[units])]
         phases += Phases(logits=float(logits[slowest]), tensor_parallel=float(sums[slowest]))
         replicas.append(phases)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
@@ -51,7 +53,7 @@ class Timing:
     @property
     def needed(self) -> list[Floats]:
         """Bytes that a GPU of each unit needs, [U]."""
-        return [sum(terms.values()) for terms in self.memory]
+        return [np.sum(list(terms.values()), axis=0) for terms in self.memory]
 
     @property
     def usable(self) -> list[Floats]:

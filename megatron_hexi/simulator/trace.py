@@ -17,7 +17,7 @@ _MICRO = 1e6
 def chrome_trace(simulation: Simulation) -> dict[str, Any]:
     """The replayed events: a process a rank, a thread a lane, the exchange apart; times in µs.
 
-    After them a process for each replica with several stages, in which each stage is a thread: its micro-batches.
+    After them a process for each replica with several stages: a thread a stage, with its micro-batches.
     """
     events: list[dict[str, Any]] = []
     shown = sorted({span.rank for span in simulation.spans})
