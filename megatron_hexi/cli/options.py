@@ -196,8 +196,25 @@ class NewJob(Training):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob(Training):
-    """The job that a plan was made for, as far as the plan does not say it."""
+    """The job that a plan was made for; what is not given is as the plan says, or else the default."""
 
+    micro_batch_size: Annotated[
+        int | None, _number("Sequences that pass at once; what the plan says, or 1.")
+    ] = None
+    pipeline_parallel: Annotated[
+        int | None, _number("Pipeline stages, where the plan does not have them; what it says, or 1.")
+    ] = None
+    recompute: Annotated[
+        str | None,
+        _option(f"What is recomputed: {', '.join(RECOMPUTES)}; what the plan says, or none.", metavar="WHAT"),
+    ] = None
+    precision: Annotated[
+        str | None,
+        _option(
+            f"Of weights and activations: {', '.join(PRECISIONS)}; what the plan says, or bf16.",
+            metavar="TYPE",
+        ),
+    ] = None
     model: Annotated[
         str | None, _option(f"{_MODEL}; the one that the plan names if not given.", metavar="NAME|PATH")
     ] = None

@@ -2,22 +2,15 @@
 
 from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.fit import Shortage, find_shortage
-from megatron_hexi.cost.iteration import CostModel, IterationCost, Timing, check_job, estimate
-from megatron_hexi.cost.job import (
-    PRECISIONS,
-    RECOMPUTES,
-    Job,
-    Precision,
-    Recompute,
-    job_of_plan,
-    job_terms,
-)
+from megatron_hexi.cost.iteration import CostModel, IterationCost, check_job, estimate
+from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
 from megatron_hexi.cost.megatron_arguments import ArgumentTerms
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.presets import presets, read_model, read_terms
 from megatron_hexi.cost.ranks import Pace, RankCost
+from megatron_hexi.cost.timing import Timing
 
 __all__ = [
     "PRECISIONS",
@@ -30,9 +23,7 @@ __all__ = [
     "Model",
     "Pace",
     "Phases",
-    "Precision",
     "RankCost",
-    "Recompute",
     "Shortage",
     "Timing",
     "attention_seconds",

@@ -49,7 +49,7 @@ def token_seconds(speeds: Speeds, job: Job) -> float:
     rows = np.array([_ROWS])
     best = replace(speeds, matmul=_best(speeds.matmul))
     layer, logits = token_times(best, job, rows), logits_times(best, job, rows)
-    again = float(layer.forward[0]) if job.recompute == "full" else 0.0
+    again = float(layer.forward[0]) if job.mode == "full" else 0.0
     layers = job.model.layers * (float(layer.forward[0] + layer.backward[0]) + again)
     return (layers + float(logits.forward[0] + logits.backward[0])) / _ROWS * job.tensor_parallel
 
@@ -62,7 +62,7 @@ def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
         max(max(getattr(passes, way).rates) for passes in (speeds.causal, speeds.full)) * 1e12
         for way in ("forward", "backward")
     )
-    passes = 1 if job.recompute == "none" else 2
+    passes = 1 if job.mode == "none" else 2
     return flops * (passes / forward + ATTENTION_BACKWARD / backward)
 
 

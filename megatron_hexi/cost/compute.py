@@ -171,7 +171,7 @@ def logits_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None 
     return Times(matrix + (36 + element) * loss, 2 * matrix + (12 + element) * loss)
 
 
-def optimizer_seconds(speeds: Speeds, job: Job, params: int, shard: float) -> float:
+def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, shard: N) -> N:
     """Clearing gradients, their norm, and Adam; memory-bound.
 
     Bytes: 4 (fp16: 2) a weight to clear its gradient; a weight of the rank's shard: gradient read for the

@@ -1,32 +1,38 @@
 """How long an iteration takes, and what each rank does in it.
 
-layer     = the slowest group of the replica, as in layer.py; backward after what recomputation repeats
-stage     = layers x (forward + backward) + logits on the last stage + sends to the next stage and back
-replica   = sum of its stages + (micro-batches - 1) x its slowest stage      (1F1B)
+layer     = the slowest group of a domain, as in layer.py; backward after what recomputation repeats
+stage     = its slowest domain: layers x (forward + backward) + logits on the last stage + sends that are
+            waited for
+replica   = sum of its stages and borders + (micro-batches - 1) x a period   (1F1B, pipeline.py)
 iteration = slowest replica with what it does not hide of gradients and weights + optimizer
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.borders import border_seconds
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import Speeds, device_speeds
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer import Stage, layer_times
-from megatron_hexi.cost.memory import GIB, Holdings, stage_memory, stage_params
+from megatron_hexi.cost.layer import Stage
+from megatron_hexi.cost.memory import GIB, Holdings, part_memory, part_params
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.cost.placement import Placement, place
-from megatron_hexi.cost.plan_arrays import PlanArrays, plan_arrays
+from megatron_hexi.cost.pipeline import Pipeline
+from megatron_hexi.cost.placement import place
 from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
+from megatron_hexi.cost.reductions import repeated_reductions, uneven_reductions
 from megatron_hexi.cost.rings import Rings
-from megatron_hexi.cost.stage import StageCost, exposed_synchronisation, optimizer_times, stage_cost
+from megatron_hexi.cost.sections import Ground, Section, plan_sections
+from megatron_hexi.cost.stage import exposed_synchronisation, optimizer_times, stage_cost
+from megatron_hexi.cost.timing import Timing
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan, deal_micro_batches
 
@@ -72,57 +78,6 @@ class IterationCost:
         return all(rank.memory_gib <= rank.usable_gib for rank in self.ranks)
 
 
-@dataclass(frozen=True, eq=False)
-class Timing:
-    """A plan's iteration in arrays over units, for a search that reads what bounds it.
-
-    Args:
-        arrays: the plan.
-        placement: where its units are.
-        stages: what each pipeline stage does for one micro-batch.
-        replicas: where each replica's time goes, the optimizer aside.
-        phases: of the slowest replica, with the optimizer.
-        synchronisation: what each replica waits for gradients and weights, s.
-        optimizer: the optimizer's step of each stage's units, s, [U].
-        micro_batches: of each replica.
-        memory: of each stage: bytes on one GPU of each unit by term, [U].
-    """
-
-    arrays: PlanArrays
-    placement: Placement
-    stages: list[StageCost]
-    replicas: tuple[Phases, ...]
-    phases: Phases
-    synchronisation: list[float]
-    optimizer: list[Floats]
-    micro_batches: Ints
-    memory: list[dict[str, Floats]]
-
-    @property
-    def needed(self) -> Floats:
-        """Bytes that a GPU of each unit needs, [stages, U]."""
-        return np.array([sum(terms.values()) for terms in self.memory])
-
-    @property
-    def usable(self) -> Floats:
-        """Bytes that it has, [stages, U]."""
-        return np.array([device.usable_gib for device in self.placement.devices])[self.placement.kinds] * GIB
-
-    @property
-    def fits(self) -> bool:
-        """Whether every GPU's memory suffices."""
-        return bool((self.needed <= self.usable).all())
-
-
-@dataclass(frozen=True, eq=False)
-class _Ground:
-    """What all plans on the same GPUs have in common; fields as of `Timing`."""
-
-    placement: Placement
-    stages: list[Stage]
-    optimizer: list[Floats]
-
-
 class CostModel:
     """A job on a cluster; what does not depend on the plan is worked out once.
 
@@ -142,10 +97,11 @@ class CostModel:
         nodes = [cluster.nodes[rank.node] for rank in cluster.ranks]
         self._bandwidth = np.array([node.bandwidth for node in nodes])
         self._latency = np.array([node.latency_s for node in nodes])
+        self._usable = np.array([rank.device.usable_gib * GIB for rank in cluster.ranks])
         #: By identity: devices are the cluster's own, few, and long to compare.
         self._speeds: dict[int, Speeds] = {}
-        #: By the plan's ranks and their GPUs: a search asks for few choices, over and over.
-        self._grounds: dict[tuple[int, tuple[int, ...] | None], _Ground] = {}
+        #: Of plans whose stage is repeated, by their ranks and GPUs: a search asks for few, over and over.
+        self._grounds: dict[tuple[int, tuple[int, ...] | None], list[Ground]] = {}
 
     def estimate(self, plan: Plan, gpus: Sequence[int] | None = None) -> IterationCost:
         """What the plan costs.
@@ -161,22 +117,14 @@ class CostModel:
         """
         timing = self.timing(plan, gpus)
         total = timing.phases.total
-        ranks = rank_costs(
-            timing.arrays,
-            self.cluster,
-            timing.placement,
-            timing.stages,
-            timing.optimizer,
-            timing.memory,
-            timing.micro_batches,
-            timing.synchronisation,
-            total,
-        )
-        devices = [self.cluster.ranks[gpu].device for gpu in timing.placement.gpus.flat]
+        ranks = rank_costs(self.cluster, timing)
+        devices = [self.cluster.ranks[rank.gpu].device for rank in ranks]
         return IterationCost(
             iteration_s=total,
             tokens_per_s=self.job.global_batch_size * self.job.seq_length / total,
-            ceiling_tokens_per_s=ceiling_tokens_per_s(self.job, devices, timing.arrays.causal),
+            ceiling_tokens_per_s=ceiling_tokens_per_s(
+                least_recomputed(self.job, timing.sections), devices, plan.workload.causal
+            ),
             phases=timing.phases,
             paces=paces(ranks),
             ranks=ranks,
@@ -186,60 +134,119 @@ class CostModel:
         """The same in arrays, without what is for people only. Arguments and errors as of `estimate`."""
         job = self.job
         micro_batches = check_job(plan, job)
-        ground = self._ground(plan, gpus)
-        placement, stages, optimizer = ground.placement, ground.stages, ground.optimizer
-        arrays = plan_arrays(plan)
-        window, shards = plan.exchange.window, self.shards or len(arrays.tokens)
-        costs = []
-        for number, stage in enumerate(stages):
-            following = placement.gpus[(number + 1) % len(stages), :, 0]
-            layer = layer_times(arrays, job, stage, self.links, window)
-            costs.append(stage_cost(arrays, job, number, stage, layer, self.links, following))
-        synchronisation = exposed_synchronisation(arrays, job, stages, costs, self.rings)
-        step = max(float(times.max()) for times in optimizer)
-        replicas = [
-            _replica_phases([cost.replicas[number] for cost in costs], count)
-            + Phases(gradients=synchronisation[number])
-            for number, count in enumerate(micro_batches)
+        sections = plan_sections(plan, job, lambda ranks: self._stand(plan, ranks, gpus))
+        if plan.is_repeated:
+            following = [section.ground.stage.gpus for section in sections[1:]]
+            costs = [
+                stage_cost(section, self.links, behind)
+                for section, behind in zip(sections, [*following, None], strict=True)
+            ]
+            borders = None
+            reductions = repeated_reductions(job, sections, self.rings, self.shards)
+        else:
+            costs = [stage_cost(section, self.links, None) for section in sections]
+            borders = border_seconds(plan, job, sections, self.links)
+            reductions = uneven_reductions(plan, job, sections, self.rings)
+        pipelines = replica_pipelines(sections, [cost.replicas for cost in costs], borders, micro_batches)
+        waits = exposed_synchronisation(sections, costs, reductions)
+        optimizer = [
+            optimizer_times(section, part_params(section.job, section.part), owned)
+            for section, owned in zip(sections, reductions.owned, strict=True)
         ]
+        step = max(float(times.max()) for times in optimizer)
+        replicas = tuple(
+            pipeline.phases + Phases(gradients=wait) for pipeline, wait in zip(pipelines, waits, strict=True)
+        )
         memory = [
-            stage_memory(job, number, Holdings.of(arrays, micro_batches, cost.layer.flights), window, shards)
-            for number, cost in enumerate(costs)
+            part_memory(
+                section.job,
+                section.part,
+                Holdings.of(section.arrays, micro_batches[section.replica], cost.layer.flights),
+                section.window,
+                owned,
+            )
+            for section, cost, owned in zip(sections, costs, reductions.owned, strict=True)
         ]
         return Timing(
-            arrays=arrays,
-            placement=placement,
+            sections=sections,
             stages=costs,
-            replicas=tuple(replicas),
+            pipelines=pipelines,
+            replicas=replicas,
             phases=max(replicas, key=lambda phases: phases.total) + Phases(optimizer=step),
-            synchronisation=synchronisation,
+            reductions=reductions,
+            synchronisation=waits,
             optimizer=optimizer,
             micro_batches=micro_batches,
             memory=memory,
         )
 
-    def _ground(self, plan: Plan, gpus: Sequence[int] | None) -> _Ground:
+    def _stand(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Ground]:
+        if not plan.is_repeated:
+            return self._find_grounds(plan, ranks, gpus)
         asked = plan.units, plan.gpus if gpus is None else tuple(gpus)
         if asked not in self._grounds:
-            self._grounds[asked] = self._find_ground(place(plan, self.job, self.cluster, gpus))
+            self._grounds[asked] = self._find_grounds(plan, ranks, gpus)
         return self._grounds[asked]
 
-    def _find_ground(self, placement: Placement) -> _Ground:
-        speeds = tuple(map(self._device_speeds, placement.devices))
-        stages = [
-            Stage(first, kinds, speeds, self._bandwidth[first], self._latency[first])
-            for first, kinds in zip(placement.gpus[:, :, 0], placement.kinds, strict=True)
-        ]
-        optimizer = [
-            optimizer_times(self.job, stage, stage_params(self.job, number), self.shards or len(stage.gpus))
-            for number, stage in enumerate(stages)
-        ]
-        return _Ground(placement, stages, optimizer)
+    def _find_grounds(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Ground]:
+        placed = place(plan, self.job, self.cluster, ranks, gpus)
+        devices: dict[int, Device] = {}
+        for gpu in itertools.chain.from_iterable(own[:, 0].tolist() for own in placed):
+            device = self.cluster.ranks[gpu].device
+            devices.setdefault(id(device), device)
+        number = {name: place for place, name in enumerate(devices)}
+        speeds = tuple(map(self._device_speeds, devices.values()))
+        grounds = []
+        for own in placed:
+            first = own[:, 0]
+            kinds = np.array([number[id(self.cluster.ranks[gpu].device)] for gpu in first.tolist()])
+            stage = Stage(first, kinds, speeds, self._bandwidth[first], self._latency[first])
+            grounds.append(Ground(own, stage, self._usable[first]))
+        return grounds
 
     def _device_speeds(self, device: Device) -> Speeds:
         if id(device) not in self._speeds:
             self._speeds[id(device)] = device_speeds(device, self.job)
         return self._speeds[id(device)]
+
+
+def replica_pipelines(
+    sections: Sequence[Section],
+    phases: Sequence[Sequence[Phases]],
+    borders: tuple[list[Floats], list[Floats]] | None,
+    micro_batches: Ints,
+) -> tuple[Pipeline, ...]:
+    """The stages of each replica; a stage is as slow as its slowest domain.
+
+    Args:
+        sections: the units.
+        phases: of the domains of each section.
+        borders: as of `border_seconds`; ``None``: nothing travels beside the stages' work.
+        micro_batches: of each replica.
+    """
+    slowest: list[dict[int, Phases]] = [{} for _ in micro_batches]
+    for section, each in zip(sections, phases, strict=True):
+        for replica, one in zip(section.replicas.tolist(), each, strict=True):
+            stages = slowest[replica]
+            stages[section.number] = max(
+                stages.get(section.number, one), one, key=lambda phases: phases.total
+            )
+    return tuple(
+        Pipeline(
+            stages=tuple(stages[number] for number in range(len(stages))),
+            there=np.zeros(len(stages) - 1) if borders is None else borders[0][replica],
+            back=np.zeros(len(stages) - 1) if borders is None else borders[1][replica],
+            micro_batches=int(micro_batches[replica]),
+        )
+        for replica, stages in enumerate(slowest)
+    )
+
+
+def least_recomputed(job: Job, sections: Sequence[Section]) -> Job:
+    """The job without recomputation that not all sections do."""
+    modes = {section.job.mode for section in sections}
+    everything = all(np.all(section.parts.again == section.parts.layers) for section in sections)
+    return replace(job, recompute=modes.pop() if len(modes) == 1 and everything else "none")
 
 
 def estimate(plan: Plan, job: Job, cluster: Cluster, gpus: Sequence[int] | None = None) -> IterationCost:
@@ -254,7 +261,11 @@ def check_job(plan: Plan, job: Job) -> Ints:
         PlanError: they differ; with both values.
     """
     wanted = job.workload()
-    fields = "seq_length", "heads", "kv_heads", "head_dim", "layers", "hidden_size", "tensor_parallel"
+    fields = ["seq_length", "heads", "kv_heads", "head_dim", "layers", "hidden_size"]
+    if plan.is_repeated:
+        fields.append("tensor_parallel")
+    else:
+        _check_stages(plan, job)
     pairs = [(field, getattr(plan.workload, field), getattr(wanted, field)) for field in fields]
     for field, planned, asked in (*pairs, ("value_dim", plan.workload.value_size, wanted.value_size)):
         if planned is not None and planned != asked:
@@ -272,8 +283,16 @@ def check_job(plan: Plan, job: Job) -> Ints:
     return np.array([share.count for share in shares])
 
 
-def _replica_phases(stages: Sequence[Phases], micro_batches: int) -> Phases:
-    """1F1B: every micro-batch passes the slowest stage, one of them passes the others besides."""
-    slowest = max(stages, key=lambda phases: phases.total)
-    others = sum(phases.total for phases in stages) - slowest.total
-    return slowest * int(micro_batches) + Phases(bubble=others)
+def _check_stages(plan: Plan, job: Job) -> None:
+    if job.pipeline_parallel != 1:
+        raise PlanError(
+            f"pipeline_parallel = {job.pipeline_parallel}: the plan has stages with layers of their own; "
+            "leave it out"
+        )
+    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    shared = any(len(stage.domains) > 1 for stage in stages)
+    if shared and job.micro_batch_size != plan.job.micro_batch_size:
+        raise PlanError(
+            f"micro_batch_size = {job.micro_batch_size}: domains of the plan share "
+            f"{plan.job.micro_batch_size} samples; give {plan.job.micro_batch_size}"
+        )

@@ -9,10 +9,11 @@ from typing import Any, Literal, NoReturn, get_args
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Plan, Workload
+from megatron_hexi.plan.model import Precision, Recompute
 
-Recompute = Literal["none", "selective", "full"]
-Precision = Literal["bf16", "fp16", "fp32"]
-RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+#: How a layer is computed again, if it is.
+RecomputeMode = Literal["none", "selective", "full"]
+RECOMPUTES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 _COUNTS = (
@@ -30,23 +31,24 @@ class Job:
     """What is trained, and how.
 
     Args:
-        model: its shapes.
-        seq_length: tokens of one sequence (S).
-        micro_batch_size: sequences that go through a replica at once (B).
-        global_batch_size: sequences of one iteration, over all replicas.
-        tensor_parallel: GPUs that share each weight: --tensor-model-parallel-size.
-        pipeline_parallel: stages: --pipeline-model-parallel-size.
-        data_parallel: replicas of the plan.
-        recompute: what the backward pass computes again: --recompute-granularity. ``selective`` is core
-            attention: with our layer, that is its all-to-alls and its exchange too.
-        precision: of weights and activations.
-        distributed_optimizer: --use-distributed-optimizer: optimizer state is cut over all replicas' ranks.
-        overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
-        sequence_parallel: --sequence-parallel, where `tensor_parallel` is above 1.
-        kernel: attention kernel; ``None``: each GPU's fastest.
+           model: its shapes.
+           seq_length: tokens of one sequence (S).
+           micro_batch_size: sequences that go through a replica at once (B).
+           global_batch_size: sequences of one iteration, over all replicas.
+           tensor_parallel: GPUs that share each weight: --tensor-model-parallel-size.
+           pipeline_parallel: stages: --pipeline-model-parallel-size.
+           data_parallel: replicas of the plan.
+           recompute: what the backward pass computes again: --recompute-granularity. ``selective`` is core
+    layer, that is its all-to-alls and its exchange too.
+           precision: of weights and activations.
+           distributed_optimizer: --use-distributed-optimizer: optimizer state is cut over all replicas.
+            Where stages have layers of their own it always is.
+           overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
+           sequence_parallel: --sequence-parallel, where `tensor_parallel` is above 1.
+           kernel: attention kernel; ``None``: each GPU's fastest.
 
     Raises:
-        HexiError: sizes that Megatron cannot divide, or words that it does not know.
+           HexiError: sizes that Megatron cannot divide, or words that it does not know.
     """
 
     model: Model
@@ -68,7 +70,7 @@ class Job:
             value = getattr(self, field)
             if type(value) is not int or value < 1:
                 _refuse(field, value, "write a whole number above 0")
-        if self.recompute not in RECOMPUTES:
+        if self.recompute not in RECOMPUTES and not (type(self.recompute) is int and self.recompute > 0):
             _refuse("recompute", self.recompute, f"use {', '.join(RECOMPUTES)}")
         if self.precision not in PRECISIONS:
             _refuse("precision", self.precision, f"use {', '.join(PRECISIONS)}")
@@ -101,6 +103,11 @@ class Job:
         return self.model.layers // self.pipeline_parallel
 
     @property
+    def mode(self) -> RecomputeMode:
+        """How a layer is computed again, if it is."""
+        return recompute_mode(self.recompute)
+
+    @property
     def row_parts(self) -> int:
         """Tensor-parallel ranks that share the rows of norms and residuals."""
         return self.tensor_parallel if self.sequence_parallel else 1
@@ -117,6 +124,11 @@ class Job:
             hidden_size=model.hidden_size,
             tensor_parallel=self.tensor_parallel,
         )
+
+
+def recompute_mode(recompute: Recompute) -> RecomputeMode:
+    """How a layer is computed again, if it is; a number of layers means that these are, whole."""
+    return "full" if isinstance(recompute, int) else recompute
 
 
 def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:
@@ -157,10 +169,15 @@ def job_of_plan(plan: Plan, model: Model, **stated: Any) -> Job:
     return Job(
         model=model,
         seq_length=plan.workload.seq_length,
-        tensor_parallel=plan.workload.tensor_parallel,
+        # Units of several sizes say their own.
+        tensor_parallel=plan.workload.tensor_parallel or 1,
         data_parallel=len(plan.replicas),
         **terms,
     )
+
+
+def _given(how: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in how.items() if value is not None}
 
 
 def _refuse(field: str, value: object, remedy: str) -> NoReturn:

@@ -138,7 +138,7 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
     forward = ForwardClock(posted[0], begin[0], own.forward, window)
     first = own.backward * share
     backward = BackwardClock(posted[1], begin[1], first, own.backward - first, window)
-    is_again = job.recompute == "selective"
+    is_again = job.mode == "selective"
     again = ForwardClock(enter[0] - late[0], enter[0], own.forward, window) if is_again else None
     attention = [own.forward.copy(), own.backward.copy()]
     received, sent, wire = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.plan_arrays import PlanArrays
 
@@ -69,21 +69,69 @@ class Flights:
     sent: Floats
 
 
-def stage_params(job: Job, stage: int) -> int:
-    """Weights on one GPU of a stage: its layers, and an embedding at either end.
+@dataclass(frozen=True, eq=False)
+class ModelPart:
+    """What units have of the model; numbers, or arrays over units, [U].
+
+    Args:
+        layers: how many.
+        again: those of them that the backward pass computes again.
+        is_first: whether with the embedding.
+        is_last: whether with the last norm, the output matrix and the loss.
+        ahead: micro-batches that 1F1B runs forward before the first backward pass, at most: stages from this
+            one to the last.
+    """
+
+    layers: Ints | int
+    again: Ints | int
+    is_first: Bools | bool
+    is_last: Bools | bool
+    ahead: Ints | int
+
+    @classmethod
+    def of_job(cls, job: Job, stage: int) -> ModelPart:
+        """That of a pipeline stage of a job whose stages are alike."""
+        layers, recompute = job.stage_layers, job.recompute
+        again = min(layers, recompute) if isinstance(recompute, int) else layers * (recompute != "none")
+        return cls(
+            layers=layers,
+            again=again,
+            is_first=stage == 0,
+            is_last=stage == job.pipeline_parallel - 1,
+            ahead=job.pipeline_parallel - stage,
+        )
+
+    def of(self, index: Ints) -> ModelPart:
+        """The numbers of some of what this one's arrays are over."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return ModelPart(*(value[index] if isinstance(value, np.ndarray) else value for value in values))
+
+    def in_flight(self, micro_batches: Ints) -> Ints:
+        """Micro-batches whose activations are kept at a time, of so many."""
+        return np.minimum(micro_batches, self.ahead)
+
+
+def part_params(job: Job, part: ModelPart) -> Ints | int:
+    """Weights on one GPU: layers, and an embedding at either end.
 
     Tied embeddings are held twice where first and last stage differ.
     """
     model, tp = job.model, job.tensor_parallel
-    params = job.stage_layers * model.layer_params(tp)
-    first, last = stage == 0, stage == job.pipeline_parallel - 1
-    if first:
-        params += model.vocab_params(tp) + model.learned_positions * model.hidden_size
-    if last:
-        params += model.hidden_size * (2 if model.biases else 1)
-        if not (first and model.tied_embeddings):
-            params += model.vocab_params(tp)
+    first = model.vocab_params(tp) + model.learned_positions * model.hidden_size
+    last_norm = model.hidden_size * (2 if model.biases else 1)
+    has_output = part.is_last * (1 - part.is_first * model.tied_embeddings)
+    params: Ints | int = (
+        part.layers * model.layer_params(tp)
+        + part.is_first * first
+        + part.is_last * last_norm
+        + has_output * model.vocab_params(tp)
+    )
     return params
+
+
+def stage_params(job: Job, stage: int) -> int:
+    """Weights on one GPU of a pipeline stage of a job whose stages are alike."""
+    return int(part_params(job, ModelPart.of_job(job, stage)))
 
 
 def token_activation_bytes(job: Job) -> float:
@@ -146,11 +194,6 @@ def logits_bytes(job: Job, rows: Floats) -> Floats:
     return rows * vocab * (2 * job.element_bytes + 4)
 
 
-def micro_batches_in_flight(job: Job, stage: int, micro_batches: Ints) -> Ints:
-    """Micro-batches whose activations a stage keeps: 1F1B runs so many forward ahead of the backward."""
-    return np.minimum(micro_batches, job.pipeline_parallel - stage)
-
-
 @dataclass(frozen=True, eq=False)
 class Holdings:
     """What units hold, arrays of one shape.
@@ -173,17 +216,14 @@ class Holdings:
 
     @classmethod
     def of(cls, plan: PlanArrays, micro_batches: Ints, flights: Flights) -> Holdings:
-        """Those of a plan's units, [U]; `micro_batches` of each replica."""
+        """Those of units, [U]; `micro_batches` of each's replica."""
         tokens, heads, kv = (held.astype(float) for held in (plan.tokens, plan.heads, plan.kv))
         group_tokens = plan.group_tokens[plan.group].astype(float)
-        return cls(tokens, group_tokens, heads, kv, micro_batches[plan.unit_replica], flights)
+        return cls(tokens, group_tokens, heads, kv, micro_batches, flights)
 
 
 def stage_memory(job: Job, stage: int, held: Holdings, window: int, shards: int) -> dict[str, Floats]:
-    """Bytes on one GPU of each unit, by the names of `Memory`'s terms.
-
-    Recomputation of everything keeps each layer's input (h e a token) and one layer whole; of core
-    attention, its query, key and value in the tokens' layout and one layer's inside.
+    """`part_memory` of a pipeline stage of a job whose stages are alike.
 
     Args:
         job: the job.
@@ -192,29 +232,51 @@ def stage_memory(job: Job, stage: int, held: Holdings, window: int, shards: int)
         window: steps under way ahead of the one in use.
         shards: units that share the optimizer's state.
     """
-    params, shape = stage_params(job, stage), held.tokens.shape
+    own = stage_params(job, stage) / (shards if job.distributed_optimizer else 1)
+    return part_memory(job, ModelPart.of_job(job, stage), held, window, own)
+
+
+def part_memory(
+    job: Job, part: ModelPart, held: Holdings, window: int, owned: Floats | float
+) -> dict[str, Floats]:
+    """Bytes on one GPU of each unit, by the names of `Memory`'s terms.
+
+    Recomputation of a whole layer keeps its input (h e a token), and one layer is there whole; of core
+    attention, query, key and value in the tokens' layout and one layer's inside. 1F1B keeps the activations
+    of as many micro-batches as it runs forward ahead of the backward pass.
+
+    Args:
+        job: the units' job.
+        part: what they have of the model.
+        held: what they hold of the sequence.
+        window: steps under way ahead of the one in use.
+        owned: weights whose optimizer state a GPU keeps.
+    """
+    params = part_params(job, part) + np.zeros(held.tokens.shape)
     rows = job.micro_batch_size * held.tokens
     outside = rows * token_activation_bytes(job)
     inside = attention_bytes(job, held.group_tokens, held.heads, held.kv)
     working = working_set_bytes(
         job, held.tokens, held.group_tokens, held.heads, held.kv, held.flights, window
     )
-    if job.recompute == "full":
+    outside_again, inside_again = outside, inside
+    if job.mode == "full":
         working = working + outside + inside
-        outside = rows * job.model.hidden_size * job.element_bytes / job.row_parts
-        inside = np.zeros(shape)
-    elif job.recompute == "selective":
+        outside_again = rows * job.model.hidden_size * job.element_bytes / job.row_parts
+        inside_again = np.zeros(inside.shape)
+    elif job.mode == "selective":
         working = working + inside
-        inside = rows * token_qkv_bytes(job)
-    kept = job.stage_layers * micro_batches_in_flight(job, stage, held.micro_batches)
-    last = stage == job.pipeline_parallel - 1
-    logits = logits_bytes(job, rows) if last else np.zeros(shape)
-    parts = shards if job.distributed_optimizer else 1
-    activations, attention = kept * outside, kept * inside
+        inside_again = rows * token_qkv_bytes(job)
+    in_flight = part.in_flight(held.micro_batches)
+    activations, attention = (
+        in_flight * (part.again * kept + (part.layers - part.again) * whole)
+        for kept, whole in ((outside_again, outside), (inside_again, inside))
+    )
+    logits = part.is_last * logits_bytes(job, rows)
     return {
-        "weights": np.full(shape, params * float(job.element_bytes)),
-        "gradients": np.full(shape, params * float(GRADIENT_BYTES[job.precision])),
-        "optimizer": np.full(shape, params * OPTIMIZER_BYTES[job.precision] / parts),
+        "weights": params * float(job.element_bytes),
+        "gradients": params * float(GRADIENT_BYTES[job.precision]),
+        "optimizer": owned * float(OPTIMIZER_BYTES[job.precision]) + np.zeros(params.shape),
         "activations": activations,
         "attention": attention,
         "working_set": working,

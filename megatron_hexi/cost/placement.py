@@ -1,83 +1,79 @@
 """Where a plan's units stand on the cluster.
 
-A member of a plan is a unit of `tensor_parallel` consecutive GPUs of one node, and each pipeline stage
-repeats all units. GPUs are numbered as Megatron numbers ranks by default (tp-cp-dp-pp): unit u of stage s
-is the ranks (s U + u) tp to (s U + u) tp + tp - 1, with U units a stage.
+A unit is GPUs of one node. Where the job repeats a stage they are consecutive, and each pipeline stage
+repeats all units. GPUs are numbered as Megatron numbers ranks by default (tp-cp-dp-pp): unit u of stage s is
+the ranks (s U + u) tp to (s U + u) tp + tp - 1, with U units a stage. Else the plan says a unit's ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hexi.cluster import Cluster, Device
+from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan import Plan
 
 
-@dataclass(frozen=True, eq=False)
-class Placement:
-    """GPUs of a job.
-
-    Args:
-        gpus: the cluster's rank of each GPU, [stages, units, tensor_parallel].
-        devices: models of GPU in use.
-        kinds: index into `devices` of each unit, [stages, units].
-    """
-
-    gpus: Ints
-    devices: tuple[Device, ...]
-    kinds: Ints
-
-
-def place(plan: Plan, job: Job, cluster: Cluster, gpus: Sequence[int] | None = None) -> Placement:
+def place(
+    plan: Plan, job: Job, cluster: Cluster, ranks: Sequence[Ints], gpus: Sequence[int] | None = None
+) -> list[Ints]:
     """Put the plan's units on the cluster.
 
     Args:
         plan: the plan.
         job: the job.
         cluster: the cluster.
+        ranks: of the job, of the units of each section, [U, tensor_parallel] each.
         gpus: the cluster's rank of each rank of the job; ``None``: those that the plan names, or else all
             of the cluster in file order.
+
+    Returns:
+        The cluster's rank of each GPU, likewise.
 
     Raises:
         ClusterError: too many or too few GPUs, one given twice, or a unit on two nodes.
     """
-    tp, pp = job.tensor_parallel, job.pipeline_parallel
-    units = plan.units
     gpus = plan.gpus if gpus is None else gpus
     chosen = np.asarray(range(len(cluster.ranks)) if gpus is None else gpus, dtype=np.int64)
-    needed = units * tp * pp
+    needed = sum(own.size for own in ranks)
     if len(chosen) != needed:
-        said = f"{units} ranks" if tp * pp == 1 else f"{units} ranks x {tp} tensor x {pp} pipeline"
         has = f"cluster {cluster.name} has" if gpus is None else "the plan names"
         raise ClusterError(
-            f"{has} {len(chosen)} GPUs, the plan is for {needed} ({said}); "
+            f"{has} {len(chosen)} GPUs, the plan is for {needed} ({_spell_size(plan, job)}); "
             "make the plan for this cluster, or take GPUs out of the cluster file"
         )
     if gpus is not None:
         _check_choice(chosen, cluster)
-    placed = chosen.reshape(pp, units, tp)
-    nodes = np.array([rank.node for rank in cluster.ranks])[placed]
-    split = np.argwhere(nodes.min(axis=2) != nodes.max(axis=2))
-    if len(split):
-        unit = placed[tuple(split[0])]
-        raise ClusterError(
-            f"cluster {cluster.name}: a tensor-parallel unit of {tp} would be "
-            f"{cluster.rank_name(int(unit[0]))} to {cluster.rank_name(int(unit[-1]))}, on two nodes; "
-            "give a tensor_parallel that divides every node's GPUs"
-        )
-    devices: dict[int, Device] = {}
-    kind_of_node = np.zeros(len(cluster.nodes), dtype=np.int64)
-    for number in np.unique(nodes):
-        device = cluster.nodes[number].device
-        devices.setdefault(id(device), device)
-        kind_of_node[number] = list(devices).index(id(device))
-    return Placement(placed, tuple(devices.values()), kind_of_node[nodes[:, :, 0]])
+    node_of = np.array([rank.node for rank in cluster.ranks])
+    placed = [chosen[own] for own in ranks]
+    for own, on in zip(ranks, placed, strict=True):
+        nodes = node_of[on]
+        split = np.flatnonzero(nodes.min(axis=1) != nodes.max(axis=1))
+        if len(split):
+            _refuse_split(plan, cluster, own[split[0]], on[split[0]])
+    return placed
+
+
+def _spell_size(plan: Plan, job: Job) -> str:
+    tp, pp = job.tensor_parallel, job.pipeline_parallel
+    if not plan.is_repeated or tp * pp == 1:
+        return f"{plan.ranks} ranks"
+    return f"{plan.units} ranks x {tp} tensor x {pp} pipeline"
+
+
+def _refuse_split(plan: Plan, cluster: Cluster, ranks: Ints, gpus: Ints) -> None:
+    ends = f"{cluster.rank_name(int(gpus[0]))} to {cluster.rank_name(int(gpus[-1]))}"
+    if plan.is_repeated:
+        who, remedy = "would be", "give a tensor_parallel that divides every node's GPUs"
+    else:
+        who, remedy = f"has ranks {ranks.tolist()}, which are", "give it ranks of one node"
+    raise ClusterError(
+        f"cluster {cluster.name}: a tensor-parallel unit of {len(gpus)} {who} {ends}, on two nodes; {remedy}"
+    )
 
 
 def _check_choice(chosen: Ints, cluster: Cluster) -> None:

@@ -1,11 +1,14 @@
 """A plan as arrays: what every unit holds, for terms that are counted for thousands of units at once.
 
-Units are numbered by the plan's ranks, groups through all replicas in the plan's order. Shape letters:
-U units, N groups, J segments of a group (the most that any has; shorter ones are filled with empty ones).
+Units are numbered by their ranks, groups through all replicas in the plan's order. Where stages have layers
+of their own, the arrays are those of some domains (sections.py), and each domain is a replica here. Shape
+letters: U units, N groups, J segments of a group (the most that any has; shorter ones are filled with empty
+ones).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -13,7 +16,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.serving import Serving, serving
-from megatron_hexi.plan import Plan, require_repeated
+from megatron_hexi.plan import Domain, Plan, Workload, require_repeated
 from megatron_hexi.plan.heads import head_parts, heads_first, kv_range
 from megatron_hexi.plan.layout import merge_segments
 from megatron_hexi.plan.model import Group, Range
@@ -96,24 +99,36 @@ class PlanArrays:
 
 
 def plan_arrays(plan: Plan) -> PlanArrays:
-    """The arrays of a plan that passed its checks.
+    """The arrays of all units of a plan whose one stage the job repeats.
 
     Raises:
-        PlanError: its stages are not known to the cost model yet.
+        PlanError: it has more to it than domains that hold all samples.
     """
     require_repeated(plan, "time")
-    groups = [group for replica in plan.replicas for group in replica.domain.groups]
-    counts = [len(replica.domain.groups) for replica in plan.replicas]
-    ratio = plan.workload.queries_per_kv
+    return domain_arrays(plan.workload, [replica.domain for replica in plan.replicas], plan.exchange.parts)
+
+
+def domain_arrays(workload: Workload, domains: Sequence[Domain], parts: int) -> PlanArrays:
+    """The arrays of some domains, each a replica of them.
+
+    Args:
+        workload: theirs, with their tensor-parallel size.
+        domains: the domains.
+        parts: of the first exchange step, at most.
+    """
+    groups = [group for domain in domains for group in domain.groups]
+    counts = [len(domain.groups) for domain in domains]
+    ratio = workload.queries_per_kv
     beside = np.repeat(counts, counts)
-    parts = plan.exchange.parts
-    tokens, group_of = (np.zeros(plan.units, dtype=np.int64) for _ in range(2))
-    held = np.zeros((3 + 2 * parts, plan.units), dtype=np.int64)
-    for number, group in enumerate(groups):
-        ranks = [member.number for member in group.members]
+    leads = [member.lead for group in groups for member in group.members]
+    number = {lead: place for place, lead in enumerate(sorted(leads))}
+    tokens, group_of = (np.zeros(len(leads), dtype=np.int64) for _ in range(2))
+    held = np.zeros((3 + 2 * parts, len(leads)), dtype=np.int64)
+    for place, group in enumerate(groups):
+        ranks = [number[member.lead] for member in group.members]
         tokens[ranks] = [member.tokens for member in group.members]
         held[:, ranks] = np.array([_held(member.heads, ratio, parts) for member in group.members]).T
-        group_of[ranks] = number
+        group_of[ranks] = place
     heads, first, kv = held[:3]
     part_heads, part_kv = held[3 : 3 + parts], held[3 + parts :]
     in_halves = parts > 1
@@ -122,7 +137,7 @@ def plan_arrays(plan: Plan) -> PlanArrays:
     head_class = [classes.setdefault(tuple(m.heads for m in group.members), len(classes)) for group in groups]
     starts, stops = _segments(groups)
     return PlanArrays(
-        causal=plan.workload.causal,
+        causal=workload.causal,
         tokens=tokens,
         heads=heads,
         heads_first=np.where((beside[group_of] > 1) | (in_halves & several[group_of]), first, heads),
@@ -131,7 +146,7 @@ def plan_arrays(plan: Plan) -> PlanArrays:
         part_heads=part_heads,
         part_kv=part_kv,
         group=group_of,
-        slots=np.array([member.number for group in groups for member in group.members]),
+        slots=np.array([number[lead] for lead in leads]),
         first_slot=np.cumsum([0, *(len(group.members) for group in groups)]),
         group_tokens=np.array([group.tokens for group in groups]),
         replica=np.repeat(np.arange(len(counts)), counts),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.layer import Pass
 from megatron_hexi.cost.memory import GIB, Memory, unit_memory
-from megatron_hexi.cost.placement import Placement
 from megatron_hexi.cost.plan_arrays import PlanArrays
-from megatron_hexi.cost.stage import StageCost
+from megatron_hexi.cost.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class RankCost:
         name: of the GPU, for people: ``h100-0/3``.
         device: model of GPU.
         stage: its pipeline stage.
-        unit: its member of the plan.
+        unit: its member: its number in the stage, or in a plan whose stages have layers of their own.
         token_s: matrices and norms on its tokens, recomputation included.
         attention_s: attention on its heads, likewise.
         logits_s: output matrix and loss.
@@ -82,68 +81,53 @@ def paces(ranks: Sequence[RankCost]) -> tuple[Pace, ...]:
     return tuple(found)
 
 
-def rank_costs(
-    plan: PlanArrays,
-    cluster: Cluster,
-    placement: Placement,
-    costs: Sequence[StageCost],
-    optimizer: Sequence[Floats],
-    memory: Sequence[Mapping[str, Floats]],
-    micro_batches: Ints,
-    synchronisation: Sequence[float],
-    iteration_s: float,
-) -> tuple[RankCost, ...]:
-    """One for each rank of the job, in Megatron's order.
+def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
+    """One for each rank of the job.
 
     Args:
-        plan: the plan.
         cluster: the cluster.
-        placement: where the units are.
-        costs: of each stage.
-        optimizer: seconds of each stage's units.
-        memory: of each stage's units.
-        micro_batches: of each replica.
-        synchronisation: what each replica waits for gradients and weights.
-        iteration_s: the whole.
+        timing: what an iteration takes.
     """
     ranks: list[RankCost] = []
-    turns = micro_batches[plan.unit_replica]
-    for stage, cost in enumerate(costs):
-        times = turns * cost.layers
-        token = times * sum(one.token for one in cost.passes)
-        attention = times * sum(one.attention for one in cost.passes)
-        waits = times * sum(_own_communication(plan, one) for one in cost.passes)
-        logits, waits = turns * cost.logits, waits + turns * (cost.logits_sum + cost.pipeline_s)
-        for unit, gpus in enumerate(placement.gpus[stage]):
-            parts = {
-                "token_s": float(token[unit]),
-                "attention_s": float(attention[unit]),
-                "logits_s": float(logits[unit]),
-                "optimizer_s": float(optimizer[stage][unit]),
-                "communication_s": float(waits[unit]) + synchronisation[plan.unit_replica[unit]],
-            }
-            for gpu in map(int, gpus):
+    waited = np.array(timing.synchronisation)
+    for section, cost, optimizer, memory in zip(
+        timing.sections, timing.stages, timing.optimizer, timing.memory, strict=True
+    ):
+        plan = section.arrays
+        turns = timing.micro_batches[section.replica]
+        passes = list(zip(cost.repeats, cost.passes, strict=True))
+        waits = sum(times * _own_communication(plan, one) for times, one in passes)
+        times = {
+            "token_s": turns * sum(times * one.token for times, one in passes),
+            "attention_s": turns * sum(times * one.attention for times, one in passes),
+            "logits_s": turns * cost.logits,
+            "optimizer_s": optimizer,
+            "communication_s": turns * (waits + cost.logits_sum + cost.pipeline_s) + waited[section.replica],
+        }
+        for unit, numbers in enumerate(section.ranks):
+            parts = {name: float(values[unit]) for name, values in times.items()}
+            for rank, gpu in zip(numbers.tolist(), section.ground.gpus[unit].tolist(), strict=True):
                 device = cluster.ranks[gpu].device
                 ranks.append(
                     RankCost(
-                        rank=len(ranks),
+                        rank=rank,
                         gpu=gpu,
                         name=cluster.rank_name(gpu),
                         device=device.name,
-                        stage=stage,
-                        unit=unit,
+                        stage=section.number,
+                        unit=int(section.units[unit]),
                         **parts,
                         # Rounding must not make a rank that never waits wait less than nothing.
-                        idle_s=max(0.0, iteration_s - sum(parts.values())),
-                        memory=unit_memory(memory[stage], unit),
+                        idle_s=max(0.0, timing.phases.total - sum(parts.values())),
+                        memory=unit_memory(memory, unit),
                         usable_gib=device.usable_gib,
                     )
                 )
-    return tuple(ranks)
+    return tuple(sorted(ranks, key=lambda rank: rank.rank))
 
 
 def _own_communication(plan: PlanArrays, one: Pass) -> Floats:
-    """Seconds of a layer; of waits in the exchange what the whole replica bears, the rest is idleness."""
+    """Seconds of a layer; of waits in the exchange what the whole domain bears, the rest is idleness."""
     exchange = np.zeros(len(plan.tokens))
     for replica in np.unique(plan.unit_replica):
         units = np.flatnonzero(plan.unit_replica == replica)

@@ -33,17 +33,19 @@ class Rings:
         self._links = links
         self._laid: dict[tuple[bytes, int], tuple[float, float]] = {}
 
-    def seconds(self, gpus: Ints, size: float, width: int) -> float:
+    def seconds(self, gpus: Ints, size: float, width: int, least: float | None = None) -> float:
         """One pass: a reduce-scatter or an all-gather.
 
         (U - 1) / U x size over the busiest link, and U - 1 latencies (Thakur et al., Optimization of
         collective communication operations in MPICH, 2005). Rings of a unit's tensor-parallel ranks run
-        beside it, over their own cards or the node's.
+        beside it, over their own cards or the node's. Of uneven shares each link carries all but one, and
+        the busiest all but the least.
 
         Args:
             gpus: the first GPU of each unit, in rank order, [U]; nodes follow each other as they do there.
             size: bytes of the whole buffer on one GPU.
             width: tensor-parallel size.
+            least: the least part of the buffer that a unit ends (or begins) with; ``None``: all are equal.
         """
         units = len(gpus)
         if units == 1:
@@ -52,7 +54,8 @@ class Rings:
         if name not in self._laid:
             self._laid[name] = self._lay(gpus, width)
         each, latency = self._laid[name]
-        return (units - 1) / units * size * each + (units - 1) * latency
+        carried = (units - 1) / units if least is None else 1 - least
+        return carried * size * each + (units - 1) * latency
 
     def _lay(self, gpus: Ints, width: int) -> tuple[float, float]:
         """Seconds a byte, and latency of a step."""

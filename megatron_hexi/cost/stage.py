@@ -1,4 +1,4 @@
-"""One pipeline stage: its layers, what stands at its ends, and its gradients."""
+"""The stages of one section: their layers, what stands at their ends, and their gradients."""
 
 from __future__ import annotations
 
@@ -11,80 +11,83 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import pipeline_seconds, tensor_parallel_seconds
 from megatron_hexi.cost.compute import Times, logits_times, optimizer_seconds
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer import Layer, Pass, Stage
-from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
+from megatron_hexi.cost.layer import Layer, Pass, Stage, layer_times
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.plan_arrays import PlanArrays
-from megatron_hexi.cost.rings import Rings
+from megatron_hexi.cost.reductions import Reductions
+from megatron_hexi.cost.sections import Section
 
 
 @dataclass(frozen=True, eq=False)
 class StageCost:
-    """What a stage does for one micro-batch.
+    """What the stages of a section do for one micro-batch.
 
     Args:
-        layer: one of its layers.
-        layers: how many it has.
-        passes: what it runs of each layer: forward, backward, and what recomputation repeats.
-        logits: output matrix and loss of each unit, s, [U]; 0 but on the last stage.
+        layer: one of their layers.
+        layers: how many they have, a number or [U].
+        passes: what they run of layers: forward, backward, and what recomputation repeats.
+        repeats: of how many layers they run each pass, numbers or [U].
+        logits: output matrix and loss of each unit, s, [U]; 0 but on a last stage.
         logits_sum: the sum inside each unit that they need, s, [U].
-        pipeline_s: sends to the next stage and of its gradients back.
-        replicas: where each replica's time goes.
+        pipeline_s: sends to the next stage and of its gradients back that nothing hides.
+        replicas: where each domain's time goes; of a stage that the job repeats, each replica's.
     """
 
     layer: Layer
-    layers: int
+    layers: Ints | int
     passes: tuple[Pass, ...]
+    repeats: tuple[Ints | int, ...]
     logits: Floats
     logits_sum: Floats
     pipeline_s: float
     replicas: tuple[Phases, ...]
 
 
-def stage_cost(
-    plan: PlanArrays,
-    job: Job,
-    number: int,
-    stage: Stage,
-    layer: Layer,
-    links: LinkTable,
-    following: Ints,
-) -> StageCost:
-    """Put a stage together.
+def stage_cost(section: Section, links: LinkTable, following: Ints | None) -> StageCost:
+    """Time a section.
 
     Args:
-        plan: the plan.
-        job: the job.
-        number: of the stage.
-        stage: where its units are.
-        layer: one of its layers.
+        section: the units.
         links: the cluster's.
-        following: first GPU of each unit of the next stage, [U].
+        following: first GPU of each unit of the next stage, [U], where sends are waited for; ``None``: there
+            are none, or they are left under way.
     """
-    last = number == job.pipeline_parallel - 1
+    plan, job, stage = section.arrays, section.job, section.ground.stage
+    layer = layer_times(plan, job, stage, links, section.window)
     rows = job.micro_batch_size * plan.tokens.astype(float)
     logits, sums = np.zeros(len(rows)), np.zeros(len(rows))
-    if last:
+    if np.any(section.parts.is_last):
         times = _logits(job, stage, rows)
-        logits = times.forward + times.backward
-        sums = tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
-    passes = [layer.forward, layer.backward]
-    if job.recompute == "full":
-        passes.append(layer.forward)
-    elif layer.attention_again is not None:
-        passes.append(layer.attention_again)
-    send = 0.0 if last else 2 * pipeline_seconds(links, job, rows, stage.gpus, following)
+        logits = section.part.is_last * (times.forward + times.backward)
+        sums = section.part.is_last * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
+    parts = section.parts
+    passes, repeats = [layer.forward, layer.backward], [parts.layers, parts.layers]
+    if job.mode != "none":
+        passes.append(layer.forward if layer.attention_again is None else layer.attention_again)
+        repeats.append(parts.again)
+    send = 0.0 if following is None else 2 * pipeline_seconds(links, job, rows, stage.gpus, following)
+    by_domain = [section.by_domain(counts) for counts in repeats]
     replicas = []
-    for replica in range(int(plan.replica[-1]) + 1):
-        units = np.flatnonzero(plan.unit_replica == replica)
+    for domain in range(len(section.replicas)):
+        units = np.flatnonzero(plan.unit_replica == domain)
         phases = Phases(pipeline=send)
-        for one in passes:
-            phases += _pass_phases(plan, one, units) * job.stage_layers
+        for one, counts in zip(passes, by_domain, strict=True):
+            phases += _pass_phases(plan, one, units) * counts[domain]
         slowest = units[np.argmax((logits + sums)[units])]
         phases += Phases(logits=float(logits[slowest]), tensor_parallel=float(sums[slowest]))
         replicas.append(phases)
-    return StageCost(layer, job.stage_layers, tuple(passes), logits, sums, send, tuple(replicas))
+    of_units = section.part
+    return StageCost(
+        layer=layer,
+        layers=of_units.layers,
+        passes=tuple(passes),
+        repeats=(of_units.layers, of_units.layers, of_units.again)[: len(passes)],
+        logits=logits,
+        logits_sum=sums,
+        pipeline_s=send,
+        replicas=tuple(replicas),
+    )
 
 
 def _pass_phases(plan: PlanArrays, one: Pass, units: Ints) -> Phases:
@@ -105,48 +108,43 @@ def _pass_phases(plan: PlanArrays, one: Pass, units: Ints) -> Phases:
 
 
 def exposed_synchronisation(
-    plan: PlanArrays, job: Job, stages: Sequence[Stage], costs: Sequence[StageCost], rings: Rings
+    sections: Sequence[Section], costs: Sequence[StageCost], reductions: Reductions
 ) -> list[float]:
     """What each replica waits for gradients and weights, s.
 
-    With the distributed optimizer gradients are reduce-scattered and weights all-gathered over all
-    replicas' ranks, without it gradients are all-reduced (twice their bytes). With `overlap_gradients`
-    gradients travel behind the backward pass of the last micro-batch and weights behind the forward pass
+    Gradients may travel behind the backward pass of the last micro-batch and weights behind the forward pass
     of the first, in the time that attention leaves the wire free; the last layer's part (the first's)
     always shows:  max(t / layers, t - layers x (pass - its wire time)).
     """
-    waits = np.zeros((len(stages), len(costs[0].replicas)))
-    for number, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
-        params, layers = stage_params(job, number), cost.layers
-        gradients = float(params * GRADIENT_BYTES[job.precision])
-        weights = float(params * job.element_bytes)
-        ring = [
-            rings.seconds(stage.gpus, size, job.tensor_parallel)
-            for size in (gradients, weights if job.distributed_optimizer else gradients)
-        ]
-        covers = [
-            cost.layer.backward,
-            cost.layer.forward if job.distributed_optimizer else cost.layer.backward,
-        ]
-        if not job.distributed_optimizer:
-            ring, covers = [sum(ring)], covers[:1]
-        for seconds, cover in zip(ring, covers, strict=True):
-            for replica in range(waits.shape[1]):
-                free = 0.0
-                if job.overlap_gradients:
-                    longest = cover.finish[plan.unit_replica == replica].max()
-                    free = layers * max(0.0, float(longest) - cover.wire)
-                least = seconds / layers if job.overlap_gradients else seconds
-                waits[number, replica] += max(least, seconds - free)
-    return [float(wait) for wait in waits.max(axis=0)]
+    waits = np.zeros(1 + max(int(section.replicas.max()) for section in sections))
+    for number, (section, cost) in enumerate(zip(sections, costs, strict=True)):
+        layers = section.by_domain(section.parts.layers)
+        for domain, replica in enumerate(section.replicas):
+            units, wait = section.arrays.unit_replica == domain, 0.0
+            for one in reductions.turns:
+                seconds, free, least = float(one.seconds[number][domain]), 0.0, 1
+                if one.hides_behind is not None:
+                    cover: Pass = getattr(cost.layer, one.hides_behind)
+                    least = layers[domain]
+                    free = least * max(0.0, float(cover.finish[units].max()) - cover.wire)
+                wait += max(seconds / least, seconds - free)
+            waits[replica] = max(waits[replica], wait)
+    return [float(wait) for wait in waits]
 
 
-def optimizer_times(job: Job, stage: Stage, params: int, shards: int) -> Floats:
-    """The optimizer's step of each unit, s, [U]; with the distributed optimizer `shards` units share it."""
-    shard = params / shards if job.distributed_optimizer else float(params)
+def optimizer_times(section: Section, params: Ints | int, owned: Floats | float) -> Floats:
+    """The optimizer's step of each unit, s, [U].
+
+    Args:
+        section: the units.
+        params: weights on one GPU, a number or [U].
+        owned: those of them whose optimizer state it keeps, likewise.
+    """
+    job, stage = section.job, section.ground.stage
     times = np.zeros(len(stage.gpus))
-    for speeds, members in stage.by_kind:
-        times[members] = optimizer_seconds(speeds, job, params, shard)
+    held, own = (np.broadcast_to(values, times.shape) for values in (params, owned))
+    for speeds, units in stage.by_kind:
+        times[units] = optimizer_seconds(speeds, job, held[units], own[units])
     return times
 
 

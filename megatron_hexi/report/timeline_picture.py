@@ -62,13 +62,13 @@ def draw_timeline(simulation: Simulation) -> Figure:
         width_ratios=[max(width, max(widths) / 4) for width in widths],
     )[0]
     shown: set[str] = set()
-    for number, (one, (title, layer, windows), width) in enumerate(zip(axes, panels, widths, strict=True)):
+    for number, (one, (title, layers, windows), width) in enumerate(zip(axes, panels, widths, strict=True)):
         scale, unit = (1e3, "ms") if width < 1 else (1.0, "s")
         one.set_title(title)
         one.set_xlabel(unit)
         one.set_xlim(0, width * scale or 1)
         for place, row in enumerate(rows):
-            shown |= _draw_row(one, row.panels[number], place, windows[row.stage], scale, layer)
+            shown |= _draw_row(one, row.panels[number], place, windows[row.stage], scale, layers[row.stage])
     axes[0].set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
     axes[0].set_ylim(len(rows) - 0.5, -0.5)
     for one in axes:
@@ -82,8 +82,8 @@ def draw_timeline(simulation: Simulation) -> Figure:
     return figure
 
 
-#: A title, the layer, and in which time each stage does it.
-_Panel = tuple[str, tuple[tuple[str, int], ...], list[tuple[float, float]]]
+#: A title, of each stage the layer that is shown (in which ways), and in which time it does it.
+_Panel = tuple[str, list[tuple[tuple[str, int], ...]], list[tuple[float, float]]]
 
 
 def _panels(simulation: Simulation) -> list[_Panel]:
@@ -91,21 +91,23 @@ def _panels(simulation: Simulation) -> list[_Panel]:
     panels: list[_Panel] = []
     stages = 1 + max(rank.stage for rank in simulation.ranks)
     for title, ways in (("forward", ("forward",)), ("backward", ("again", "backward"))):
-        layers = [span.layer for span in simulation.spans if span.way in ways]
-        layer = (max if title == "forward" else min)(layers, default=0)
-        windows = []
+        layers, windows = list[int](), list[tuple[float, float]]()
         for stage in range(stages):
             own = [
                 span
                 for span in simulation.spans
-                if span.way in ways and span.layer == layer and simulation.ranks[span.rank].stage == stage
+                if span.way in ways and simulation.ranks[span.rank].stage == stage
             ]
-            start = min((span.start_s for span in own), default=0.0)
-            windows.append((start, max((span.end_s for span in own), default=start)))
-        name = f"layer {layer + 1}, {title}"
+            layer = (max if title == "forward" else min)((span.layer for span in own), default=0)
+            shown = [span for span in own if span.layer == layer]
+            start = min((span.start_s for span in shown), default=0.0)
+            layers.append(layer)
+            windows.append((start, max((span.end_s for span in shown), default=start)))
+        name = f"layer {layers[0] + 1}" if len(set(layers)) == 1 else "a layer of each stage"
+        name += f", {title}"
         if any(span.way == "again" for span in simulation.spans) and title == "backward":
             name += " (what is recomputed first)"
-        panels.append((name, tuple((way, layer) for way in ways), windows))
+        panels.append((name, [tuple((way, layer) for way in ways) for layer in layers], windows))
     return panels
 
 

@@ -102,7 +102,9 @@ def _reasons(phase: str, more: float, findings: Findings) -> Iterator[str]:
                 f"end it up to {findings.lead:.1%} of a layer apart"
             )
     elif phase == "bubble":
-        yield "follows from the times of the stages"
+        yield ("the model waits for all stages while a pipeline fills and drains, some hide behind others")
+    elif phase == "pipeline":
+        yield "sends hide in what a stage waits anyhow"
     elif phase == "gradients":
         layers, wires = ("shorter", "busier") if more > 0 else ("longer", "freer")
         yield f"the layers that hide them are {layers}, or their wires {wires}, than in the model"

@@ -2,7 +2,7 @@
 
 A stage with L layers of which n were replayed takes the time of the replay and L - n times the mean of its
 last two layers, forward and backward (groups that take turns in waiting for each other repeat after two).
-Every micro-batch begins with all units of its replica ready.
+Every micro-batch begins with all units of its stage ready.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from megatron_hexi.cost import Phases
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.layer import by_group
+from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import StageCost
 from megatron_hexi.simulator.program import Lap
 from megatron_hexi.simulator.replay import Replay, last_laps
@@ -24,18 +25,20 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class StageTimes:
-    """One micro-batch of a stage.
+    """One micro-batch of the stages of a section.
 
     Args:
-        replicas: where each replica's time goes, sends included.
+        replicas: where each domain's time goes, sends that nothing hides included.
+        forward: seconds of each domain's forward pass, the logits aside, [domains].
         token: seconds of each unit, [U].
         attention: likewise.
-        communication: waiting while its own messages are under way, likewise, sends included.
-        times: how often each lap counts: once, or for layers that were not replayed too, [laps].
+        communication: waiting while its own messages are under way, likewise, those sends included.
+        times: how often each lap counts: once, or for layers that were not replayed too, [laps, U].
         cost: the model's, with simulated times of a layer, for what hides behind them.
     """
 
     replicas: tuple[Phases, ...]
+    forward: Floats
     token: Floats
     attention: Floats
     communication: Floats
@@ -43,49 +46,56 @@ class StageTimes:
     cost: StageCost
 
 
-def extend_stage(replay: Replay, cost: StageCost, layers: int) -> StageTimes:
-    """All layers of a stage.
+def extend_stage(section: Section, replay: Replay, cost: StageCost, layers: int) -> StageTimes:
+    """All layers of the stages of a section.
 
     Args:
-        replay: of some of them.
+        section: the units.
+        replay: of some of the layers.
         cost: the model's, for work and sends.
         layers: how many were replayed.
     """
     plan, laps = replay.plan, replay.laps
-    missing = cost.layers - layers
-    times = _times(laps, missing)
+    domain = plan.unit_replica
+    once, more = _times(section, laps, layers)
     token, attention = (np.array([_work(cost, lap, name) for lap in laps]) for name in ("token", "attention"))
     durations, exposed, busy = replay.durations(), replay.exposed(), token + attention
-    whole, communication = durations.sum(axis=0), exposed.sum(axis=0)
-    for ways in (("forward",), ("again", "backward")):
-        last = [number for way in ways for number in last_laps(laps, way)]
-        layer, work, waits = (
-            values[last].sum(axis=0) / len(last_laps(laps, ways[-1])) for values in (durations, busy, exposed)
-        )
+    whole, communication = (once * durations), (once[:, domain] * exposed).sum(axis=0)
+    ahead = np.array([lap.way == "forward" for lap in laps])
+    passes = []
+    for rows in (ahead, ~ahead):
+        missing, work = (more * durations)[rows].sum(axis=0), (more[:, domain] * busy)[rows].sum(axis=0)
         # Where a lag is made up a layer may seem shorter than its own work, which cannot last.
-        np.maximum.at(layer, plan.unit_replica, work)
-        whole = whole + missing * layer
-        communication = communication + missing * np.minimum(waits, layer[plan.unit_replica] - work)
+        np.maximum.at(missing, domain, work)
+        passes.append(whole[rows].sum(axis=0) + missing)
+        waits = (more[:, domain] * exposed)[rows].sum(axis=0)
+        communication = communication + np.minimum(waits, missing[domain] - work)
+    times = once + more
     return StageTimes(
         replicas=tuple(
-            _replica_phases(replay, cost, times, replica, float(seconds))
-            for replica, seconds in enumerate(whole)
+            _replica_phases(replay, cost, times[:, number], number, float(seconds))
+            for number, seconds in enumerate(sum(passes))
         ),
-        token=times @ token,
-        attention=times @ attention,
+        forward=passes[0] + cost.pipeline_s / 2,
+        token=(times[:, domain] * token).sum(axis=0),
+        attention=(times[:, domain] * attention).sum(axis=0),
         communication=communication + cost.pipeline_s,
-        times=times,
+        times=times[:, domain],
         cost=_simulated_cost(replay, cost, durations),
     )
 
 
-def _times(laps: tuple[Lap, ...], missing: int) -> Floats:
-    """The last laps of each way stand for the layers that were not replayed."""
-    times = np.ones(len(laps))
-    for way in ("forward", "again", "backward"):
+def _times(section: Section, laps: tuple[Lap, ...], layers: int) -> tuple[Floats, Floats]:
+    """How often laps count as they were replayed, and how often the last of each way stand for others."""
+    once = np.ones((len(laps), len(section.replicas)))
+    more = np.zeros(once.shape)
+    parts = section.parts
+    for way, number in (("forward", parts.layers), ("again", parts.again), ("backward", parts.layers)):
+        counts = np.array(section.by_domain(number))
+        once[[lap.way == way for lap in laps]] = np.minimum(1, counts / layers)
         last = last_laps(laps, way)
-        times[last] += missing / max(1, len(last))
-    return times
+        more[last] = np.maximum(0, counts - layers) / max(1, len(last))
+    return once, more
 
 
 def _work(cost: StageCost, lap: Lap, name: str) -> Floats:
@@ -97,7 +107,7 @@ def _work(cost: StageCost, lap: Lap, name: str) -> Floats:
 
 
 def _replica_phases(replay: Replay, cost: StageCost, times: Floats, replica: int, seconds: float) -> Phases:
-    """Where a replica's time goes along the group with the most to do.
+    """Where a domain's time goes along the group with the most to do.
 
     All-to-alls take from when the last member is ready until the last one is done. What is left when all
     that the group has to do is taken off is the exchange's: waiting for keys, values and their gradients.

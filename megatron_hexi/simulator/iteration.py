@@ -1,24 +1,26 @@
-"""A whole iteration: layers replayed event by event, the rest put together as the cost model does."""
+"""A whole iteration: layers replayed event by event, stages step by step, the rest as in the cost model."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, Job, Phases, Timing
-from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.compute import Speeds, device_speeds
-from megatron_hexi.cost.layer import Stage
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.pipeline import Pipeline
+from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import exposed_synchronisation
 from megatron_hexi.plan import Plan
 from megatron_hexi.simulator.engine import Progress
 from megatron_hexi.simulator.extend import StageTimes, extend_stage
 from megatron_hexi.simulator.findings import find
-from megatron_hexi.simulator.replay import Replay, replay_stage
-from megatron_hexi.simulator.simulation import LinkUse, RankTimeline, Simulation, Span
+from megatron_hexi.simulator.pipeline import pipeline_phases, replay_pipeline
+from megatron_hexi.simulator.replay import Replay, replay_section
+from megatron_hexi.simulator.simulation import LinkUse, PipelineSpan, RankTimeline, Simulation, Span
 from megatron_hexi.simulator.work import LayerWork, layer_work
 
 #: So many layers are replayed forward, and backward, at least: all units begin the first one together, the
@@ -49,24 +51,25 @@ def simulate(
         PlanError: the plan was made for another job.
         ClusterError: the plan's units do not match the cluster, or a GPU cannot do the job.
     """
-    model = CostModel(job, cluster)
-    timing = model.timing(plan, gpus)
-    speeds = tuple(device_speeds(device, job) for device in timing.placement.devices)
+    timing = CostModel(job, cluster).timing(plan, gpus)
+    sections = timing.sections
     works = [
-        layer_work(timing.arrays, job, speeds, kinds, cost.layer)
-        for kinds, cost in zip(timing.placement.kinds, timing.stages, strict=True)
+        layer_work(section.arrays, section.job, section.ground.stage, cost.layer)
+        for section, cost in zip(sections, timing.stages, strict=True)
     ]
-    layers = _layers(job, works[0])
-    replays = _replays(plan, job, cluster, timing, works, layers, progress)
-    stages = [extend_stage(replay, cost, layers) for replay, cost in zip(replays, timing.stages, strict=True)]
-    waits = exposed_synchronisation(
-        timing.arrays, job, _places(timing, speeds, cluster), [stage.cost for stage in stages], model.rings
-    )
-    replicas = [
-        _replica_phases([stage.replicas[number] for stage in stages], int(count))
-        + Phases(gradients=waits[number])
-        for number, count in enumerate(timing.micro_batches)
+    layers = [_layers(section, work) for section, work in zip(sections, works, strict=True)]
+    replays = _replays(cluster, timing, works, layers, progress)
+    stages = [
+        extend_stage(section, replay, cost, count)
+        for section, replay, cost, count in zip(sections, replays, timing.stages, layers, strict=True)
     ]
+    waits = exposed_synchronisation(sections, [stage.cost for stage in stages], timing.reductions)
+    replicas, steps = list[Phases](), list[PipelineSpan]()
+    for replica, wait in enumerate(waits):
+        pipeline, forward = _pipeline(timing, stages, replica)
+        spans = replay_pipeline(pipeline, forward, replica)
+        replicas.append(pipeline_phases(pipeline, forward, spans) + Phases(gradients=wait))
+        steps += spans
     step = max(float(times.max()) for times in timing.optimizer)
     phases = max(replicas, key=lambda phases: phases.total) + Phases(optimizer=step)
     return Simulation(
@@ -74,105 +77,98 @@ def simulate(
         tokens_per_s=job.global_batch_size * job.seq_length / phases.total,
         phases=phases,
         ranks=_ranks(cluster, timing, stages, waits, phases.total),
-        spans=tuple(span for number, replay in enumerate(replays) for span in _spans(replay, number, job)),
+        spans=tuple(
+            span
+            for section, replay in zip(sections, replays, strict=True)
+            for span in _spans(section, replay)
+        ),
+        pipeline=tuple(steps),
         links=_links(timing, replays, stages, phases.total),
         findings=find(replays),
-        layers=layers,
-        stage_layers=job.stage_layers,
+        layers=max(layers),
+        stage_layers=max(max(section.by_domain(section.parts.layers)) for section in sections),
     )
 
 
-def _layers(job: Job, work: LayerWork) -> int:
+def _layers(section: Section, work: LayerWork) -> int:
     """How many layers are replayed."""
-    each = work.messages(job.recompute != "none")
-    return min(job.stage_layers, max(LEAST_LAYERS, MOST_MESSAGES // max(1, each)))
+    each = work.messages(section.job.mode != "none")
+    fewest = min(section.by_domain(section.parts.layers))
+    return min(fewest, max(LEAST_LAYERS, MOST_MESSAGES // max(1, each)))
 
 
 def _replays(
-    plan: Plan,
-    job: Job,
     cluster: Cluster,
     timing: Timing,
     works: Sequence[LayerWork],
-    layers: int,
+    layers: Sequence[int],
     progress: Progress | None,
 ) -> list[Replay]:
-    count, window = len(works), plan.exchange.window
+    count = len(works)
     replays: list[Replay] = []
-    for number, (work, cost) in enumerate(zip(works, timing.stages, strict=True)):
+    for number, (section, cost) in enumerate(zip(timing.sections, timing.stages, strict=True)):
 
         def report(done: int, total: int, before: int = number) -> None:
             if progress is not None:
                 progress(before * total + done, count * total)
 
-        gpus, last = timing.placement.gpus[number, :, 0], number == count - 1
-        replays.append(
-            replay_stage(timing.arrays, job, cluster, gpus, work, cost, window, layers, last, report)
-        )
+        replays.append(replay_section(section, cost, works[number], cluster, layers[number], report))
     return replays
 
 
-def _places(timing: Timing, speeds: tuple[Speeds, ...], cluster: Cluster) -> list[Stage]:
-    """Where the units of each stage are, for the model's rings."""
-    places = []
-    for gpus, kinds in zip(timing.placement.gpus[:, :, 0], timing.placement.kinds, strict=True):
-        nodes = [cluster.nodes[cluster.ranks[gpu].node] for gpu in gpus]
-        bandwidth = np.array([node.bandwidth for node in nodes])
-        latency = np.array([node.latency_s for node in nodes])
-        places.append(Stage(gpus, kinds, speeds, bandwidth, latency))
-    return places
-
-
-def _replica_phases(stages: Sequence[Phases], micro_batches: int) -> Phases:
-    """1F1B, as in cost/iteration.py."""
-    slowest = max(stages, key=lambda phases: phases.total)
-    others = sum(phases.total for phases in stages) - slowest.total
-    return slowest * micro_batches + Phases(bubble=others)
+def _pipeline(timing: Timing, stages: Sequence[StageTimes], replica: int) -> tuple[Pipeline, list[float]]:
+    """A replica's stages with their simulated times, and the forward passes' part of each."""
+    found: dict[int, tuple[Phases, float]] = {}
+    for section, times in zip(timing.sections, stages, strict=True):
+        for domain in np.flatnonzero(section.replicas == replica).tolist():
+            one = times.replicas[domain], float(times.forward[domain])
+            number = section.number
+            found[number] = max(found.get(number, one), one, key=lambda pair: pair[0].total)
+    ordered = [found[number] for number in range(len(found))]
+    pipeline = replace(timing.pipelines[replica], stages=tuple(phases for phases, _ in ordered))
+    return pipeline, [forward for _, forward in ordered]
 
 
 def _ranks(
     cluster: Cluster, timing: Timing, stages: Sequence[StageTimes], waits: Sequence[float], whole: float
 ) -> tuple[RankTimeline, ...]:
     ranks: list[RankTimeline] = []
-    replica = timing.arrays.unit_replica
-    turns = timing.micro_batches[replica]
-    for number, stage in enumerate(stages):
-        cost, optimizer = timing.stages[number], timing.optimizer[number]
+    for number, (section, stage) in enumerate(zip(timing.sections, stages, strict=True)):
+        replica = section.replica
+        turns = timing.micro_batches[replica]
         work = {
             "token": turns * stage.token,
             "attention": turns * stage.attention,
-            "logits": turns * cost.logits,
-            "optimizer": optimizer,
+            "logits": turns * timing.stages[number].logits,
+            "optimizer": timing.optimizer[number],
         }
         communication = turns * stage.communication + np.array(waits)[replica]
-        for unit, gpus in enumerate(timing.placement.gpus[number]):
+        for unit, numbers in enumerate(section.ranks):
             busy = {kind: float(seconds[unit]) for kind, seconds in work.items()}
             # Rounding must not make a rank that never waits wait less than nothing.
             idle = max(0.0, whole - sum(busy.values()) - float(communication[unit]))
-            for gpu in map(int, gpus):
+            for rank, gpu in zip(numbers.tolist(), section.ground.gpus[unit].tolist(), strict=True):
                 ranks.append(
                     RankTimeline(
-                        rank=len(ranks),
+                        rank=rank,
                         gpu=gpu,
                         name=cluster.rank_name(gpu),
                         device=cluster.ranks[gpu].device.name,
-                        stage=number,
-                        unit=unit,
+                        stage=section.number,
+                        unit=int(section.units[unit]),
                         busy=busy,
                         communication_s=float(communication[unit]),
                         idle_s=idle,
                         idle_share=idle / whole,
                     )
                 )
-    return tuple(ranks)
+    return tuple(sorted(ranks, key=lambda rank: rank.rank))
 
 
-def _spans(replay: Replay, stage: int, job: Job) -> list[Span]:
-    first = stage * len(replay.program.units)
+def _spans(section: Section, replay: Replay) -> list[Span]:
     spans = []
     for piece in replay.log.pieces:
-        lap = replay.laps[piece.lap]
-        rank = (first + piece.unit) * job.tensor_parallel
+        lap, rank = replay.laps[piece.lap], int(section.ranks[piece.unit, 0])
         spans.append(
             Span(rank, piece.lane, piece.kind, piece.name, piece.start, piece.end, lap.layer, lap.way)
         )
@@ -186,9 +182,8 @@ def _links(
     sizes: dict[str, float] = defaultdict(float)
     capacity: dict[str, float] = {}
     most: dict[str, int] = defaultdict(int)
-    turns = timing.micro_batches[timing.arrays.unit_replica]
-    for replay, stage in zip(replays, stages, strict=True):
-        carried = _carried(replay, stage.times, turns)
+    for section, replay, stage in zip(timing.sections, replays, stages, strict=True):
+        carried = _carried(replay, stage.times * timing.micro_batches[section.replica])
         for link, name in enumerate(replay.table.names):
             sizes[name] += float(carried[link])
             capacity[name] = float(replay.table.capacity[link])
@@ -197,10 +192,10 @@ def _links(
     return tuple(sorted(uses, key=lambda use: -use.busy_share))
 
 
-def _carried(replay: Replay, times: Floats, turns: Ints) -> Floats:
-    """Bytes that cross each link in an iteration."""
+def _carried(replay: Replay, times: Floats) -> Floats:
+    """Bytes that cross each link in an iteration; `times` that each unit goes through each lap, [laps, U]."""
     program, table = replay.program, replay.table
     laps = np.array(program.set_laps, dtype=np.int64)[program.sets]
-    size = program.size * times[laps] * turns[program.src]
+    size = program.size * times[laps, program.src]
     loads = table.weights[replay.route] * size[:, None]
     return np.bincount(table.links[replay.route].ravel(), loads.ravel(), len(table.capacity))

@@ -1,4 +1,4 @@
-"""Some layers of one pipeline stage, forward and backward, event by event."""
+"""Some layers of the stages of one section, forward and backward, event by event."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import StageCost
 from megatron_hexi.simulator.engine import Engine, Log, Progress
 from megatron_hexi.simulator.program import POINTS, Lap, Program, build_program
@@ -22,10 +22,10 @@ _FINISH = POINTS.index("finish")
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """What a stage did.
+    """What the units of a section did.
 
     Args:
-        plan: the plan.
+        plan: what the units hold.
         program: what the units did.
         table: the routes that messages took.
         route: of each message, [M].
@@ -115,47 +115,42 @@ class Replay:
         return counts[0], counts[1]
 
 
-def replay_stage(
-    plan: PlanArrays,
-    job: Job,
-    cluster: Cluster,
-    gpus: Ints,
-    work: LayerWork,
+def replay_section(
+    section: Section,
     cost: StageCost,
-    window: int,
+    work: LayerWork,
+    cluster: Cluster,
     layers: int,
-    last: bool,
     progress: Progress | None = None,
 ) -> Replay:
-    """Replay one micro-batch through the first layers of a stage, and backward through as many.
+    """Replay one micro-batch through the first layers of a section's stages, and backward through as many.
 
     Args:
-        plan: the plan.
-        job: the job.
-        cluster: the cluster.
-        gpus: first GPU of each unit, [U].
+        section: the units.
+        cost: of their stages, for what stands at the end of them.
         work: of one layer.
-        cost: of the stage, for what stands at its end.
-        window: exchange steps under way ahead of the one in use.
+        cluster: the cluster.
         layers: how many.
-        last: whether the stage has the logits.
         progress: told how much of how much is done.
     """
-    program = build_program(work, stage_laps(job, layers, last), window, cost.logits, cost.logits_sum)
-    routes = Routes(cluster, job.tensor_parallel)
+    laps = section_laps(section, layers)
+    program = build_program(work, laps, section.window, cost.logits, cost.logits_sum)
+    routes = Routes(cluster, section.job.tensor_parallel)
+    gpus = section.ground.stage.gpus
     route = routes.numbers(gpus[program.src], gpus[program.dst])
     table = routes.table()
-    return Replay(plan, program, table, route, Engine(program, table, route, progress).run())
+    return Replay(section.arrays, program, table, route, Engine(program, table, route, progress).run())
 
 
-def stage_laps(job: Job, layers: int, last: bool) -> list[Lap]:
+def section_laps(section: Section, layers: int) -> list[Lap]:
     """Forward through some layers, the logits, and backward through as many with what is recomputed."""
+    most, mode = max(section.by_domain(section.parts.layers)), section.job.mode
     laps = [Lap("forward", layer) for layer in range(layers)]
-    if last:
+    if np.any(section.parts.is_last):
         laps.append(Lap("logits", layers - 1))
-    for layer in reversed(range(job.stage_layers - layers, job.stage_layers)):
-        if job.recompute != "none":
-            laps.append(Lap("again", layer, whole=job.recompute == "full"))
+    for layer in reversed(range(most - layers, most)):
+        if mode != "none":
+            laps.append(Lap("again", layer, whole=mode == "full"))
         laps.append(Lap("backward", layer))
     return laps
 

@@ -21,7 +21,7 @@ class RankTimeline:
         name: of the GPU, for people: ``h100-0/3``.
         device: model of GPU.
         stage: its pipeline stage.
-        unit: its member of the plan.
+        unit: its member: its number in the stage, or in a plan whose stages have layers of their own.
         busy: work by kind: ``token``, ``attention``, ``logits``, ``optimizer``; recomputation included.
         communication_s: waiting while its own messages are under way, sums inside a unit, and what shows of
             gradients and weights.
@@ -69,6 +69,27 @@ class Span:
     end_s: float
     layer: int
     way: str
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpan:
+    """A micro-batch in a stage of a replica, from the start of the iteration.
+
+    Args:
+        replica: number of the replica.
+        stage: number of its stage.
+        way: ``forward`` or ``backward``.
+        micro_batch: number among those of the replica.
+        start_s: when it began.
+        end_s: when it ended.
+    """
+
+    replica: int
+    stage: int
+    way: str
+    micro_batch: int
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)
@@ -152,10 +173,11 @@ class Simulation:
         phases: where the time goes, along the slowest way; they add up to `iteration_s`.
         ranks: by rank of the job.
         spans: what was replayed: a few layers of one micro-batch, forward and backward.
+        pipeline: the micro-batches in their stages, by replica and stage.
         links: the busiest first.
         findings: what the cost model does not know.
-        layers: how many layers of each stage were replayed.
-        stage_layers: how many it has.
+        layers: how many layers of each stage were replayed; of stages that differ, the most.
+        stage_layers: how many it has, likewise.
     """
 
     iteration_s: float
@@ -163,6 +185,7 @@ class Simulation:
     phases: Phases
     ranks: tuple[RankTimeline, ...]
     spans: tuple[Span, ...]
+    pipeline: tuple[PipelineSpan, ...]
     links: tuple[LinkUse, ...]
     findings: Findings
     layers: int

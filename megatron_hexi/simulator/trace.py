@@ -15,7 +15,10 @@ _MICRO = 1e6
 
 
 def chrome_trace(simulation: Simulation) -> dict[str, Any]:
-    """The replayed events: a process a rank, a thread a lane, the exchange apart; times in µs."""
+    """The replayed events: a process a rank, a thread a lane, the exchange apart; times in µs.
+
+    After them a process for each replica with several stages: a thread a stage, with its micro-batches.
+    """
     events: list[dict[str, Any]] = []
     shown = sorted({span.rank for span in simulation.spans})
     for rank in shown:
@@ -37,6 +40,7 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
                 "args": {"layer": span.layer, "way": span.way},
             }
         )
+    events += _pipeline_events(simulation)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -46,6 +50,33 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
             "stage_layers": simulation.stage_layers,
         },
     }
+
+
+def _pipeline_events(simulation: Simulation) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    for replica in sorted({span.replica for span in simulation.pipeline if span.stage > 0}):
+        process = len(simulation.ranks) + replica
+        spans = [span for span in simulation.pipeline if span.replica == replica]
+        events.append(_metadata("process_name", process, 0, {"name": f"replica {replica}: micro-batches"}))
+        events.append(_metadata("process_sort_index", process, 0, {"sort_index": process}))
+        events += [
+            _metadata("thread_name", process, stage, {"name": f"stage {stage}"})
+            for stage in sorted({span.stage for span in spans})
+        ]
+        events += [
+            {
+                "ph": "X",
+                "name": f"{span.way} {span.micro_batch}",
+                "cat": "pipeline",
+                "pid": process,
+                "tid": span.stage,
+                "ts": span.start_s * _MICRO,
+                "dur": (span.end_s - span.start_s) * _MICRO,
+                "args": {"way": span.way, "micro_batch": span.micro_batch},
+            }
+            for span in spans
+        ]
+    return events
 
 
 def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:

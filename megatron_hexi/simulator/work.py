@@ -19,7 +19,7 @@ from megatron_hexi.cost.compute import (
 )
 from megatron_hexi.cost.exchange import Chunk, exchange_chunks
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer import Layer, message_bytes
+from megatron_hexi.cost.layer import Layer, Stage, message_bytes
 from megatron_hexi.cost.plan_arrays import PlanArrays
 
 
@@ -84,16 +84,13 @@ class LayerWork:
         return (2 + 2 + 2 * again) * moves + (1 + 2 + again) * keys
 
 
-def layer_work(
-    plan: PlanArrays, job: Job, speeds: tuple[Speeds, ...], kinds: Ints, layer: Layer
-) -> LayerWork:
+def layer_work(plan: PlanArrays, job: Job, stage: Stage, layer: Layer) -> LayerWork:
     """Take a layer apart.
 
     Args:
         plan: the plan.
         job: the job.
-        speeds: of each model of GPU.
-        kinds: model of GPU of each unit, [U].
+        stage: what the units run on.
         layer: what the cost model makes of it; work on tokens is taken from there.
     """
     holder, taker = plan.all_to_all_pairs
@@ -103,15 +100,14 @@ def layer_work(
         moves.setdefault((move.way, move.inward), []).append(Messages(*ends, move.size))
     chunks = list(exchange_chunks(plan))
     first = plan.heads_first
-    by_kind = [(speeds[kind], np.flatnonzero(kinds == kind)) for kind in np.unique(kinds)]
-    own = _own_blocks(plan, job, by_kind)
+    own = _own_blocks(plan, job, stage.by_kind)
     return LayerWork(
         token=Times(layer.forward.token, layer.backward.token),
         sums=layer.forward.tensor_parallel,
         own=own,
         own_last=own.backward * (1 - first / np.maximum(plan.heads, 1)),
         share=first / np.maximum(plan.heads, 1),
-        steps=tuple(step for chunk in chunks for step in _steps(plan, job, by_kind, chunk)),
+        steps=tuple(step for chunk in chunks for step in _steps(plan, job, stage.by_kind, chunk)),
         before=tuple(step for chunk in chunks for step in _before(first, chunk)),
         unit_steps=plan.groups_beside[plan.group] - 1,
         moves=tuple(tuple(halves) for halves in moves.values()),

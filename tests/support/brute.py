@@ -219,7 +219,7 @@ class BruteForce:
         timing = self._model.timing(plan)
         self.timed += 1
         seconds = timing.phases.total
-        excess = float((timing.needed / timing.usable).max()) - 1
+        excess = timing.fullness - 1
         if excess > 0:
             return seconds * (1 + _OVERDRAWN * excess)
         if seconds < self._limit:

@@ -14,9 +14,9 @@ from megatron_hexi.cost.memory import (
     RESERVE_BYTES,
     Flights,
     Holdings,
+    ModelPart,
     attention_bytes,
     logits_bytes,
-    micro_batches_in_flight,
     stage_memory,
     stage_params,
     token_activation_bytes,
@@ -40,7 +40,7 @@ def alone(**changes):
     """Memory of a single GPU that does everything."""
     job = tiny_job(**changes)
     plan = one_replica(job.workload(), Group(((0, 4096),), (Member((0,), 4096, (0, 4)),)))
-    return unit_memory(stage_memory(job, 0, Holdings.of(plan_arrays(plan), np.array([1]), NONE), 1, 1), 0)
+    return unit_memory(stage_memory(job, 0, Holdings.of(plan_arrays(plan), np.array(1), NONE), 1, 1), 0)
 
 
 def test_weights_by_hand():
@@ -67,7 +67,7 @@ def test_the_optimizer_is_shared_by_all_ranks():
     flights = Flights(np.zeros(4), np.zeros(4))
     params = stage_params(job, 0)
     for given_job, share in ((job, 4), (tiny_job(distributed_optimizer=False), 1)):
-        found = stage_memory(given_job, 0, Holdings.of(plan_arrays(plan), np.array([1]), flights), 1, 4)
+        found = stage_memory(given_job, 0, Holdings.of(plan_arrays(plan), np.array(1), flights), 1, 4)
         assert list(found["optimizer"]) == [12 * params / share] * 4
 
 
@@ -127,7 +127,7 @@ def test_reserve_and_total_by_hand():
 def test_pipelines_keep_micro_batches_in_flight():
     job = tiny_job(pipeline_parallel=2, global_batch_size=8)
     counts = np.array([1, 8])
-    assert [list(micro_batches_in_flight(job, stage, counts)) for stage in (0, 1)] == [[1, 2], [1, 1]]
+    assert [list(ModelPart.of_job(job, stage).in_flight(counts)) for stage in (0, 1)] == [[1, 2], [1, 1]]
 
 
 def test_flights_of_a_plan_by_hand():

@@ -21,7 +21,7 @@ from megatron_hexi.cost.compute import (
 )
 from megatron_hexi.plan import Replica, backward_traffic, build_schedule, forward_traffic, proportional_plan
 from megatron_hexi.simulator import compare_with_model, simulate
-from megatron_hexi.simulator.replay import replay_stage
+from megatron_hexi.simulator.replay import replay_section
 from megatron_hexi.simulator.work import layer_work
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import SPARSE, TORN, examples, plans
@@ -32,13 +32,9 @@ GB = 1e9
 def replay(plan, job, known, layers=2):
     """The first stage, replayed; units on the cluster's GPUs in order."""
     timing = CostModel(job, known).timing(plan)
-    speeds = tuple(device_speeds(device, job) for device in timing.placement.devices)
-    cost = timing.stages[0]
-    work = layer_work(timing.arrays, job, speeds, timing.placement.kinds[0], cost.layer)
-    gpus = timing.placement.gpus[0, :, 0]
-    last = job.pipeline_parallel == 1
-    window = plan.exchange.window
-    found = replay_stage(timing.arrays, job, known, gpus, work, cost, window, layers, last)
+    section, cost = timing.sections[0], timing.stages[0]
+    work = layer_work(section.arrays, job, section.ground.stage, cost.layer)
+    found = replay_section(section, cost, work, known, layers)
     return found, work, cost
 
 

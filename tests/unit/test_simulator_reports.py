@@ -57,13 +57,18 @@ def test_traces_are_valid(tmp_path, changes):
     for spans in lanes.values():
         for before, after in itertools.pairwise(sorted(spans)):
             assert before[1] <= after[0] * (1 + 1e-9)
-    # Every lane has a name, and the first rank of every unit both lanes.
+    # Every lane has a name, and the first rank of every unit both lanes. A pipeline's stages have one each.
     units = {(rank.stage, rank.unit) for rank in found.ranks}
-    assert len({pid for pid, _ in lanes}) == len(units)
+    stages = {rank.stage for rank in found.ranks}
+    assert len({pid for pid, _ in lanes if pid < len(found.ranks)}) == len(units)
+    assert {lane for lane in lanes if lane[0] >= len(found.ranks)} == {
+        (len(found.ranks), stage) for stage in stages if len(stages) > 1
+    }
     assert {(("thread_name"), pid, tid) for pid, tid in lanes} <= set(names)
     assert names["process_name", 0, 0] == {"name": "rank 0: a-0/0 (PLAIN)"}
     assert names["thread_name", 0, 1] == {"name": "network"}
-    assert sum(map(len, lanes.values())) == len(found.spans)
+    pipeline = len(found.pipeline) if len(stages) > 1 else 0
+    assert sum(map(len, lanes.values())) == len(found.spans) + pipeline
     assert trace["otherData"]["iteration_s"] == found.iteration_s
 
 

@@ -132,13 +132,14 @@ def _shortage(entry: Entry) -> str:
     """The GPU that lacks most: its rank, what it needs, what it has, and what takes most of it."""
     trial = entry.trial
     timing, cluster = trial.timing, trial.fleet.cluster
-    stage, unit = np.unravel_index(np.argmax(timing.needed - timing.usable), timing.needed.shape)
-    _, units, width = timing.placement.gpus.shape
-    gpu = int(timing.placement.gpus[stage, unit, 0])
-    rank, device = int(stage * units + unit) * width, cluster.ranks[gpu].device.name
-    needed, usable = timing.needed[stage, unit] / _GIB, timing.usable[stage, unit] / _GIB
+    short = np.array(timing.needed) - np.array(timing.usable)
+    stage, unit = map(int, np.unravel_index(np.argmax(short), short.shape))
+    section = timing.sections[stage]
+    gpu, rank = int(section.ground.gpus[unit, 0]), int(section.ranks[unit, 0])
+    device = cluster.ranks[gpu].device.name
+    needed, usable = timing.needed[stage][unit] / _GIB, timing.usable[stage][unit] / _GIB
     term, size = max(
-        ((name, values[unit]) for name, values in timing.memory[int(stage)].items()), key=lambda item: item[1]
+        ((name, values[unit]) for name, values in timing.memory[stage].items()), key=lambda item: item[1]
     )
     return (
         f"rank {rank} ({cluster.rank_name(gpu)}, {device}) needs {needed:.1f} GiB and has {usable:.1f}, "

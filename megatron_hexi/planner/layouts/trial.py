@@ -57,7 +57,7 @@ class Trial:
     @property
     def fullness(self) -> float:
         """The largest part of a GPU's memory that is needed."""
-        return float((self.timing.needed / self.timing.usable).max())
+        return self.timing.fullness
 
     @property
     def excess(self) -> float:

@@ -150,7 +150,7 @@ def least_ring(fleet: Fleet, found_s: float, crosses: bool) -> Ring:
     step = _least_step(fleet)
     if units < 2:
         return Ring(step=step)
-    again = {"none": 0, "selective": 0, "full": 1}[job.recompute]
+    again = {"none": 0, "selective": 0, "full": 1}[job.mode]
     share = 1 - (again + (0 if job.distributed_optimizer else 1)) * _forward_share(fleet)
     gradient = GRADIENT_BYTES[job.precision]
     weight = job.element_bytes if job.distributed_optimizer else gradient

@@ -1,0 +1,83 @@
+"""1F1B: what the stages of a replica do one after the other, and how long that takes at most.
+
+Each stage runs as many micro-batches forward as stages come after it, then one forward and one backward in
+turn, then the backward passes that are left. A forward pass needs the activations of the stage before, a
+backward pass the gradients of the stage behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.phases import Phases
+
+
+class Step(NamedTuple):
+    """A micro-batch's pass through a stage."""
+
+    way: Literal["forward", "backward"]
+    micro_batch: int
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """The stages of one replica.
+
+    Args:
+        stages: where the time of a micro-batch goes in each, forward and backward, sends that nothing hides
+            included.
+        there: seconds that activations are under way over each border while both sides go on, [p - 1].
+        back: the same of gradients.
+        micro_batches: how many pass.
+    """
+
+    stages: tuple[Phases, ...]
+    there: Floats
+    back: Floats
+    micro_batches: int
+
+    def steps(self, stage: int) -> Iterator[Step]:
+        """What a stage does, in order."""
+        count = self.micro_batches
+        ahead = min(len(self.stages) - 1 - stage, count)
+        for number in range(ahead):
+            yield Step("forward", number)
+        for number in range(count - ahead):
+            yield Step("forward", ahead + number)
+            yield Step("backward", number)
+        for number in range(count - ahead, count):
+            yield Step("backward", number)
+
+    @property
+    def phases(self) -> Phases:
+        """Where the replica's time goes, in closed form.
+
+            sum of all stages and borders + (micro-batches - 1) x period
+
+        The first micro-batch passes everything; the others follow a period apart. The slowest stage sets the
+        period, or a row of n neighbours with what travels between them: 1F1B keeps n micro-batches in flight
+        there, so one every n-th part of the way through and back; or a border that is always busy.
+        """
+        totals = np.array([phases.total for phases in self.stages])
+        slowest = self.stages[int(np.argmax(totals))]
+        others = float(totals.sum()) - slowest.total
+        between = self.there + self.back
+        shown = float(between.sum()) + (self.micro_batches - 1) * (self._period(totals) - slowest.total)
+        return slowest * self.micro_batches + Phases(bubble=others, pipeline=shown)
+
+    def _period(self, totals: Floats) -> float:
+        period = float(totals.max())
+        if not len(self.there) or not (self.there.any() or self.back.any()):
+            return period
+        period = max(period, float(self.there.max()), float(self.back.max()))
+        way = np.concatenate([[0.0], np.cumsum(totals)])
+        sent = np.concatenate([[0.0], np.cumsum(self.there + self.back)])
+        for length in range(2, min(len(totals), self.micro_batches - 1) + 1):
+            rows = way[length:] - way[:-length] + sent[length - 1 :] - sent[: len(sent) - length + 1]
+            period = max(period, float(rows.max()) / length)
+        return period

@@ -1,0 +1,228 @@
+"""Sums of gradients and new weights between whoever holds the same, and who keeps which optimizer state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
+from megatron_hexi.cost.rings import Rings
+from megatron_hexi.cost.sections import Section
+from megatron_hexi.mesh import Box, Bucket, Mesh, Place, cut_pieces, make_buckets
+from megatron_hexi.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """Gradients, or weights, once an iteration.
+
+    Args:
+        seconds: of each section's domains, [sections][domains]: all that a rank of theirs takes part in.
+        hides_behind: the pass of a layer behind which it travels; ``None``: nothing hides it.
+    """
+
+    seconds: list[Floats]
+    hides_behind: Literal["forward", "backward"] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Reductions:
+    """What all ranks of the job do together once an iteration.
+
+    Args:
+        turns: one after the other.
+        owned: weights whose optimizer state each unit's GPUs keep, [sections], numbers or [U].
+    """
+
+    turns: tuple[Turn, ...]
+    owned: list[Floats | float]
+
+
+def repeated_reductions(
+    job: Job, sections: Sequence[Section], rings: Rings, shards: int | None
+) -> Reductions:
+    """Where pipeline stages are alike: a stage's ranks hold the same, and Megatron reduces over all of them.
+
+    With the distributed optimizer gradients are reduce-scattered and weights all-gathered, without it
+    gradients are all-reduced (twice their bytes). With `overlap_gradients` both are hidden.
+
+    Args:
+        job: the job.
+        sections: its pipeline stages.
+        rings: of the cluster.
+        shards: units that share the optimizer's state, where not those of the plan.
+    """
+    gradients, weights, owned = list[Floats](), list[Floats](), list[Floats | float]()
+    for section in sections:
+        params, gpus = stage_params(job, section.number), section.ground.stage.gpus
+        once = np.ones(len(section.replicas))
+        sizes = float(params * GRADIENT_BYTES[job.precision]), float(params * job.element_bytes)
+        seconds = [rings.seconds(gpus, size, job.tensor_parallel) for size in sizes]
+        gradients.append(once * seconds[0])
+        weights.append(once * seconds[1])
+        owned.append(params / ((shards or len(gpus)) if job.distributed_optimizer else 1))
+    hidden = job.overlap_gradients
+    if not job.distributed_optimizer:
+        return Reductions((Turn([2 * one for one in gradients], "backward" if hidden else None),), owned)
+    turns = (
+        Turn(gradients, "backward" if hidden else None),
+        Turn(weights, "forward" if hidden else None),
+    )
+    return Reductions(turns, owned)
+
+
+def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: Rings) -> Reductions:
+    """Where stages have layers of their own: each set of holders by itself, by the tables of `mesh`.
+
+    Gradients are reduced to the owners of the optimizer's state, and weights come from there. All ranks take
+    the sets in one order, so a rank in several waits for the others of each. Gradients may hide behind the
+    backward pass; weights come after the optimizer's step and are waited for.
+
+    Args:
+        plan: the plan.
+        job: the job.
+        sections: the plan's.
+        rings: of the cluster.
+    """
+    mesh = Mesh(plan, job.micro_batch_size, job.sequence_parallel)
+    weights = _Weights(job, mesh)
+    owned = np.zeros(len(mesh.places))
+    lead, gpu = (np.zeros(len(mesh.places), dtype=np.int64) for _ in range(2))
+    for section in sections:
+        gpu[section.ranks] = section.ground.gpus
+        lead[section.ranks] = section.ground.gpus[:, :1]
+    busy = np.zeros((2, len(mesh.places)))
+    for bucket in weights.buckets():
+        for slab in bucket.slabs:
+            count = slab.stop - slab.start
+            owned[slab.owner] += count * weights.density[slab.key, weights.width[slab.owner]]
+        holders = np.array(bucket.holders)
+        params, least = weights.size(bucket), _least_share(bucket)
+        gpus, width = _ring(mesh, holders, weights.width, lead, gpu)
+        seconds = [
+            rings.seconds(gpus, params * size, width, least)
+            for size in (GRADIENT_BYTES[job.precision], job.element_bytes)
+        ]
+        busy[:, holders] = (busy[:, holders].max(axis=1) + seconds)[:, None]
+    turns = [
+        [_by_domain(section, times[section.ranks].max(axis=1)) for section in sections] for times in busy
+    ]
+    return Reductions(
+        turns=(Turn(turns[0], "backward" if job.overlap_gradients else None), Turn(turns[1], None)),
+        owned=[owned[section.ranks].max(axis=1) for section in sections],
+    )
+
+
+class _Held(NamedTuple):
+    """A weight, or the same one of several layers, on one rank.
+
+    Args:
+        key: of the weight.
+        rows: of all layers; (0, 1) where there are none.
+        of: rows in all.
+        depth: how early the forward pass uses it.
+    """
+
+    key: str
+    rows: tuple[int, int]
+    of: int
+    depth: int
+
+
+class _Weights:
+    """The boxes of a model description: layers, vocabulary matrices, and the rest at the ends.
+
+    Megatron's own boxes are finer; all of a layer's are held alike, so one stands for them. Each is cut in as
+    many chunks as all tensor-parallel sizes divide. Norms, of which every rank of a unit has a copy, are
+    counted with what is cut.
+    """
+
+    def __init__(self, job: Job, mesh: Mesh) -> None:
+        self._job, self._mesh = job, mesh
+        self.width = [len(mesh.member(place).ranks) for place in mesh.places]
+        self._chunks = math.lcm(*self.width)
+        #: Weights on a rank for each element of its boxes, by key and tensor-parallel size.
+        self.density: dict[tuple[str, int], float] = {}
+        self._elements: dict[str, int] = {}
+        widest = max(self.width)
+        for key in ("layers", "embedding", "output", "positions", "norm"):
+            self._elements[key] = max(1, self._params(key, widest) * widest // self._chunks)
+            for width in set(self.width):
+                chunks = self._chunks // width
+                self.density[key, width] = self._params(key, width) / (chunks * self._elements[key])
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Every set of holders, in the order in which ranks reduce them."""
+        state = {place.rank: self._mesh.member(place).state for place in self._mesh.places}
+        boxes = [[self._box(place, held) for held in self._held(place)] for place in self._mesh.places]
+        return make_buckets(cut_pieces(boxes), state, None)
+
+    def size(self, bucket: Bucket) -> float:
+        """Weights of a bucket, as its holder with most copies counts them."""
+        widths = {self.width[rank] for rank in bucket.holders}
+        return sum(
+            piece.size * max(self.density[piece.key, width] for width in widths) for piece in bucket.pieces
+        )
+
+    def _params(self, key: str, width: int) -> int:
+        """Weights of one row on one rank."""
+        model = self._job.model
+        return {
+            "layers": model.layer_params(width),
+            "embedding": model.vocab_params(width),
+            "output": model.vocab_params(width),
+            "positions": model.learned_positions * model.hidden_size,
+            "norm": model.hidden_size * (2 if model.biases else 1),
+        }[key]
+
+    def _held(self, place: Place) -> Iterator[_Held]:
+        model, layers = self._job.model, self._mesh.stage(place).layers
+        assert layers is not None, "stages have layers of their own"
+        yield _Held("layers", layers, model.layers, 1 + layers[0])
+        is_first, is_last, behind = place.stage == 0, self._mesh.is_last_stage(place), 1 + model.layers
+        if is_first or (is_last and model.tied_embeddings):
+            yield _Held("embedding", (0, 1), 1, 0 if is_first else behind)
+        if is_first and model.learned_positions:
+            yield _Held("positions", (0, 1), 1, 0)
+        if is_last:
+            yield _Held("norm", (0, 1), 1, behind)
+        if is_last and not model.tied_embeddings:
+            yield _Held("output", (0, 1), 1, behind)
+
+    def _box(self, place: Place, held: _Held) -> Box:
+        """Its elements come first, so that shares are cut along them."""
+        elements, chunks = self._elements[held.key], self._chunks // self.width[place.rank]
+        first = place.tp_rank * chunks
+        cell = (0, elements), held.rows, (first, first + chunks)
+        return Box(held.key, cell, (elements, held.of, self._chunks), held.depth)
+
+
+def _least_share(bucket: Bucket) -> float:
+    """The part of a bucket that the holder with the least of it owns."""
+    owned = dict.fromkeys(bucket.holders, 0)
+    for slab in bucket.slabs:
+        owned[slab.owner] += slab.stop - slab.start
+    return min(owned.values()) / bucket.size
+
+
+def _ring(mesh: Mesh, holders: Ints, width: Sequence[int], lead: Ints, gpu: Ints) -> tuple[Ints, int]:
+    """The GPUs of a set of holders, and how many such rings run beside each other on the same nodes.
+
+    Where units of one size hold the same, their other ranks form rings of their own, which take as long.
+    """
+    places = {(width[rank], mesh.places[rank].tp_rank) for rank in holders.tolist()}
+    if len(places) == 1:
+        return lead[holders], next(iter(places))[0]
+    return gpu[holders], 1
+
+
+def _by_domain(section: Section, seconds: Floats) -> Floats:
+    longest = np.zeros(len(section.replicas))
+    np.maximum.at(longest, section.arrays.unit_replica, seconds)
+    return longest

@@ -1,0 +1,73 @@
+"""What an iteration takes, in arrays over units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.phases import Phases
+from megatron_hexi.cost.pipeline import Pipeline
+from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.reductions import Reductions
+from megatron_hexi.cost.sections import Section
+from megatron_hexi.cost.stage import StageCost
+
+
+@dataclass(frozen=True, eq=False)
+class Timing:
+    """A plan's iteration in arrays over units, for a search that reads what bounds it.
+
+    Lists run over sections; of a plan whose stage the job repeats these are the pipeline stages.
+
+    Args:
+        sections: the units, by what they are timed with.
+        stages: what the stages of each section do for one micro-batch.
+        pipelines: the stages of each replica.
+        replicas: where each replica's time goes, the optimizer aside.
+        phases: of the slowest replica, with the optimizer.
+        reductions: what all ranks do together.
+        synchronisation: what each replica waits for gradients and weights, s.
+        optimizer: the optimizer's step of each section's units, s, [U].
+        micro_batches: of each replica.
+        memory: bytes on one GPU of each unit by term, [U].
+    """
+
+    sections: list[Section]
+    stages: list[StageCost]
+    pipelines: tuple[Pipeline, ...]
+    replicas: tuple[Phases, ...]
+    phases: Phases
+    reductions: Reductions
+    synchronisation: list[float]
+    optimizer: list[Floats]
+    micro_batches: Ints
+    memory: list[dict[str, Floats]]
+
+    @property
+    def arrays(self) -> PlanArrays:
+        """What the units of every stage hold, of a plan whose stage the job repeats."""
+        return self.sections[0].arrays
+
+    @property
+    def needed(self) -> list[Floats]:
+        """Bytes that a GPU of each unit needs, [U]."""
+        return [np.sum(list(terms.values()), axis=0) for terms in self.memory]
+
+    @property
+    def usable(self) -> list[Floats]:
+        """Bytes that it has, [U]."""
+        return [section.ground.usable for section in self.sections]
+
+    @property
+    def fullness(self) -> float:
+        """The largest part of a GPU's memory that is needed."""
+        return max(
+            float((needed / usable).max()) for needed, usable in zip(self.needed, self.usable, strict=True)
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU's memory suffices."""
+        return self.fullness <= 1
