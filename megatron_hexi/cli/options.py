@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from megatron_hexi.cost import PRECISIONS, RECOMPUTES, Job, job_of_plan, read_model
+from megatron_hexi.cost import PRECISIONS, RECOMPUTES, Job, job_of_plan, model_file, read_model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan
 
@@ -179,6 +179,14 @@ class PlannedJob(Training):
         _number("Sequences of an iteration; what the plan says, or 8."),
     ] = None
 
+    def _name(self, plan: Plan) -> str | None:
+        return self.model or (plan.provenance.model if plan.provenance else None)
+
+    def model_file(self, plan: Plan) -> Path | None:
+        """What the model will be read from, if it is a file."""
+        name = self._name(plan)
+        return None if name is None else model_file(name)
+
     def job(self, plan: Plan, path: Path) -> Job:
         """The job.
 
@@ -189,8 +197,7 @@ class PlannedJob(Training):
         Raises:
             HexiError: no model or an unknown one, sizes that cannot be divided, or unknown words.
         """
-        named = plan.provenance.model if plan.provenance else None
-        model = self.model or named
+        model = self._name(plan)
         if model is None:
             raise HexiError(
                 f"{path}: does not say which model it is for (provenance.model); add --model NAME|PATH"

@@ -131,7 +131,7 @@ def proportion(
     """Write the plain plan: tokens and heads in proportion to the ranks' speeds."""
     check_outputs([], [out], None)
     workload = Workload(
-        *(seq_length, heads, kv_heads or heads, head_dim),
+        *(seq_length, heads, heads if kv_heads is None else kv_heads, head_dim),
         tensor_parallel=tensor_parallel,
         value_dim=value_dim,
     )

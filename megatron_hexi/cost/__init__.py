@@ -7,7 +7,7 @@ from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, Precision, Recom
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.cost.presets import presets, read_model
+from megatron_hexi.cost.presets import model_file, presets, read_model
 from megatron_hexi.cost.ranks import Pace, RankCost
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "estimate",
     "find_shortage",
     "job_of_plan",
+    "model_file",
     "presets",
     "read_model",
     "token_seconds",

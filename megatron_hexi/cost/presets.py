@@ -15,6 +15,7 @@ from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.text_file import read_text
 from megatron_hexi.yaml_file import read_yaml
+from megatron_hexi.yaml_schema import short
 
 DATA = Path(__file__).parent / "data" / "models.yaml"
 #: A config.json is a few kilobytes.
@@ -35,17 +36,22 @@ def read_model(name_or_path: str | os.PathLike[str]) -> Model:
         HexiError: neither a preset nor a file, or a file that does not tell all that is needed.
     """
     name = os.fspath(name_or_path)
-    if name in presets():
+    path = model_file(name)
+    if path is None:
         return presets()[name]
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.exists():
-        raise HexiError(f"model {name!r} is neither a preset nor a file; {_hint(name)}")
+    if not os.path.exists(path):
+        raise HexiError(f"model {short(name)} is neither a preset nor a file; {_hint(name)}")
     text = read_text(path, MAX_BYTES)
     if path.suffix == ".json" or text.lstrip().startswith("{"):
         return model_from_config(text, path)
     return model_from_arguments(text, path)
+
+
+def model_file(name: str) -> Path | None:
+    """The file that a model is read from, there or not; ``None``: it is a preset."""
+    if name in presets():
+        return None
+    return Path(name, "config.json") if os.path.isdir(name) else Path(name)
 
 
 def _hint(name: str) -> str:

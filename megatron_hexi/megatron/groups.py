@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from megatron_hexi.megatron.session import (
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan import Schedules
 from megatron_hexi.runtime import NO_PLAN, DomainAttention, agree_on_plan, start_watch, stop_watch
+from megatron_hexi.text_file import read_text
 
 #: Ranks import Megatron and read their plan before this; minutes apart only where something is wrong.
 _AGREEMENT_TIMEOUT = timedelta(seconds=60)
@@ -78,7 +78,7 @@ class GroupOptions:
     def of_call(cls, call: dict[str, Any]) -> GroupOptions:
         """From the arguments of ``initialize_model_parallel``."""
         path = call["nccl_communicator_config_path"]
-        communicators = {} if path is None else yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        communicators = {} if path is None else yaml.safe_load(read_text(path))
         if _CONTEXT_PARALLEL in (call["high_priority_stream_groups"] or ()):
             own = communicators.get(_CONTEXT_PARALLEL, {})
             communicators = {**communicators, _CONTEXT_PARALLEL: {**own, "is_high_priority_stream": True}}

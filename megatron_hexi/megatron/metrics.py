@@ -12,6 +12,7 @@ import functools
 import inspect
 import json
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hexi.patching import Patch
+from megatron_hexi.regular_file import check_output
 
 #: Megatron's name of the language model's loss, and ours.
 _NAMES = {"lm loss": "loss"}
@@ -28,17 +30,27 @@ _NAMES = {"lm loss": "loss"}
 _step_times: dict[str, float] = {}
 
 
+def check_metrics(args: Namespace) -> None:
+    """Find out whether this rank's metrics file can be written; its folder is made when missing.
+
+    Raises:
+        HexiError: it cannot.
+    """
+    path = _own_path(args.hexi_metrics, args.rank, args.world_size)
+    if path is not None:
+        check_output(path, make_folder=True)
+
+
 def record(path: Path, iteration: int, losses: dict[str, float], **values: float | None) -> None:
     """Append one iteration to a metrics file.
 
     Args:
-        path: the file; its directory is made when missing.
+        path: the file.
         iteration: counted from 1.
         losses: the losses by Megatron's names (``"lm loss"``), each the mean over the batch's tokens.
         values: more numbers of the iteration.
     """
     named = {_NAMES.get(name, name.replace(" ", "_")): value for name, value in losses.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write(json.dumps({"iteration": iteration, **named, **values}) + "\n")
 
@@ -70,7 +82,7 @@ def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
-        path = _own_path(get_args().hexi_metrics)
+        path = _own_path(get_args().hexi_metrics, dist.get_rank(), dist.get_world_size())
         if path is not None:
             logged = signature.bind(*args, **kwargs).arguments
             record(
@@ -87,14 +99,13 @@ def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
     return training_log
 
 
-def _own_path(pattern: str | None) -> Path | None:
+def _own_path(pattern: str | None, rank: int, ranks: int) -> Path | None:
     """The file that this rank writes, if it writes one."""
     if pattern is None:
         return None
-    rank = dist.get_rank()
     if "{rank}" in pattern:
         return Path(pattern.replace("{rank}", str(rank)))
-    return Path(pattern) if rank == dist.get_world_size() - 1 else None
+    return Path(pattern) if rank == ranks - 1 else None
 
 
 def _number(value: Any) -> float | None:
