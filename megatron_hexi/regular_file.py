@@ -1,7 +1,8 @@
 """Regular files: read without waiting for anybody, written whole or not at all, through symbolic links.
 
 Devices, FIFOs, sockets and folders are refused by name: reading one may never end, and replacing one destroys
-what others use. What cannot be written is found by `check_output`, before the work whose result it is to hold.
+what others use. What cannot be written is found by `check_output`, before the work whose result it is to
+hold.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def check_output(path: str | os.PathLike[str], *, make_folder: bool = False) -> 
         make_folder: make its folder where it is missing.
 
     Raises:
-        HexiError: it is no regular file, its name is too long, its folder is missing or closed, or it lies on a
-            file system that holds no files of users.
+        HexiError: it is no regular file, its name is too long, its folder is missing or closed, or its file
+            system holds no files of users.
     """
     with _beside(Path(path), make_folder=make_folder):
         pass

@@ -32,8 +32,8 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
         environment: usually `os.environ`; changed in place.
 
     Raises:
-        PlatformError: SLURM's variables name no host, the file cannot be read, or SLURM's tasks are not on its
-            hosts.
+        PlatformError: SLURM's variables name no host, the file cannot be read, or SLURM's tasks are not on
+            its hosts.
     """
     launched = all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
     in_step = all(
