@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -22,6 +22,7 @@ from megatron_hexi.plan import Plan
 #: Far above any job, and small enough that nothing is built for too many.
 LIMITS = {
     "seq_length": 2**40,  # what a plan can count
+    "heads": 2**16,
     "micro_batch_size": 2**20,
     "global_batch_size": 2**20,
     "tensor_parallel": 2**16,
@@ -67,6 +68,17 @@ def whole(text: str | int) -> int:
         raise typer.BadParameter(f"{str(text)[:40]!r} is not a whole number; write one, as 131072") from None
 
 
+def check_limits(given: Mapping[str, int | None]) -> None:
+    """Hold numbers against `LIMITS`, by their names there.
+
+    Raises:
+        HexiError: one is beyond any job.
+    """
+    for field, value in given.items():
+        if value is not None and value > LIMITS[field]:
+            raise HexiError(f"--{field.replace('_', '-')} {value}: is too large; the most is {LIMITS[field]}")
+
+
 def _number(text: str) -> Any:
     return typer.Option(help=text, metavar="N", rich_help_panel=_JOB, parser=whole)
 
@@ -107,10 +119,7 @@ class Training:
     ] = False
 
     def __post_init__(self) -> None:
-        for field, most in LIMITS.items():
-            value = getattr(self, field, None)
-            if value is not None and value > most:
-                raise HexiError(f"--{field.replace('_', '-')} {value}: is too large; the most is {most}")
+        check_limits({field: getattr(self, field, None) for field in LIMITS})
 
     def _how(self) -> dict[str, Any]:
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -69,13 +70,11 @@ def _nodes_text() -> str:
     """What is piped in."""
     if sys.stdin is None or sys.stdin.isatty():
         raise HexiError("standard input is no pipe; pipe in what sinfo says (hexi place --help)")
-    try:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
         text = sys.stdin.read(MAX_BYTES + 1)
-    except (OSError, UnicodeDecodeError):
-        text = ""
-    if not text or len(text) > MAX_BYTES:
-        raise HexiError("standard input is not what sinfo says; pipe that in (hexi place --help)")
-    return text
+        if len(text) <= MAX_BYTES:
+            return text
+    raise HexiError("standard input is not what sinfo says; pipe that in (hexi place --help)")
 
 
 def _write(path: Path, hosts: list[str] | tuple[str, ...]) -> None:

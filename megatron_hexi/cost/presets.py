@@ -18,8 +18,8 @@ from megatron_hexi.yaml_file import read_yaml
 from megatron_hexi.yaml_schema import short
 
 DATA = Path(__file__).parent / "data" / "models.yaml"
-#: A config.json is a few kilobytes.
-MAX_BYTES = 2**20
+#: A config.json is a few kilobytes; words of megabytes take seconds to split.
+MAX_BYTES = 2**17
 
 
 @functools.cache
