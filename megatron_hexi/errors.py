@@ -64,12 +64,17 @@ def user_errors() -> Iterator[None]:
         yield
     except HexiError as problem:
         rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        print(f"hexi: error: {rank}{problem}", file=sys.stderr, flush=True)
+        print(f"hexi: error: {rank}{_one_line(str(problem))}", file=sys.stderr, flush=True)
         if _fault_listener is not None:
             _fault_listener(str(problem), problem.exit_code)
         if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1":
             time.sleep(_OTHERS_S)
         raise SystemExit(problem.exit_code) from None
+
+
+def _one_line(text: str) -> str:
+    """With names of files as they can be typed: a line break in one starts no line, and ESC no colour."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def set_fault_listener(listener: Callable[[str, int], None] | None) -> None:

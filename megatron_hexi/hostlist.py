@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 
 from megatron_hexi.errors import PlatformError
+
+#: Slurm's own limit of a list (its MAX_RANGE).
+_MOST = 2**16
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
@@ -18,7 +22,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
     ['r1n08', 'r1n09', 'r1n10', 'r2n08', 'r2n09', 'r2n10']
 
     Raises:
-        PlatformError: the brackets do not match, or a range is none.
+        PlatformError: the brackets do not match, a range is none, or there are more hosts than Slurm has.
     """
     return [host for entry in _split(hostlist) for host in _expand(entry)]
 
@@ -27,7 +31,7 @@ def _split(hostlist: str) -> Iterator[str]:
     """The entries between commas that stand outside brackets."""
     if re.fullmatch(r"(?:[^\[\],]|\[[^\[\]]+\]|,)*", hostlist) is None:
         raise PlatformError(
-            f"SLURM host list {hostlist}: the brackets do not match; check SLURM_JOB_NODELIST"
+            f"SLURM host list {hostlist[:80]}: the brackets do not match; check SLURM_JOB_NODELIST"
         )
     return (match.group() for match in re.finditer(r"(?:[^\[\],]|\[[^\[\]]+\])+", hostlist))
 
@@ -36,16 +40,25 @@ def _expand(entry: str) -> Iterator[str]:
     """The hosts of one entry: every combination of its bracketed ranges, the last varying fastest."""
     parts = re.split(r"(\[[^\]]+\])", entry)
     choices = [_numbers(part[1:-1]) if part.startswith("[") else [part] for part in parts]
+    _check_count(math.prod(map(len, choices)))
     return ("".join(combination) for combination in itertools.product(*choices))
+
+
+def _check_count(hosts: int) -> None:
+    if hosts > _MOST:
+        raise PlatformError(f"SLURM host list: names more than {_MOST} hosts; check SLURM_JOB_NODELIST")
 
 
 def _numbers(ranges: str) -> list[str]:
     """``"1-3,05"`` as strings, leading zeros kept."""
     numbers: list[str] = []
     for item in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
+        match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", item)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise PlatformError(f"SLURM host list: {item} is no number or range; check SLURM_JOB_NODELIST")
+            raise PlatformError(
+                f"SLURM host list: {item[:40]} is no number or range; check SLURM_JOB_NODELIST"
+            )
         first, last = match[1], match[2] or match[1]
+        _check_count(int(last) - int(first))
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from pathlib import Path
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.regular_file import MAX_BYTES, read_bytes, write_atomically
 
 
 def read_text(
-    path: Path,
-    max_bytes: int | None = None,
+    path: str | os.PathLike[str],
+    max_bytes: int = MAX_BYTES,
     remedy: str = "check the path and its permissions",
     other: str = "is it the right file?",
 ) -> str:
-    """What a file holds.
+    """What a file in UTF-8 holds, without the mark that some editors begin it with.
 
     Args:
         path: the file.
-        max_bytes: far above any real file; ``None``: it may have any size.
+        max_bytes: far above any real file of its kind.
         remedy: what to do where it cannot be read.
         other: what to do where it is something else than text, or too large.
 
     Raises:
         HexiError: the file cannot be read, is too large, or is no text.
     """
+    content = read_bytes(path, max_bytes, remedy, other)
     try:
-        size = path.stat().st_size
-        if max_bytes is not None and size > max_bytes:
-            raise HexiError(f"{path}: {size} bytes, more than the {max_bytes} that are read; {other}")
-        return path.read_text(encoding="utf-8")
-    except OSError as problem:
-        raise HexiError(f"{path}: cannot be read ({problem.strerror}); {remedy}") from None
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError:
         raise HexiError(f"{path}: not text (no UTF-8); {other}") from None
 
@@ -42,21 +38,9 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write a file whole or not at all: a reader never sees half of it.
 
     Raises:
-        HexiError: the folder is missing or cannot be written to.
+        HexiError: it is no regular file, or cannot be written.
     """
-    path = Path(path)
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as problem:
-        raise HexiError(f"{path}: cannot be written ({problem.strerror}); check the folder") from None
+    write_atomically(path, text.encode("utf-8", "backslashreplace"))
 
 
 def append_line(path: Path, line: str) -> None:
@@ -84,9 +68,3 @@ def append_line(path: Path, line: str) -> None:
         raise HexiError(
             f"{path}: cannot be written ({problem.strerror}); check the disk and its folder"
         ) from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -21,9 +21,6 @@ from megatron_hexi.text_file import read_text
 #: A place in a document: keys and indices from the root.
 Place = tuple[str | int, ...]
 
-#: Far above any real file (a plan for 4096 ranks takes about 0.4 MB), far below what hurts.
-MAX_BYTES = 64 * 2**20
-
 #: A plan is nested ten levels deep; the C parser overflows its stack at some ten thousand.
 MAX_DEPTH = 50
 
@@ -66,8 +63,11 @@ def read_yaml(path: str | os.PathLike[str]) -> YamlFile:
         HexiError: the file cannot be read, is too large, is not YAML, holds several documents, uses an
             alias, repeats a key, or nests too deeply.
     """
-    path = Path(path)
-    text = read_text(path, MAX_BYTES)
+    return yaml_from_text(Path(path), read_text(path))
+
+
+def yaml_from_text(path: Path, text: str) -> YamlFile:
+    """The document in a text that stands in a file, or is going to. Raises as `read_yaml` does."""
     lines: dict[Place, int] = {}
     try:
         _refuse_bombs(path, text)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_hexi
 from megatron_hexi.errors import HexiError
+from megatron_hexi.regular_file import check_output, read_bytes, write_atomically
 
 _SHA256 = re.compile(r"# (?P<name>\S+) sha256 (?P<digest>[0-9a-f]{64})")
 _FILE = re.compile(r"\+\+\+ b/(?P<name>\S+)")
@@ -161,10 +160,10 @@ def _matching(checkout: Path, diffs: Sequence[Path] | None) -> tuple[list[FileCh
         contents: dict[str, bytes] = {}
         for change in changes:
             file = checkout / change.name
-            if not file.is_file():
+            if not os.path.exists(file):
                 refusals.append(f"{file}: not there; give the folder of a Megatron-LM checkout")
                 break
-            content = file.read_bytes()
+            content = read_bytes(file)
             if not (change.is_original(content) or change.is_patched(content)):
                 refusals.append(
                     f"{file}: not the original of {diff.stem}; restore it with git checkout -- "
@@ -190,30 +189,18 @@ def _refuse_half_patched(checkout: Path, changes: list[FileChange], contents: di
 
 
 def _write(checkout: Path, contents: dict[str, bytes]) -> list[Path]:
-    """Replace files, each at once and with its mode kept; put back what was replaced if one fails."""
+    """Replace files, each at once; put back what was replaced if one fails."""
     targets = {checkout / name: content for name, content in contents.items()}
-    originals = {path: path.read_bytes() for path in targets}
+    originals = {path: read_bytes(path) for path in targets}
+    for path in targets:
+        check_output(path)
     done: list[Path] = []
     try:
         for path, content in targets.items():
-            _replace(path, content)
+            write_atomically(path, content)
             done.append(path)
-    except OSError as problem:
+    except HexiError as problem:
         for path in done:
-            _replace(path, originals[path])
-        raise HexiError(
-            f"{problem.filename}: {problem.strerror}; nothing was changed, make it writable"
-        ) from problem
+            write_atomically(path, originals[path])
+        raise HexiError(f"{problem}; nothing was changed") from None
     return done
-
-
-def _replace(path: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -7,6 +7,7 @@ Documents asked for with ``--json`` go to standard output, everything said besid
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -43,6 +44,8 @@ def main() -> None:
     Raises:
         SystemExit: always, with the exit code.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")
     with user_errors():
         try:
             code = app(prog_name="hexi", standalone_mode=False)

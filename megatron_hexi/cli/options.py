@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
@@ -17,13 +17,22 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from megatron_hexi.cli.output import say
-from megatron_hexi.cost import PRECISIONS, RECOMPUTES, Job, job_of_plan, read_model, read_terms
+from megatron_hexi.cost import (
+    PRECISIONS,
+    RECOMPUTES,
+    Job,
+    job_of_plan,
+    model_file,
+    read_model,
+    read_terms,
+)
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Plan
 
 #: Far above any job, and small enough that nothing is built for too many.
 LIMITS = {
     "seq_length": 2**40,  # what a plan can count
+    "heads": 2**16,
     "micro_batch_size": 2**20,
     "global_batch_size": 2**20,
     "tensor_parallel": 2**16,
@@ -69,6 +78,17 @@ def whole(text: str | int) -> int:
         return int(text)
     except ValueError:
         raise typer.BadParameter(f"{str(text)[:40]!r} is not a whole number; write one, as 131072") from None
+
+
+def check_limits(given: Mapping[str, int | None]) -> None:
+    """Hold numbers against `LIMITS`, by their names there.
+
+    Raises:
+        HexiError: one is beyond any job.
+    """
+    for field, value in given.items():
+        if value is not None and value > LIMITS[field]:
+            raise HexiError(f"--{field.replace('_', '-')} {value}: is too large; the most is {LIMITS[field]}")
 
 
 def _number(text: str) -> Any:
@@ -143,9 +163,7 @@ class Training:
             if terms.unread:
                 say(f"note: {arguments}: plans do not depend on {', '.join(terms.unread)}")
             stated |= taken
-        for name, most in LIMITS.items():
-            if stated.get(name, 0) > most:
-                raise HexiError(f"{_spelled(name, stated[name])}: is too large; the most is {most}")
+        check_limits({name: stated[name] for name in LIMITS if name in stated})
         return stated
 
 
@@ -223,6 +241,14 @@ class PlannedJob(Training):
         _number(f"Sequences of an iteration; what the plan says, or {Job.global_batch_size}."),
     ] = None
 
+    def _name(self, plan: Plan) -> str | None:
+        return self.model or (plan.provenance.model if plan.provenance else None)
+
+    def model_file(self, plan: Plan) -> Path | None:
+        """What the model will be read from, if it is a file."""
+        name = self._name(plan)
+        return None if name is None else model_file(name)
+
     def job(self, plan: Plan, path: Path) -> Job:
         """The job.
 
@@ -233,8 +259,7 @@ class PlannedJob(Training):
         Raises:
             HexiError: no model or an unknown one, sizes that cannot be divided, or unknown words.
         """
-        named = plan.provenance.model if plan.provenance else None
-        model = self.model or named
+        model = self._name(plan)
         if model is None:
             raise HexiError(
                 f"{path}: does not say which model it is for (provenance.model); add --model NAME|PATH"

@@ -6,14 +6,14 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.regular_file import check_output
 
 if TYPE_CHECKING:  # takes most of a second to import, which a command without a picture need not spend
     from matplotlib.figure import Figure
@@ -43,32 +43,32 @@ def print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document, indent=2, allow_nan=False))
 
 
-def check_outputs(inputs: Sequence[Path], outputs: Sequence[Path | None], picture: Path | None) -> None:
+def check_outputs(
+    inputs: Iterable[Path | None], outputs: Iterable[Path | None], picture: Path | None
+) -> None:
     """Refuse what could not be written, before any work is done.
 
     Args:
-        inputs: files that the command reads.
+        inputs: files that the command reads; ``None`` where there is none.
         outputs: files that it will write, the picture aside; ``None`` where not asked for.
         picture: likewise.
 
     Raises:
-        HexiError: a folder that is missing or closed, one file for two purposes, an unknown kind of picture.
+        HexiError: what is no regular file or cannot be one, one file for two purposes, an unknown kind of
+            picture.
     """
-    taken = [path.resolve() for path in inputs]
+    # What standard output is redirected to would be replaced, and what is printed would be lost.
+    streams = map(Path, ("/dev/stdout", "/dev/stderr"))
+    taken = {os.path.realpath(path) for path in (*inputs, *streams) if path is not None}
     for path in (*outputs, picture):
         if path is None:
             continue
-        if path.is_dir():
-            raise HexiError(f"{path}: is a folder; give the name of a file in it")
-        if not path.parent.is_dir():
-            raise HexiError(f"{path}: the folder {path.parent} is not there; make it first")
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise HexiError(f"{path}: the folder {path.parent} cannot be written to; choose another")
-        if path.resolve() in taken:
+        check_output(path)
+        if os.path.realpath(path) in taken:
             raise HexiError(
                 f"{path}: would be overwritten, it is read or written already; choose another name"
             )
-        taken.append(path.resolve())
+        taken.add(os.path.realpath(path))
     if picture is not None and picture.suffix.lstrip(".").lower() not in PICTURE_FORMATS:
         raise HexiError(
             f"{picture}: a picture in an unknown format; end its name in .{', .'.join(PICTURE_FORMATS)}"
@@ -83,13 +83,7 @@ def write_picture(figure: Figure, path: Path) -> None:
     """
     from megatron_hexi.report.pictures import save_picture
 
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            whole = Path(folder) / path.name
-            save_picture(figure, whole)
-            os.replace(whole, path)
-    except OSError as problem:
-        raise HexiError(f"{path}: cannot be written ({problem.strerror}); check the folder") from None
+    save_picture(figure, path)
     say(f"drew {path}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from megatron_hexi.cli.output import check_outputs, print_json, say
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import read_plan
+from megatron_hexi.regular_file import MAX_BYTES
 from megatron_hexi.slurm import allocated_hosts, parse_nodes
 from megatron_hexi.slurm import place as place_ranks
 from megatron_hexi.text_file import write_text_atomically
@@ -41,16 +43,14 @@ def place(
     Writes HOSTS, a line a rank in rank order, for HEXI_HOSTS; and its lines by component of the job,
     HOSTS.0, HOSTS.1 and so on, for srun --distribution=arbitrary --nodelist.
     """
-    check_outputs([plan, cluster], [out], None)
-    if sys.stdin.isatty():
-        raise HexiError("standard input is a terminal; pipe in what sinfo says (hexi place --help)")
     components = allocated_hosts(os.environ)
+    parts = [Path(f"{out}.{number}") for number in range(len(components))]
+    check_outputs([plan, cluster], [out, *parts], None)
     hosts = [host for component in components for host in component]
-    placed = place_ranks(read_plan(plan), read_cluster(cluster), parse_nodes(sys.stdin.read()), hosts)
+    placed = place_ranks(read_plan(plan), read_cluster(cluster), parse_nodes(_nodes_text()), hosts)
     _write(out, placed.hosts)
-    for number, component in enumerate(components):
+    for path, component in zip(parts, components, strict=True):
         part = [host for host in placed.hosts if host in component]
-        path = out.with_name(f"{out.name}.{number}")
         if part:
             _write(path, part)
         else:  # left by an earlier start of this job
@@ -64,6 +64,17 @@ def place(
     if placed.idle:
         say(f"note: without ranks by this plan: {', '.join(placed.idle)}")
     say(f"wrote {out}")
+
+
+def _nodes_text() -> str:
+    """What is piped in."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise HexiError("standard input is no pipe; pipe in what sinfo says (hexi place --help)")
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = sys.stdin.read(MAX_BYTES + 1)
+        if len(text) <= MAX_BYTES:
+            return text
+    raise HexiError("standard input is not what sinfo says; pipe that in (hexi place --help)")
 
 
 def _write(path: Path, hosts: list[str] | tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ from megatron_hexi.cli.output import (
     write_picture,
 )
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import estimate, find_shortage, job_terms
+from megatron_hexi.cost import estimate, find_shortage, job_terms, model_file
 from megatron_hexi.plan import read_plan, write_plan
 from megatron_hexi.text_file import write_text_atomically
 
@@ -63,7 +63,7 @@ def plan(
 
     Exit code 3 where nothing fits in memory.
     """
-    check_outputs([cluster], [out], picture)
+    check_outputs([cluster, model_file(job.model)], [out], picture)
     planned, machines = _find(cluster, job, thorough)
     write_plan(planned.plan, out)
     say(f"wrote {out}")
@@ -97,7 +97,7 @@ def compare(
 
     Exit code 3 where nothing fits in memory.
     """
-    check_outputs([cluster], [], picture)
+    check_outputs([cluster, model_file(job.model)], [], picture)
     planned, machines = _find(cluster, job, thorough, with_baselines=True)
     from megatron_hexi.report import comparison
     from megatron_hexi.report.planned import job_line
@@ -130,8 +130,8 @@ def simulate(
     picture: Picture = None,
 ) -> None:
     """Replay a plan event by event, every link shared, beside what the cost model says of it."""
-    check_outputs([plan, cluster], [trace], picture)
     replayed = read_plan(plan)
+    check_outputs([plan, cluster, job.model_file(replayed)], [trace], picture)
     asked = job.job(replayed, plan)
     machines = read_cluster(cluster)
     cost = estimate(replayed, asked, machines)

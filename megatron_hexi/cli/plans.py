@@ -14,6 +14,7 @@ from megatron_hexi.cli.options import (
     PlannedJob,
     PlanOut,
     PlanPath,
+    check_limits,
     whole,
     with_bundles,
 )
@@ -32,6 +33,9 @@ from megatron_hexi.plan import (
 from megatron_hexi.report.estimate import estimate_dict, estimate_report
 from megatron_hexi.report.holdings import holdings
 from megatron_hexi.report.tables import plan_report
+
+#: As many as a cluster file may have GPUs.
+_MOST_RANKS = 2**16
 
 app = typer.Typer()
 
@@ -130,12 +134,19 @@ def proportion(
 ) -> None:
     """Write the plain plan: tokens and heads in proportion to the ranks' speeds."""
     check_outputs([], [out], None)
+    check_limits({"seq_length": seq_length, "heads": heads, "tensor_parallel": tensor_parallel})
+    if tensor_parallel < 1:
+        raise HexiError(f"--tensor-parallel {tensor_parallel}: give a number above 0")
+    replicas = [parse_speeds(text) for text in speeds]
+    ranks = tensor_parallel * sum(len(group) for replica in replicas for group in replica)
+    if ranks > _MOST_RANKS:
+        raise HexiError(f"--speeds: are those of {ranks} ranks; the most is {_MOST_RANKS}")
     workload = Workload(
-        *(seq_length, heads, kv_heads or heads, head_dim),
+        *(seq_length, heads, heads if kv_heads is None else kv_heads, head_dim),
         tensor_parallel=tensor_parallel,
         value_dim=value_dim,
     )
-    write_plan(proportional_plan(workload, [parse_speeds(text) for text in speeds], window), out)
+    write_plan(proportional_plan(workload, replicas, window), out)
     say(f"wrote {out}")
 
 

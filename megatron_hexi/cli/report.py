@@ -49,8 +49,9 @@ def report(
 
     The page needs no network; its figures are printed too.
     """
-    check_outputs([plan, record, *([] if cluster is None else [cluster])], [out], None)
     planned, told = read_plan(plan), read_record(record)
+    model_file = PlannedJob(model=model).model_file(planned)
+    check_outputs([plan, record, cluster, model_file], [out], None)
     from megatron_hexi.report.run import describe_run, last_start, run_dict
 
     start = last_start(told, planned)

@@ -8,7 +8,7 @@ from megatron_hexi.cost.megatron_arguments import ArgumentTerms
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.cost.presets import presets, read_model, read_terms
+from megatron_hexi.cost.presets import model_file, presets, read_model, read_terms
 from megatron_hexi.cost.ranks import Pace, RankCost
 from megatron_hexi.cost.timing import Timing
 
@@ -33,6 +33,7 @@ __all__ = [
     "find_shortage",
     "job_of_plan",
     "job_terms",
+    "model_file",
     "presets",
     "read_model",
     "read_terms",

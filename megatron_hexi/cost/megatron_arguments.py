@@ -129,14 +129,16 @@ def _model(known: argparse.Namespace, path: Path) -> Model:
         raise HexiError(
             f"{path}: --max-position-embeddings is missing; add it, or --position-embedding-type rope"
         )
-    ffn = known.ffn_hidden_size or (int(4 * hidden * 2 / 3 / 64) * 64 if known.swiglu else 4 * hidden)
+    ffn = known.ffn_hidden_size
+    if ffn is None:  # as Megatron: of a gated MLP two thirds, in whole multiples of 64
+        ffn = 8 * hidden // (3 * 64) * 64 if known.swiglu else 4 * hidden
     return Model(
         name=str(path),
         layers=known.num_layers,
         hidden_size=hidden,
         heads=heads,
         kv_heads=known.num_query_groups if known.group_query_attention else heads,
-        head_dim=known.kv_channels or hidden // heads,
+        head_dim=hidden // heads if known.kv_channels is None else known.kv_channels,
         ffn_hidden_size=ffn,
         gated=known.swiglu,
         vocab_size=known.vocab_size,

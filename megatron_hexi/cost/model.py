@@ -6,12 +6,18 @@ import math
 from dataclasses import dataclass
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.yaml_schema import short
 
 #: Megatron pads the vocabulary to a multiple of this times the tensor-parallel size
 #: (its --make-vocab-size-divisible-by).
 VOCAB_MULTIPLE = 128
 
-_SIZES = ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_hidden_size", "vocab_size")
+_SIZES = (
+    *("layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_hidden_size", "vocab_size"),
+    "learned_positions",
+)
+#: Far above any model, and small enough that weights can be counted.
+_MOST = 2**32
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,12 @@ class Model:
     def __post_init__(self) -> None:
         for field in _SIZES:
             value = getattr(self, field)
-            if type(value) is not int or not 1 <= value <= 2**32:
-                raise HexiError(f"model {self.name}: {field} = {value!r}; write a whole number above 0")
+            least = 0 if field == "learned_positions" else 1
+            if type(value) is not int or not least <= value <= _MOST:
+                raise HexiError(
+                    f"model {self.name}: {field} = {short(value)}; write a whole number from {least} to "
+                    f"{_MOST}"
+                )
         if self.heads % self.kv_heads:
             raise HexiError(
                 f"model {self.name}: kv_heads = {self.kv_heads} does not divide the {self.heads} heads; "

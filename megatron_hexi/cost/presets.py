@@ -15,10 +15,11 @@ from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.text_file import read_text
 from megatron_hexi.yaml_file import read_yaml
+from megatron_hexi.yaml_schema import short
 
 DATA = Path(__file__).parent / "data" / "models.yaml"
-#: A config.json is a few kilobytes.
-MAX_BYTES = 2**20
+#: A config.json is a few kilobytes; words of megabytes take seconds to split.
+MAX_BYTES = 2**17
 
 
 @functools.cache
@@ -35,9 +36,10 @@ def read_model(name_or_path: str | os.PathLike[str]) -> Model:
         HexiError: neither a preset nor a file, or a file that does not tell all that is needed.
     """
     name = os.fspath(name_or_path)
-    if name in presets():
+    path = model_file(name)
+    if path is None:
         return presets()[name]
-    text, path = _read(name)
+    text = _read(name, path)
     if _is_json(text, path):
         return model_from_config(text, path)
     return model_from_arguments(text, path)
@@ -50,23 +52,28 @@ def read_terms(name_or_path: str | os.PathLike[str]) -> ArgumentTerms | None:
         HexiError: as `read_model`.
     """
     name = os.fspath(name_or_path)
-    if name in presets():
+    path = model_file(name)
+    if path is None:
         return None
-    text, path = _read(name)
+    text = _read(name, path)
     return None if _is_json(text, path) else terms_from_arguments(text, path)
 
 
-def _read(name: str) -> tuple[str, Path]:
-    path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.exists():
-        raise HexiError(f"model {name!r} is neither a preset nor a file; {_hint(name)}")
-    return read_text(path, MAX_BYTES), path
+def _read(name: str, path: Path) -> str:
+    if not os.path.exists(path):
+        raise HexiError(f"model {short(name)} is neither a preset nor a file; {_hint(name)}")
+    return read_text(path, MAX_BYTES)
 
 
 def _is_json(text: str, path: Path) -> bool:
     return path.suffix == ".json" or text.lstrip().startswith("{")
+
+
+def model_file(name: str) -> Path | None:
+    """The file that a model is read from, there or not; ``None``: it is a preset."""
+    if name in presets():
+        return None
+    return Path(name, "config.json") if os.path.isdir(name) else Path(name)
 
 
 def _hint(name: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.errors import user_errors
-from megatron_hexi.megatron.metrics import open_metrics
+from megatron_hexi.megatron.metrics import check_metrics
 from megatron_hexi.megatron.options import refuse_yaml_configuration
 from megatron_hexi.megatron.plan_arguments import check_interleaving, take_plan
 from megatron_hexi.megatron.session import given_plan
@@ -85,7 +85,7 @@ def prepare_arguments(args: Namespace, given: set[str], platform: Platform) -> N
         changed = adjust_cpu_arguments(args, given)
         if changed:
             say(f"on the CPU, Megatron's defaults are replaced by: {' '.join(changed)}")
-    open_metrics(args)
+    check_metrics(args)
     decided = take_plan(args, given, platform.device)
     if decided:
         say(f"the plan needs, and sets: {' '.join(decided)}")

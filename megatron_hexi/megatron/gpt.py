@@ -25,6 +25,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron import versions
 from megatron_hexi.megatron.options.kinds import masks_documents
+from megatron_hexi.text_file import read_text
 
 #: What a model takes of a batch, each [B, S] on one context-parallel rank; the mask is [B, 1, S, S].
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
@@ -187,8 +188,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sequences = None
     if args.per_dataset_sequences_path is not None:
-        with open(args.per_dataset_sequences_path) as file:
-            sequences = json.load(file)
+        sequences = json.loads(read_text(args.per_dataset_sequences_path))
     return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron.onlookers import Onlooker
 from megatron_hexi.patching import Patch
+from megatron_hexi.regular_file import check_output
 from megatron_hexi.text_file import append_line
 
 #: Megatron's name of the language model's loss, and ours.
@@ -33,22 +33,15 @@ _METRICS = Onlooker("--hexi-metrics")
 _step_times: dict[str, float] = {}
 
 
-def open_metrics(args: Namespace) -> None:
-    """Make sure that this rank can write what ``--hexi-metrics`` asks it for, before anything is allocated.
+def check_metrics(args: Namespace) -> None:
+    """Find out whether this rank's metrics file can be written; its folder is made when missing.
 
     Raises:
         HexiError: it cannot.
     """
     path = _own_path(args)
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as problem:
-        raise HexiError(
-            f"{path}: cannot be written ({problem.strerror}); give --hexi-metrics another file"
-        ) from None
+    if path is not None:
+        check_output(path, make_folder=True)
 
 
 def record(path: Path, iteration: int, losses: dict[str, float], **values: float | None) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import yaml
+
+from megatron_hexi.text_file import read_text
 
 #: Megatron's name for the groups that exchange keys and values, in its options of NCCL.
 _CONTEXT_PARALLEL = "cp"
@@ -31,7 +32,7 @@ class GroupOptions:
     def of_call(cls, call: dict[str, Any]) -> GroupOptions:
         """From the arguments of ``initialize_model_parallel``."""
         path = call["nccl_communicator_config_path"]
-        communicators = {} if path is None else yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        communicators = {} if path is None else yaml.safe_load(read_text(path))
         if _CONTEXT_PARALLEL in (call["high_priority_stream_groups"] or ()):
             own = communicators.get(_CONTEXT_PARALLEL, {})
             communicators = {**communicators, _CONTEXT_PARALLEL: {**own, "is_high_priority_stream": True}}

@@ -22,6 +22,8 @@ from megatron_hexi.plan.model import (
 )
 from megatron_hexi.plan.parts import worthwhile_parts
 
+_FASTEST = 1e100
+
 
 def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], first_unit: int = 0) -> Domain:
     """A domain whose groups and members are given their part of the work.
@@ -32,14 +34,16 @@ def proportional_domain(workload: Workload, speeds: Sequence[Sequence[float]], f
         first_unit: number of the first.
 
     Raises:
-        PlanError: no group, a group without members, or a speed that is not above 0.
+        PlanError: no group, a group without members, or a speed that is not above 0 or beyond all measure.
     """
     if not speeds or not all(speeds):
         raise PlanError(f"speeds {list(map(list, speeds))}: give at least one rank in every group")
     for group in speeds:
         for speed in group:
-            if not 0 < speed < float("inf"):
+            if not speed > 0:
                 raise PlanError(f"speed {speed} is not above 0; leave a rank without work out instead")
+            if speed > _FASTEST:  # sums and products with tokens stay finite
+                raise PlanError(f"speed {speed} is too large; speeds are relative: the most is {_FASTEST:g}")
     group_tokens = apportion(workload.seq_length, [sum(group) for group in speeds])
     segments = (causal_segments if workload.causal else full_segments)(group_tokens)
     groups = []

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from megatron_hexi.errors import PlatformError
+from megatron_hexi.errors import HexiError, PlatformError
 from megatron_hexi.hostlist import expand_hostlist
+from megatron_hexi.text_file import read_text
 
 #: Names the file of `hexi place`: the host of each rank, a line each, in rank order.
 HOSTS_VARIABLE = "HEXI_HOSTS"
@@ -31,7 +32,8 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
         environment: usually `os.environ`; changed in place.
 
     Raises:
-        PlatformError: SLURM's variables name no host, or its tasks are not on the hosts of the file.
+        PlatformError: SLURM's variables name no host, the file cannot be read, or SLURM's tasks are not on
+            its hosts.
     """
     launched = all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
     in_step = all(
@@ -57,13 +59,11 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
 
 def _placed(environment: Mapping[str, str], path: Path) -> dict[str, str]:
     """The rank that the file of hosts gives to this task, and where rank 0 is."""
+    remedy = "write it with hexi place, to a folder that every node sees"
     try:
-        hosts = path.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise PlatformError(
-            f"{HOSTS_VARIABLE}={path}: cannot be read ({problem}); write it with hexi place, "
-            "to a folder that every node sees"
-        ) from None
+        hosts = read_text(path, remedy=remedy, other=remedy).split()
+    except HexiError as problem:
+        raise PlatformError(f"{HOSTS_VARIABLE}={problem}") from None
     own = environment.get("SLURMD_NODENAME", "")
     tasks = len(environment["SLURM_GTIDS"].split(","))
     ranks = [rank for rank, host in enumerate(hosts) if host == own]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.text_file import write_text_atomically
+from megatron_hexi.text_file import read_text, write_text_atomically
 from megatron_hexi.yaml_schema import short
 
 _STRICT = ConfigDict(extra="forbid")
@@ -220,13 +221,12 @@ def load_partial(path: Path, fresh: Measurement) -> Measurement:
         HexiError: the file is no such document, or one of other machines, versions or options.
     """
     remedy = "add --restart to measure everything anew"
-    try:
-        found = measurement_from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return fresh
-    except OSError as problem:
-        raise HexiError(f"{path}: cannot be read ({problem.strerror}); remove it, or {remedy}") from None
-    except (ValidationError, UnicodeDecodeError):
+    text = read_text(path, remedy=f"remove it, or {remedy}", other=f"remove it, or {remedy}")
+    try:
+        found = measurement_from_json(text)
+    except ValidationError:
         raise HexiError(f"{path}: is no measurement of this version; remove it, or {remedy}") from None
     for name, old, new in (
         ("megatron-hexi", found.hexi, fresh.hexi),

@@ -1,18 +1,17 @@
-"""The cluster file: written, read back and checked before it is put in place."""
+"""The cluster file: read as its users read it, and checked, before it is written."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.errors import HexiError
+from megatron_hexi.cluster import Cluster, cluster_from_yaml
 from megatron_hexi.probe.document import Measurement
 from megatron_hexi.probe.network import shared_note
+from megatron_hexi.text_file import write_text_atomically
+from megatron_hexi.yaml_file import yaml_from_text
 
 
 def write_cluster(
@@ -30,22 +29,15 @@ def write_cluster(
         The cluster as the planner reads it, and all notes.
 
     Raises:
-        HexiError: the folder cannot be written to.
+        HexiError: it cannot be written.
         ClusterError: a measured value is beyond what a cluster file may say.
     """
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            whole = Path(folder) / path.name
-            whole.write_text(text, encoding="utf-8")
-            cluster = read_cluster(whole)
-            shared = shared_note(measured, cluster)
-            said = [*notes, shared] if shared else notes
-            head = [f"measured by hexi probe, {measured.started}", *said]
-            whole.write_text("".join(f"# {line}\n" for line in head) + text, encoding="utf-8")
-            os.replace(whole, path)
-    except OSError as problem:
-        raise HexiError(f"{path}: cannot be written ({problem.strerror}); check the folder") from None
+    cluster = cluster_from_yaml(yaml_from_text(path, text))
+    shared = shared_note(measured, cluster)
+    said = [*notes, shared] if shared else notes
+    head = [f"measured by hexi probe, {measured.started}", *said]
+    write_text_atomically(path, "".join(f"# {line}\n" for line in head) + text)
     return cluster, said
 
 

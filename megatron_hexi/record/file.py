@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.record.model import FORMAT_VERSION, Interval, Leg, RankTimes, Record, Start
+from megatron_hexi.regular_file import check_output
 from megatron_hexi.text_file import append_line, read_text
 from megatron_hexi.yaml_file import Place, spell_place
 from megatron_hexi.yaml_schema import parse, short
@@ -27,6 +28,9 @@ _BEGIN = b'{"start": {'
 #: Seconds are kept to the microsecond: a line of a large job stays short.
 _DIGITS = 6
 
+#: A thousand ranks, logged ten thousand times.
+_MAX_BYTES = 2**30
+
 
 def open_record(path: Path) -> None:
     """Make a record ready to be appended to: its folder, and an end that is whole.
@@ -36,17 +40,16 @@ def open_record(path: Path) -> None:
     Raises:
         HexiError: the file is something else, or cannot be written.
     """
-    if path.exists() and not path.is_file():
-        raise HexiError(f"{path}: is a folder or a device; give --hexi-record a file")
+    check_output(path, make_folder=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
             file.seek(0)
-            text = file.read()
-            if not text.startswith(_BEGIN[: len(text)]):
+            begin = file.read(len(_BEGIN))
+            if not _BEGIN.startswith(begin):
                 raise HexiError(
-                    f"{path}: is no run's record ({short(text[:20])}); give --hexi-record another file"
+                    f"{path}: is no run's record ({short(begin[:20])}); give --hexi-record another file"
                 )
+            text = begin + file.read()
             file.truncate(text.rfind(b"\n") + 1)
     except OSError as problem:
         raise HexiError(f"{path}: cannot be written ({problem.strerror}); give another file") from None
@@ -69,7 +72,7 @@ def read_record(path: Path) -> Record:
         HexiError: the file cannot be read, is no record, or ends too early; with the line.
     """
     remedy = "give the file of the run's --hexi-record"
-    text = read_text(path, remedy=remedy, other=remedy)
+    text = read_text(path, _MAX_BYTES, remedy=remedy, other=remedy)
     *lines, rest = text.split("\n")
     legs: list[tuple[Start, list[Interval]]] = []
     for number, line in enumerate(lines, start=1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.model import Range
+from megatron_hexi.regular_file import write_atomically
 from megatron_hexi.report.holdings import Holding
 from megatron_hexi.report.tables import spell_range
 
@@ -46,20 +48,20 @@ def draw_plan(plan: Plan, rows: Sequence[Holding]) -> Figure:
 
 
 def save_picture(figure: Figure, path: Path) -> None:
-    """Write a figure in the format that the file's name asks for.
+    """Write a figure in the format that the file's name asks for, whole or not at all.
 
     Raises:
         HexiError: the format is unknown, or the file cannot be written.
     """
     known = figure.canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".").lower() not in known:
+    kind = path.suffix.lstrip(".").lower()
+    if kind not in known:
         raise HexiError(
             f"{path}: a picture in an unknown format; end its name in .{', .'.join(sorted(known))}"
         )
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as problem:
-        raise HexiError(f"{path}: cannot be written ({problem.strerror}); check the folder") from None
+    out = io.BytesIO()
+    figure.savefig(out, format=kind, dpi=150)
+    write_atomically(path, out.getvalue())
 
 
 def _colour(rank: int, ranks: int) -> Colour:

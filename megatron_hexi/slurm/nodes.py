@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,6 +65,10 @@ def allocated_hosts(environment: Mapping[str, str]) -> list[list[str]]:
         PlatformError: this is not a job, or a variable of Slurm's is missing.
     """
     size = environment.get("SLURM_HET_SIZE")
+    if size is not None and re.fullmatch("[0-9]{1,4}", size) is None:
+        raise PlatformError(
+            f"SLURM_HET_SIZE={size[:40]}: is no number of components; leave it as Slurm set it"
+        )
     names = (
         ["SLURM_JOB_NODELIST"]
         if size is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
+import os
 import subprocess
 import sys
 import time
@@ -21,7 +21,8 @@ from megatron_hexi.testbed.emulable import check_emulable
 from megatron_hexi.testbed.isolation import check_tools, command_prefix, find_isolation
 from megatron_hexi.testbed.lab import SPEEDS, Lab, Speeds, write_lab
 from megatron_hexi.testbed.quotas import rank_quotas
-from megatron_hexi.yaml_file import read_yaml
+from megatron_hexi.text_file import read_text, write_text_atomically
+from megatron_hexi.yaml_file import yaml_from_text
 
 
 def run_testbed(
@@ -52,7 +53,8 @@ def run_testbed(
         HexiError: something that cannot be emulated, or that this machine or this user lacks.
     """
     _check_words(speeds, links, program)
-    source = read_yaml(path)
+    text = read_text(path)  # once: it may be a pipe
+    source = yaml_from_text(path, text)
     cluster = cluster_from_yaml(source)
     method = cast(Speeds, speeds)
     check_emulable(cluster, source, method, links=links == "on")
@@ -68,7 +70,7 @@ def run_testbed(
     with ExitStack() as stack:
         quotas = stack.enter_context(rank_quotas(cluster)) if method == "quota" else ()
         lab = Lab(_claim(folder), method, emulated, isolation, chosen, quotas, tuple(program))
-        shutil.copyfile(path, lab.cluster)
+        write_text_atomically(lab.cluster, text)
         write_lab(lab)
         print(f"everything is written to {lab.folder}", file=sys.stderr)
         process = stack.enter_context(_supervised(lab, quiet))
@@ -83,7 +85,7 @@ def _check_words(speeds: str, links: str, program: Sequence[str]) -> None:
         raise HexiError(f"--links {links}: is not known; take on or off")
     if program and program[0] == "-m" and len(program) == 1:
         raise HexiError("-m: names no module; write -m megatron_hexi.pretrain_gpt, and its arguments")
-    if program and program[0] != "-m" and not Path(program[0]).is_file():
+    if program and program[0] != "-m" and not os.path.isfile(program[0]):
         raise HexiError(f"{program[0]}: no such script; write a script's path, or -m and a module's name")
 
 
@@ -100,7 +102,7 @@ def _choose(cluster: Cluster, gpus: str | None) -> tuple[int, ...]:
 
 
 def _claim(folder: Path | None) -> Path:
-    path = (folder or Path("runs") / time.strftime("testbed-%Y%m%d-%H%M%S")).resolve()
+    path = Path(os.path.realpath(folder or Path("runs") / time.strftime("testbed-%Y%m%d-%H%M%S")))
     try:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):

@@ -134,7 +134,7 @@ OPTIONS = {
         "--cluster absent.yaml",
         "absent.yaml: cannot be read (No such file",
     ),
-    "a folder as cluster file": ("--cluster .", "cannot be read (Is a directory"),
+    "a folder as cluster file": ("--cluster .", "cannot be read (a folder, no regular file"),
     "a cluster file that is no text": ("--cluster binary.yaml", "binary.yaml: not text"),
     "a picture in no format": (
         "--picture out.xyz",

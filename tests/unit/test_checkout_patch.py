@@ -134,7 +134,9 @@ def test_a_failing_write_changes_nothing(checkout: Path, diff: Path, monkeypatch
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", fail_on_hybrid)
-    with pytest.raises(HexiError, match="Permission denied; nothing was changed"):
+    with pytest.raises(
+        HexiError, match=r"hybrid.py: cannot be written \(Permission denied\); .*; nothing was changed"
+    ):
         patch_checkout(checkout, [diff])
     assert contents(checkout) == {"pretrain_gpt.py": GPT, "pretrain_hybrid.py": HYBRID}
 

@@ -210,12 +210,11 @@ def test_matplotlib_draws_every_known_picture_format():
 
 
 def test_a_picture_is_written_whole_or_not_at_all(folder, monkeypatch):
-    def fail(figure, path):
-        path.write_text("half")
+    def fail(source, target):
         raise OSError(28, "No space left on device")
 
     Path("out.png").write_text("old")
-    monkeypatch.setattr("megatron_hexi.report.pictures.save_picture", fail)
+    monkeypatch.setattr(os, "replace", fail)
     from matplotlib.figure import Figure
 
     with pytest.raises(HexiError, match=r"out.png: cannot be written \(No space left on device\)"):
@@ -225,9 +224,12 @@ def test_a_picture_is_written_whole_or_not_at_all(folder, monkeypatch):
 
 
 def test_a_closed_folder_is_refused(folder, monkeypatch):
+    def closed(path, *_):
+        raise PermissionError(13, "Permission denied", path)
+
     Path("closed").mkdir(mode=0o500)
-    monkeypatch.setattr(os, "access", lambda path, _: path != Path("closed"))  # root may write anywhere
-    with pytest.raises(HexiError, match="the folder closed cannot be written to"):
+    monkeypatch.setattr(os, "open", closed)  # root may write anywhere
+    with pytest.raises(HexiError, match=r"the folder closed cannot be written to \(Permission denied\)"):
         check_outputs([], [Path("closed/plan.yaml")], None)
 
 

@@ -570,7 +570,7 @@ def test_a_folder_is_named_with_the_remedy(tmp_path):
         read_plan(tmp_path)
     assert (
         str(caught.value)
-        == f"{tmp_path}: cannot be read (Is a directory); check the path and its permissions"
+        == f"{tmp_path}: cannot be read (a folder, no regular file); check the path and its permissions"
     )
 
 

@@ -197,7 +197,7 @@ def test_a_plan_that_breaks_a_rule_is_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("step", ["chmod", "replace"])
+@pytest.mark.parametrize("step", ["fchmod", "replace"])
 def test_a_failure_in_the_middle_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, step):
     path = tmp_path / "plan.yaml"
     write_plan(PLAN, path)
@@ -245,7 +245,7 @@ def test_a_folder_that_is_not_there_is_an_error_with_the_remedy(tmp_path):
     path = tmp_path / "nowhere" / "plan.yaml"
     with pytest.raises(HexiError) as caught:
         write_plan(PLAN, path)
-    assert str(caught.value) == f"{path}: cannot be written (No such file or directory); check the folder"
+    assert str(caught.value) == f"{path}: the folder {path.parent} is not there; make it first"
 
 
 # Lines.

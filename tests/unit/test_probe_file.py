@@ -181,12 +181,10 @@ def test_a_kept_measurement_of_something_else_is_refused(tmp_path, change, said)
     assert "--restart" in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", '{"version": 2}', "[]", '{"version": 1, "started": "x"}', "\udcff"]
-)
+@pytest.mark.parametrize("text", ["", "{", '{"version": 2}', "[]", '{"version": 1, "started": "x"}'])
 def test_what_is_no_measurement_is_refused(tmp_path, text):
     path = tmp_path / "p.json"
-    path.write_bytes(text.encode(errors="surrogateescape"))
+    path.write_text(text)
     with pytest.raises(HexiError, match="is no measurement of this version") as refusal:
         load_partial(path, four_ranks())
     assert "--restart" in str(refusal.value)

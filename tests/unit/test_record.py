@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -65,15 +64,17 @@ def test_another_file_is_left_alone(path, text):
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("path", [".", "/dev/full"])
-def test_what_is_no_file_is_refused(path):
-    with pytest.raises(HexiError, match="is a folder or a device; give --hexi-record a file"):
-        open_record(Path(path))
+def test_what_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(HexiError, match="pipe: is a FIFO, no regular file; choose another name"):
+        open_record(tmp_path / "pipe")
+    with pytest.raises(HexiError, match="is a folder; give the name of a file in it"):
+        open_record(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(HexiError, match=r"cannot be written \(File exists\); give another file"):
+    with pytest.raises(HexiError, match=r"cannot be written \(Not a directory\); choose another name"):
         open_record(tmp_path / "file" / "record.jsonl")
 
 

@@ -217,6 +217,8 @@ def _layout(layout: Layout, classes: Sequence[_Class], solver: cp_model.CpSolver
                 tokens[position], heads[position] = solver.value(kind.tokens), count
         for place in one.places:
             parts[place] = replace(parts[place], tokens=tuple(tokens), heads=tuple(heads))
+    if not any(part.total for part in parts):  # fewer tokens than groups that are alike
+        return layout
     sequence = sum(part.total for part in layout.parts)
     totals = deal_tokens(sequence, np.array([float(part.total) for part in parts]))
     split = [
