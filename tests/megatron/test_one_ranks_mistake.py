@@ -11,16 +11,20 @@ from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE
 RANKS = 4
 DATA = (*MODEL, "--train-iters", "1", "--hexi-platform", "cpu", "--hexi-plan", "plan.yaml")
 PATHS = {
-    "record, which rank 0 writes": (0, ("--hexi-record", "."), ".: is a folder or a device"),
+    "record, which rank 0 writes": (
+        0,
+        ("--hexi-record", "."),
+        ".: is a folder; give the name of a file in it",
+    ),
     "metrics, which the last rank writes": (
         3,
         ("--hexi-metrics", "."),
-        ".: cannot be written (Is a directory)",
+        ".: is a folder; give the name of a file in it",
     ),
     "metrics of a rank in between": (
         2,
         ("--hexi-metrics", "{rank}/metrics.jsonl"),
-        "2/metrics.jsonl: cannot be written (File exists); give --hexi-metrics another file",
+        "2/metrics.jsonl: cannot be written (Not a directory); choose another name",
     ),
 }
 
@@ -92,6 +96,6 @@ def test_under_torchrun_every_rank_says_it_too(folder):
     result = launch(folder, ranks=2, args=[*MODEL, "--train-iters", "1", "--hexi-metrics", "."])
     lines = sorted(line for line in result.stderr.splitlines() if line.startswith("hexi: error:"))
     assert lines[0].startswith("hexi: error: [rank 0] rank 1 on host")
-    assert lines[1].startswith("hexi: error: [rank 1] .: cannot be written")
+    assert lines[1].startswith("hexi: error: [rank 1] .: is a folder")
     assert len(lines) == 2
     assert result.returncode != 0

@@ -15,6 +15,7 @@ from megatron_hexi.plan import Workload, plan_digest, proportional_plan, read_pl
 from tests.support.shell import call_hexi, is_one_error_line
 
 COMMANDS = [
+    "arguments",
     "catalog",
     "compare",
     "doctor",

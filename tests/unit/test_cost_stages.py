@@ -358,7 +358,7 @@ def test_the_job_is_as_the_plan_says_where_nothing_else_is_given():
         assert getattr(found, name) == getattr(terms, name)
     assert not found.overlap_gradients
     assert found.distributed_optimizer
-    given = job_of_plan(plan, DEEP, recompute="none", precision=None, global_batch_size=12)
+    given = job_of_plan(plan, DEEP, recompute="none", global_batch_size=12)
     assert (given.recompute, given.precision, given.global_batch_size) == ("none", "fp16", 12)
 
 
