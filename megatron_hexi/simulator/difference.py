@@ -102,9 +102,7 @@ def _reasons(phase: str, more: float, findings: Findings) -> Iterator[str]:
                 f"end it up to {findings.lead:.1%} of a layer apart"
             )
     elif phase == "bubble":
-        yield (
-            "the model waits for all stages while a pipeline fills and drains, some of them hide behind others"
-        )
+        yield ("the model waits for all stages while a pipeline fills and drains, some hide behind others")
     elif phase == "pipeline":
         yield "sends hide in what a stage waits anyhow"
     elif phase == "gradients":
