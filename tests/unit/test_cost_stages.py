@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import re
 
 import numpy as np
@@ -9,11 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.cost import CostModel, Phases, estimate, job_of_plan
+from megatron_hexi.cli import main as cli
+from megatron_hexi.cluster import read_cluster
+from megatron_hexi.cost import CostModel, Job, Phases, estimate, job_of_plan, presets
 from megatron_hexi.cost.memory import FRAGMENTATION, RESERVE_BYTES, token_activation_bytes
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.errors import ClusterError, PlanError
-from megatron_hexi.plan import Domain, Group, JobTerms, Member, Plan, Replica, Stage, proportional_plan
+from megatron_hexi.plan import (
+    Domain,
+    Group,
+    JobTerms,
+    Member,
+    Plan,
+    Replica,
+    Stage,
+    proportional_plan,
+    read_plan,
+    validate_plan,
+    write_plan,
+)
 from megatron_hexi.simulator import chrome_trace, simulate
 from megatron_hexi.simulator.pipeline import replay_pipeline
 from tests.support.costs import TINY, cluster, tiny_job
@@ -60,8 +75,8 @@ def whole(*ranks, samples=None, state=1, seq_length=4096, heads=4):
 
 def plan_of(job, *replicas, terms=None):
     """Replicas given as (micro-batches, stages), the stages as (layers, domains) and what else they say."""
-    return Plan(
-        dataclasses.replace(job.workload(), tensor_parallel=0),
+    plan = Plan(
+        job.workload(),
         tuple(
             Replica(
                 tuple(Stage(tuple(domains), layers, *more) for layers, domains, *more in stages),
@@ -71,6 +86,11 @@ def plan_of(job, *replicas, terms=None):
         ),
         job=terms or JobTerms(),
     )
+    widths = {len(member.ranks) for member in plan.members}
+    width = widths.pop() if len(widths) == 1 else 0
+    plan = dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, tensor_parallel=width))
+    validate_plan(plan)
+    return plan
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full", 1])
@@ -464,3 +484,31 @@ def test_the_trace_shows_every_micro_batch_in_its_stage():
         for way in ("forward", "backward")
         for number in range(3)
     )
+
+
+def test_commands_take_the_job_from_the_plan(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    job = Job(presets()["gpt-7b"], 4096, global_batch_size=4)
+    terms = JobTerms(micro_batch_size=2, global_batch_size=4, recompute="full", precision="bf16")
+    stages = [((0, 20), [whole(0, heads=32)]), ((20, 32), [whole(1, samples=2, heads=32)])]
+    path, machines_path = tmp_path / "plan.yaml", tmp_path / "cluster.yaml"
+    write_plan(plan_of(job, (2, stages), terms=terms), path)
+    machines_path.write_text(
+        "name: two\nnodes:\n- {name: a, gpu: H200-SXM-141GB, gpus: 2}\n"
+        "network: {bandwidth_gb_s: 25, latency_us: 5, per: gpu}\n"
+    )
+    asked = [str(path), "--cluster", str(machines_path), "--model", "gpt-7b", "--json"]
+    found = {}
+    for name, more in (("validate", []), ("again", ["--recompute", "none"]), ("simulate", [])):
+        command = "validate" if name == "again" else name
+        monkeypatch.setattr("sys.argv", ["hexi", command, *asked, *more])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        assert done.value.code in (0, None), capsys.readouterr().err
+        found[name] = json.loads(capsys.readouterr().out)
+    whole_job = dataclasses.replace(job, micro_batch_size=2, recompute="full")
+    expected = estimate(read_plan(path), whole_job, read_cluster(machines_path))
+    assert found["validate"]["estimate"]["iteration_s"] == pytest.approx(expected.iteration_s)
+    assert found["again"]["estimate"]["iteration_s"] < expected.iteration_s
+    assert found["simulate"]["model_iteration_s"] == pytest.approx(expected.iteration_s)
+    assert found["simulate"]["stage_layers"] == 20
