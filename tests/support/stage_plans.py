@@ -33,7 +33,7 @@ def meshes(draw, most_ranks=8, most_replicas=3):
 
 
 def stage_plan(random, workload, micro_batch_size, ranks, most_replicas=3, micro_batches=None):
-    """A random valid plan for so many ranks; the last of them computes the loss, as a job needs.
+    """A random valid plan for so many ranks; the first of them reads data, the last has a loss, as jobs need.
 
     Args:
         random: of `random.Random`.
@@ -52,9 +52,8 @@ def stage_plan(random, workload, micro_batch_size, ranks, most_replicas=3, micro
     for _ in range(ranks - sum(depths)):
         stages = random.choice(sizes)
         stages[random.randrange(len(stages))] += 1
-    free = random.sample(range(ranks - 1), ranks - 1)
-    free.append(ranks - 1)  # for the last stage of the last replica
-    unused = iter(free)
+    between = random.sample(range(1, ranks - 1), ranks - 2)
+    unused = iter([0, *between, ranks - 1])  # the first for a first stage, the last for a last one
     shares = [random.randint(1, 3) for _ in sizes]
     if micro_batches is not None:
         ends = sorted(random.sample(range(1, micro_batches), len(sizes) - 1))
@@ -74,6 +73,7 @@ def stage_plan(random, workload, micro_batch_size, ranks, most_replicas=3, micro
                 share,
             )
         )
+    random.shuffle(replicas)
     return job_plan(workload, replicas, micro_batch_size)
 
 

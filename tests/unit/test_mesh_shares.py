@@ -32,7 +32,9 @@ def check_buckets(pieces, buckets, states):
         together, total = sum(counts.values()), sum(states[rank] for rank in holders)
         assert together == sum(piece.size for piece in own)
         for rank in holders:
-            assert abs(counts[rank] - together * states[rank] / total) <= row
+            # What a bucket gives too much the next ones give less, but never less than nothing.
+            rows = 1 if sum(bucket.holders == holders for bucket in buckets) == 1 else 2
+            assert abs(counts[rank] - together * states[rank] / total) <= rows * row
 
 
 def rows_of(piece):
@@ -78,7 +80,7 @@ def check_bucket(bucket):
 
 @examples(150)
 @given(mesh=meshes(), size=st.sampled_from([None, 1, 10, 40, 1000]))
-def test_buckets_hold_every_piece_once_and_shares_are_met_within_one_row(mesh, size):
+def test_buckets_hold_every_piece_once_and_shares_are_met_within_rows(mesh, size):
     pieces, states = cut_pieces(boxes_of(mesh)), states_of(mesh)
     check_buckets(pieces, make_buckets(pieces, states, size), states)
 
