@@ -168,14 +168,10 @@ def parameters_of(mesh, place):
         behind = Box("last norm", ((0, _HIDDEN),), (_HIDDEN,), total + 1)
         found.append(ModelParameter((behind,), is_copy=True))
         if place.stage > 0:
-            found.append(ModelParameter((Box(*_but_depth(embedding), total + 1),)))
+            found.append(ModelParameter((replace(embedding, depth=total + 1),)))
     return found
 
 
 def boxes_of(mesh):
     """The boxes of all ranks."""
     return [[box for one in parameters_of(mesh, place) for box in one.boxes] for place in mesh.places]
-
-
-def _but_depth(box):
-    return box.key, box.cell, box.shape

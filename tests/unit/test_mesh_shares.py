@@ -21,7 +21,7 @@ def check_buckets(pieces, buckets, states):
     assert sorted((piece for bucket in buckets for piece in bucket.pieces), key=repr) == sorted(
         pieces, key=repr
     )
-    owned = {}
+    owned: dict[tuple[int, ...], Counter[int]] = {}
     for bucket in buckets:
         check_bucket(bucket)
         for slab in bucket.slabs:
