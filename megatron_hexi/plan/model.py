@@ -96,7 +96,8 @@ class Member:
     """One unit's part.
 
     Args:
-        ranks: its tensor-parallel ranks, by their numbers in the job. Of a stage that the job repeats
+        ranks: its tensor-parallel ranks, ascending, by their numbers in the job. In a domain each is higher
+            than its counterpart in units that begin with a lower one. Of a stage that the job repeats
             (`Stage.layers`): their numbers in the first stage.
         tokens: size of its shard (T); may be 0.
         heads: its query heads in attention, of one of its ranks; may be empty.

@@ -2,6 +2,7 @@
 
 import time
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -124,12 +125,13 @@ def run_buffers(mesh, dtype, seed, size, in_fp32, pauses=0.0):
         buffers.take_values_from(max)
         started = [(held.box, part_of(held, held.parameter.data).clone()) for held in model.held]
         sums = []
+        parameters: list[Any] = list(model.gradients)
         for iteration in range(ITERATIONS):
             buffers.reset()
             for micro_batch in range(MICRO_BATCHES):
                 buffers.is_last_microbatch = micro_batch == MICRO_BATCHES - 1
-                for parameter in random.sample(list(model.gradients), len(model.gradients)):
-                    parameter.main_grad.add_(  # type: ignore[attr-defined]
+                for parameter in random.sample(parameters, len(parameters)):
+                    parameter.main_grad.add_(
                         model.gradients[parameter][iteration * MICRO_BATCHES + micro_batch]
                     )
                     time.sleep(random.random() * pauses)

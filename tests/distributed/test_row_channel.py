@@ -147,7 +147,8 @@ def test_a_forward_only_pass_ends_when_all_has_left(mesh, seed):
 
 
 def test_finish_waits_for_all_that_is_under_way(monkeypatch):
-    waited: Counter[Any] = Counter()
+    waited: Counter[int] = Counter()
+    nobody: Any = None
 
     class Slow:
         def __init__(self, number):
@@ -161,7 +162,7 @@ def test_finish_waits_for_all_that_is_under_way(monkeypatch):
 
     numbers = iter(range(10))
     monkeypatch.setattr(row_channel, "post", lambda *_: Slow(next(numbers)))
-    channel = RowChannel((), HeldRows(0, ((0, 4),), (0, 1), 4), None, CPU)  # type: ignore[arg-type]
+    channel = RowChannel((), HeldRows(0, ((0, 4),), (0, 1), 4), nobody, CPU)
     for _ in range(3):
         channel.send(torch.ones(4, 1, HIDDEN))
     assert waited == Counter()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.plan_arguments import take_plan
 from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.plan import (
@@ -50,6 +51,22 @@ def take(monkeypatch, tmp_path):
         return args, changed
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ((1, 0, 2), "rank 0 reads no data, and whether there is any is the job's first rank to say"),
+        ((0, 2, 1), "rank 2 does not compute the loss, which the job's last rank logs"),
+    ],
+)
+def test_the_first_and_the_last_rank_of_a_job_have_places_that_megatron_asks_of_them(take, ranks, says):
+    workload = replace(WORKLOAD, layers=3)
+    domains = [proportional_domain(workload, [[1]], first_unit=rank) for rank in ranks]
+    stages = tuple(Stage((domain,), (layer, layer + 1)) for layer, domain in enumerate(domains))
+    with pytest.raises(PlanError) as refused:
+        take(Plan(workload, (Replica(stages),)), "--num-layers", "3", ranks=3)
+    assert says in str(refused.value)
 
 
 def test_a_fitting_plan_is_taken_and_sets_what_it_decides(take):

@@ -49,12 +49,14 @@ class Case:
         model: arguments that the run on one rank has too.
         job: arguments of the run under the plan alone.
         slow: whether it runs on request only.
+        rounding: what losses and gradient norms may be off by, as a part of them.
     """
 
     replicas: str
     model: tuple[str, ...] = ()
     job: tuple[str, ...] = ()
     slow: bool = True
+    rounding: float = 1e-5
 
     def plan(self, folder: Path) -> Plan:
         path = folder / "given.yaml"
@@ -120,7 +122,8 @@ CASES = {
     "tensor-parallel-domain": Case(TENSOR_DOMAIN, job=SEQUENCE, slow=False),
     "options": Case(TENSOR_FIRST, (*WINDOW, *SINKS, *QK_NORM, *UNTIED), SEQUENCE, slow=False),
     "windows-sinks": Case(TENSOR_DOMAIN, (*WINDOW, *SINKS), SMALL_BUCKETS),
-    "qk-norm-untied": Case(TENSOR_FIRST, (*QK_NORM, *UNTIED)),
+    # Megatron's own tensor parallelism, without a plan, is off by 1.3e-5 here after 20 iterations.
+    "qk-norm-untied": Case(TENSOR_FIRST, (*QK_NORM, *UNTIED), rounding=3e-5),
     "three-and-two-stages": Case(
         """\
 - micro_batches: 3
@@ -260,7 +263,7 @@ def test_training_is_that_of_one_rank(case: Case, iterations: int, forks: Forks,
     log = forks.train(tmp_path, ranks=plan.ranks, args=words(model, iterations, weights, case.job), plan=plan)
     difference = largest_difference(log, reference)
     print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
-    assert difference < 1e-5
+    assert difference < case.rounding
 
 
 def words(model: tuple[str, ...], iterations: int, weights: Path, more: tuple[str, ...]) -> list[str | Path]:

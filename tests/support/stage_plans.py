@@ -33,7 +33,7 @@ def meshes(draw, most_ranks=8, most_replicas=3):
 
 
 def stage_plan(random, workload, micro_batch_size, ranks, most_replicas=3, micro_batches=None):
-    """A random valid plan for so many ranks; the last of them computes the loss, as a job needs.
+    """A random valid plan for so many ranks; the first of them reads data, the last has a loss, as jobs need.
 
     Args:
         random: of `random.Random`.
@@ -52,9 +52,8 @@ def stage_plan(random, workload, micro_batch_size, ranks, most_replicas=3, micro
     for _ in range(ranks - sum(depths)):
         stages = random.choice(sizes)
         stages[random.randrange(len(stages))] += 1
-    free = random.sample(range(ranks - 1), ranks - 1)
-    free.append(ranks - 1)  # for the last stage of the last replica
-    unused = iter(free)
+    between = random.sample(range(1, ranks - 1), ranks - 2)
+    unused = iter([0, *between, ranks - 1])  # the first for a first stage, the last for a last one
     shares = [random.randint(1, 3) for _ in sizes]
     if micro_batches is not None:
         ends = sorted(random.sample(range(1, micro_batches), len(sizes) - 1))
@@ -74,6 +73,7 @@ def stage_plan(random, workload, micro_batch_size, ranks, most_replicas=3, micro
                 share,
             )
         )
+    random.shuffle(replicas)
     return job_plan(workload, replicas, micro_batch_size)
 
 
@@ -168,14 +168,10 @@ def parameters_of(mesh, place):
         behind = Box("last norm", ((0, _HIDDEN),), (_HIDDEN,), total + 1)
         found.append(ModelParameter((behind,), is_copy=True))
         if place.stage > 0:
-            found.append(ModelParameter((Box(*_but_depth(embedding), total + 1),)))  # type: ignore[call-arg]
+            found.append(ModelParameter((replace(embedding, depth=total + 1),)))
     return found
 
 
 def boxes_of(mesh):
     """The boxes of all ranks."""
     return [[box for one in parameters_of(mesh, place) for box in one.boxes] for place in mesh.places]
-
-
-def _but_depth(box):
-    return box.key, box.cell, box.shape

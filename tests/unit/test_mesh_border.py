@@ -3,7 +3,6 @@
 import itertools
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,13 +24,13 @@ def held_by(mesh, rank, documents):
     for group in domain.groups:
         free = iter(position for span in group.segments for position in range(*span))
         for member in group.members:
-            own = list(itertools.islice(free, member.tokens))
+            own: list[int | None] = list(itertools.islice(free, member.tokens))
             if rank not in member.ranks:
                 continue
             if not mesh.sequence_parallel:
                 return own or [None]
             width = len(member.ranks)
-            own += [None] * ((max(len(own), 1) + width - 1) // width * width - len(own))  # type: ignore[list-item]
+            own += [None] * ((max(len(own), 1) + width - 1) // width * width - len(own))
             return own[place.tp_rank * len(own) // width :][: len(own) // width]
     raise AssertionError
 
@@ -46,7 +45,7 @@ def borders(mesh):
 
 def check_messages(mesh, messages, targets, documents):
     """Each target gets each (position, sample) that it holds once, from a rank that holds it."""
-    arrived: Counter[Any] = Counter()
+    arrived: Counter[tuple[int, int, int]] = Counter()
     for message in messages:
         holds = set(held_by(mesh, message.source, documents))
         samples = range(*mesh.places[message.source].samples)
@@ -114,7 +113,7 @@ def test_ranks_that_hold_the_same_rows_share_the_load_within_one_row_a_run(case)
     for replica, source, target in borders(mesh):
         ranks = mesh.stage_ranks(replica, source)
         held = {rank: set(held_by(mesh, rank, documents)) for rank in ranks}
-        sent: dict[Any, Any] = {}
+        sent: dict[tuple, Counter[int]] = {}
         for message in border_messages(mesh, replica, source, target, documents):
             for block in message.blocks:
                 for position in itertools.chain.from_iterable(range(*span) for span in block.positions):

@@ -3,7 +3,6 @@
 import itertools
 import re
 from dataclasses import replace
-from typing import Any
 
 import numpy
 import pytest
@@ -21,7 +20,7 @@ def index_of(cell):
 
 def holders_of(boxes):
     """For each weight, who holds each of its elements: a mask for each rank."""
-    masks: dict[Any, Any] = {}
+    masks: dict[str, numpy.ndarray] = {}
     for rank, own in enumerate(boxes):
         for box in own:
             mask = masks.setdefault(box.key, numpy.zeros((len(boxes), *box.shape), dtype=int))
@@ -53,7 +52,7 @@ def test_pieces_of_a_model_have_the_holders_of_all_their_elements(mesh):
 def random_boxes(random):
     """Boxes of one weight for some ranks: any grid of cells, each with any holders."""
     shape = tuple(random.randint(1, 5) for _ in range(random.randint(1, 3)))
-    boxes: list[list[Any]] = [[] for _ in range(random.randint(1, 5))]
+    boxes: list[list[Box]] = [[] for _ in range(random.randint(1, 5))]
     for rank, own in enumerate(boxes):
         axes = []
         for size in shape:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,7 +17,7 @@ from tests.support.stage_plans import boxes_of, job_plan, meshes
 @given(mesh=meshes())
 def test_every_rank_stands_once_and_where_the_plan_has_it(mesh):
     assert [place.rank for place in mesh.places] == list(range(mesh.plan.ranks))
-    stands: Counter[Any] = Counter()
+    stands: Counter[int] = Counter()
     for r, replica in enumerate(mesh.plan.replicas):
         for s, stage in enumerate(replica.stages):
             for d, domain in enumerate(stage.domains):
@@ -73,7 +72,7 @@ def test_ranks_of_a_group_are_in_one_order_in_the_unit_and_in_the_domain(mesh):
 @given(mesh=meshes())
 def test_every_part_of_a_weight_has_one_copy_0_and_no_two_alike(mesh):
     """As the boxes of checkpoints count: holders of one box, apart from ranks that share a unit."""
-    copies: dict[Any, Any] = {}
+    copies: dict[tuple, list[int]] = {}
     for place, boxes in zip(mesh.places, boxes_of(mesh), strict=True):
         for box in boxes:
             if box.key == "embedding" and box.depth > 0:
@@ -91,7 +90,7 @@ def test_every_part_of_a_weight_has_one_copy_0_and_no_two_alike(mesh):
 @given(mesh=meshes())
 def test_loss_ranks_hold_each_token_of_each_sample_once(mesh):
     units = {place.rank: mesh.member(place).ranks for place in mesh.places}
-    found: Counter[Any] = Counter()
+    found: Counter[tuple[int, int, int]] = Counter()
     for rank in mesh.loss_ranks():
         place = mesh.places[rank]
         assert mesh.is_last_stage(place)

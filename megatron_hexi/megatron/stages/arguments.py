@@ -64,6 +64,12 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
             f"{path}: rank {plan.ranks - 1} does not compute the loss, which the job's last rank logs; give "
             "it a place in the last stage of a replica, as the highest rank of its unit"
         )
+    ends = [stage for replica in plan.replicas for stage in (replica.stages[0], replica.stages[-1])]
+    if not any(0 in member.ranks for stage in ends for member in stage.members):
+        raise PlanError(
+            f"{path}: rank 0 reads no data, and whether there is any is the job's first rank to say; give it "
+            "a place in the first or the last stage of a replica"
+        )
     size = args.ffn_hidden_size
     for member in plan.members:
         width = len(member.ranks)
