@@ -38,6 +38,10 @@ class NothingFitsError(HexiError):
     exit_code = EXIT_NO_PLAN
 
 
+class CheckpointError(HexiError):
+    """A checkpoint that this job cannot go on from."""
+
+
 class PatchError(HexiError):
     """A part of Megatron does not look as the patch for it expects."""
 

@@ -1,9 +1,9 @@
 """The distributed optimizer with torch's own Adam, where neither apex nor Transformer Engine is installed.
 
 That Adam keeps its step count beside each parameter's state. Megatron reads it from there before the
-first step, when there is none yet; looks for it among the loaded tensors, where it never is; and gives
-all parameters one count to share, which each of them then advances. Without these patches such a job can
-save a checkpoint but not load it; with the first two alone it goes on with the wrong step count.
+first step, when there is none yet; gives all parameters one count to share, which each of them then
+advances; looks for it among the loaded tensors, where it is not; and in the default format finds there the
+count of before the load. Without these patches such a job can save a checkpoint but not load it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def _with_state(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return state_dict
 
 
-def _without_step(original: Callable[..., None]) -> Callable[..., None]:
+def _without_loaded_step(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        # Anything but a tensor is left alone: the step was set with the rest of the state.
-        original(self, model_param, {"step": None, **tensors})
+        with torch.no_grad():  # an fp32 shard is a view of a parameter, which autograd lets nobody write to
+            original(self, model_param, {**tensors, "step": None})  # anything but a tensor is not copied
 
     return set_main_param_and_optimizer_states
 
@@ -67,8 +67,8 @@ OPTIMIZER_PATCHES = (
     ),
     Patch(
         target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
-        why="does not look for a step count among the loaded tensors",
-        build=_without_step,
+        why="takes no step count from the loaded tensors, and writes to views of fp32 parameters",
+        build=_without_loaded_step,
         parameters=("self", "model_param", "tensors"),
     ),
 )

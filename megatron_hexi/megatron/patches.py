@@ -12,8 +12,10 @@ from megatron_hexi.megatron.groups import group_patches
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
 from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES
 from megatron_hexi.megatron.optimizer import OPTIMIZER_PATCHES
+from megatron_hexi.megatron.optimizer_buckets import BUCKET_PATCHES
 from megatron_hexi.megatron.pipeline import PIPELINE_PATCHES
 from megatron_hexi.megatron.progress import PROGRESS_PATCHES
+from megatron_hexi.megatron.resume import RESUME_PATCHES
 from megatron_hexi.megatron.rotary import ROTARY_PATCHES
 from megatron_hexi.megatron.samplers import SAMPLER_PATCHES
 from megatron_hexi.megatron.step_times import STEP_TIME_PATCHES
@@ -32,7 +34,9 @@ def all_patches(platform: Platform) -> list[Patch]:
         *STEP_TIME_PATCHES,
         *PROGRESS_PATCHES,
         *OPTIMIZER_PATCHES,
+        *BUCKET_PATCHES,
         *CHECKPOINT_PATCHES,
+        *RESUME_PATCHES,
         *group_patches(platform.device),
         *SAMPLER_PATCHES,
         *BATCH_PATCHES,

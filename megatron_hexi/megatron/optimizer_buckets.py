@@ -1,0 +1,87 @@
+"""What the distributed optimizer saves of buckets that end in padding.
+
+A bucket of gradients is padded to a multiple of the data-parallel size, context parallelism included. With
+three ranks most buckets are; with a power of two few. Megatron saves the buckets without their padding, but
+
+- in the fully reshardable format, where there are several, looks each parameter up where it would be with
+  it: all behind the first padding are saved shifted, and the last ones as zeros, with a warning in the log;
+- in the default format, fills the gap behind a rank's last parameter beyond the end of what is saved, and
+  the checkpoint is refused as inconsistent.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron_hexi.patching import Patch
+
+
+def _looked_up_without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sharded_param_state_fully_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        padded = [buffer.param_index_map for buffer in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.param_index_map = _unpadded_index_map(buffer)
+            return original(self, *args, **kwargs)
+        finally:
+            for buffer, index_map in zip(self.buffers, padded, strict=True):
+                buffer.param_index_map = index_map
+
+    return sharded_param_state_fully_reshardable
+
+
+def _unpadded_index_map(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Begin, end and bucket of each parameter, in elements, where the buckets follow without padding."""
+    padding, shift = 0, {}
+    for bucket in buffer.buckets:
+        shift[bucket.bucket_id] = padding
+        padding += bucket.grad_data.numel() - bucket.numel_unpadded
+    return {
+        param: (begin - shift[bucket], end - shift[bucket], bucket)
+        for param, (begin, end, bucket) in buffer.param_index_map.items()
+    }
+
+
+def _filled_to_the_end(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    @functools.wraps(original)
+    def sharded_param_state_dp_reshardable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = original(self, *args, **kwargs)
+        for number in range(len(self.buffers)):
+            for buckets in state[number].values():
+                for part in (part for bucket in buckets for part in bucket):
+                    for key, tensor in part.items():
+                        if isinstance(tensor, ShardedTensor):
+                            part[key] = _cut(tensor)
+        return state
+
+    return sharded_param_state_dp_reshardable
+
+
+def _cut(tensor: Any) -> Any:
+    """A shard of a vector without what lies beyond the vector's end."""
+    length = min(tensor.local_shape[0], tensor.global_shape[0] - tensor.global_offset[0])
+    return replace(tensor, data=tensor.data[:length], local_shape=(length,))
+
+
+_PARAMETERS = ("self", "model_sharded_state_dict", "is_loading", "metadata")
+
+BUCKET_PATCHES = (
+    Patch(
+        target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_fully_reshardable",
+        why="saves each parameter's optimizer state also behind the padding of a bucket",
+        build=_looked_up_without_padding,
+        parameters=_PARAMETERS,
+    ),
+    Patch(
+        target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_param_state_dp_reshardable",
+        why="fills a bucket's gaps up to the end of what is saved of it",
+        build=_filled_to_the_end,
+        parameters=_PARAMETERS,
+    ),
+)
