@@ -36,7 +36,7 @@ class _Row:
     """What one unit (or several that are alike) does in a window of each panel."""
 
     label: str
-    stage: int
+    section: int
     panels: tuple[tuple[Span, ...], ...]
 
 
@@ -68,7 +68,9 @@ def draw_timeline(simulation: Simulation) -> Figure:
         one.set_xlabel(unit)
         one.set_xlim(0, width * scale or 1)
         for place, row in enumerate(rows):
-            shown |= _draw_row(one, row.panels[number], place, windows[row.stage], scale, layers[row.stage])
+            shown |= _draw_row(
+                one, row.panels[number], place, windows[row.section], scale, layers[row.section]
+            )
     axes[0].set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
     axes[0].set_ylim(len(rows) - 0.5, -0.5)
     for one in axes:
@@ -82,21 +84,21 @@ def draw_timeline(simulation: Simulation) -> Figure:
     return figure
 
 
-#: A title, of each stage the layer that is shown (in which ways), and in which time it does it.
+#: A title, of each section the layer that is shown (in which ways), and in which time it does it.
 _Panel = tuple[str, list[tuple[tuple[str, int], ...]], list[tuple[float, float]]]
 
 
 def _panels(simulation: Simulation) -> list[_Panel]:
     """The last layer that was replayed in each direction."""
     panels: list[_Panel] = []
-    stages = 1 + max(rank.stage for rank in simulation.ranks)
+    sections = 1 + max(rank.section for rank in simulation.ranks)
     for title, ways in (("forward", ("forward",)), ("backward", ("again", "backward"))):
         layers, windows = list[int](), list[tuple[float, float]]()
-        for stage in range(stages):
+        for section in range(sections):
             own = [
                 span
                 for span in simulation.spans
-                if span.way in ways and simulation.ranks[span.rank].stage == stage
+                if span.way in ways and simulation.ranks[span.rank].section == section
             ]
             layer = (max if title == "forward" else min)((span.layer for span in own), default=0)
             shown = [span for span in own if span.layer == layer]
@@ -119,17 +121,18 @@ def _rows(simulation: Simulation, panels: Sequence[_Panel]) -> list[_Row]:
     for span in simulation.spans:
         by_rank.setdefault(span.rank, []).append(span)
     found = []
-    for (stage, _), ranks in units.items():
+    for ranks in units.values():
+        section = ranks[0].section
         spans = by_rank.get(ranks[0].rank, [])
         inside = tuple(
-            tuple(s for s in spans if s.end_s > windows[stage][0] and s.start_s < windows[stage][1])
+            tuple(s for s in spans if s.end_s > windows[section][0] and s.start_s < windows[section][1])
             for _, _, windows in panels
         )
-        found.append((ranks, stage, inside))
+        found.append((ranks, section, inside))
     several = len(found) > _MOST_ROWS
 
     def look(item: tuple[int, tuple[list[RankTimeline], int, tuple[tuple[Span, ...], ...]]]) -> object:
-        number, (ranks, stage, inside) = item
+        number, (ranks, section, inside) = item
         if not several:
             return number
         node = ranks[0].name.rpartition("/")[0]
@@ -137,7 +140,7 @@ def _rows(simulation: Simulation, panels: Sequence[_Panel]) -> list[_Row]:
         marks = [
             (s.lane, s.name, round(s.start_s / end, 3), round(s.end_s / end, 3)) for p in inside for s in p
         ]
-        return node, stage, tuple(marks)
+        return node, section, tuple(marks)
 
     rows = []
     for _, alike in itertools.groupby(enumerate(found), key=look):

@@ -156,6 +156,7 @@ def _ranks(
                         device=cluster.ranks[gpu].device.name,
                         stage=section.number,
                         unit=int(section.units[unit]),
+                        section=number,
                         busy=busy,
                         communication_s=float(communication[unit]),
                         idle_s=idle,

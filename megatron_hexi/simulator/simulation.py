@@ -22,6 +22,7 @@ class RankTimeline:
         device: model of GPU.
         stage: its pipeline stage.
         unit: its member: its number in the stage, or in a plan whose stages have layers of their own.
+        section: the units that it was replayed with, by number; their spans count from one start.
         busy: work by kind: ``token``, ``attention``, ``logits``, ``optimizer``; recomputation included.
         communication_s: waiting while its own messages are under way, sums inside a unit, and what shows of
             gradients and weights.
@@ -35,6 +36,7 @@ class RankTimeline:
     device: str
     stage: int
     unit: int
+    section: int
     busy: Mapping[str, float]
     communication_s: float
     idle_s: float
@@ -48,7 +50,7 @@ class RankTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time, as it was replayed; each pipeline stage counts from 0.
+    """Something that took time, as it was replayed; each section of units counts from 0.
 
     Args:
         rank: whose; of a tensor-parallel unit the first, the others do the same.
