@@ -43,7 +43,7 @@ class Posting(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._patch.start()
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
@@ -103,7 +103,7 @@ def fake_group(rank: int, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     backend = FakeProcessGroup._create_internal(ranks.index(rank), len(ranks))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    group._set_group_name(name)
+    group._set_group_name(name)  # type: ignore[arg-type]
     # What torch asks of a group that it made itself.
     distributed_c10d._world.pg_group_ranks[group] = {member: i for i, member in enumerate(ranks)}
     return group

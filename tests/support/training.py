@@ -53,7 +53,8 @@ class Job:
 
     def post(self) -> list[list[Call]]:
         """What each rank of the job posts in one iteration."""
-        nothing = {"BlockAttention": _NoBlocks, "_own_forward": _no_forward, "_own_gradients": _no_gradients}
+        nothing: dict[str, Any] = {"BlockAttention": _NoBlocks}
+        nothing |= {"_own_forward": _no_forward, "_own_gradients": _no_gradients}
         with fake_groups(), mock.patch.multiple(passes, **nothing):
             return [_Rank(self, rank).post() for rank in range(self.stages * self.plan.ranks)]
 
@@ -172,10 +173,10 @@ class _Rank:
         inputs = query, query[:, :, keys], value[:, :, keys]
         attend = functools.partial(self.attention, mask=mask)
         output = self._again(attend, *inputs) if self.job.recompute == "attention" else attend(*inputs)
-        return _Summed.apply(torch.cat([output.flatten(2), states[tokens:]]), self.unit)  # type: ignore[no-any-return]
+        return _Summed.apply(torch.cat([output.flatten(2), states[tokens:]]), self.unit)
 
     def _again(self, function: Any, *inputs: Tensor) -> Tensor:
-        return checkpoint(function, *inputs, use_reentrant=self.job.reentrant)  # type: ignore[no-any-return]
+        return checkpoint(function, *inputs, use_reentrant=self.job.reentrant)
 
     def _backward(self, output: Tensor) -> None:
         output.backward(torch.zeros_like(output))
