@@ -1,7 +1,6 @@
 """What ranks post goes together by NCCL's rules, on any plan; and the replay finds each kind of fault."""
 
 import re
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -79,7 +78,7 @@ def test_a_domain_is_connected_by_a_collective_of_all_its_ranks_whatever_they_ex
         posted = one_layer(plan).post()
     assert replay(posted) > 0
     for calls in posted:
-        first: dict[Any, Any] = {}
+        first: dict[str, Call] = {}
         for call in calls:
             first.setdefault(call.communicator, call)
         assert all(call.collective for call in first.values())

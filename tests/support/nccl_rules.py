@@ -3,9 +3,8 @@
 Ranks are taken at what they posted, in the order in which they posted it. The rules and where they stand:
 
 * Messages. Each send meets a receive of the same count and type; between two ranks in the order in which
-  they were posted, also inside a batch. (NCCL user guide, "Point-to-point communication"; API of ncclSend.)
-  Tags do not count for NCCL: where two that meet have different ones, gloo would deliver right and NCCL
-  wrong.
+  they were posted, also inside a batch. (NCCL user guide, "Point-to-point communication".) Tags do not count
+  for NCCL: where two that meet have different ones, gloo would deliver right and NCCL wrong.
 * Batches. What stands between ncclGroupStart and ncclGroupEnd (one `batch_isend_irecv`) makes progress
   together, and blocks what follows until all of it is done. (Same page.)
 * Queues. NCCL's kernels block until their data has come; several communicators are safe where operations can

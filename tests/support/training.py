@@ -53,11 +53,8 @@ class Job:
 
     def post(self) -> list[list[Call]]:
         """What each rank of the job posts in one iteration."""
-        nothing: dict[str, Any] = {
-            "BlockAttention": _NoBlocks,
-            "_own_forward": _no_forward,
-            "_own_gradients": _no_gradients,
-        }
+        nothing: dict[str, Any] = {"BlockAttention": _NoBlocks}
+        nothing |= {"_own_forward": _no_forward, "_own_gradients": _no_gradients}
         with fake_groups(), mock.patch.multiple(passes, **nothing):
             return [_Rank(self, rank).post() for rank in range(self.stages * self.plan.ranks)]
 
