@@ -19,6 +19,7 @@ from tests.megatron.forked import Forks
 from tests.megatron.launch import train
 from tests.megatron.option_cases import OVERLAPPED, SINKS, WINDOW
 from tests.megatron.planted import FAULTS
+from tests.megatron.test_option_training import logged
 from tests.megatron.test_uneven_training import WORKLOAD, largest_difference
 from tests.support.stage_plans import stage_plan
 
@@ -26,6 +27,7 @@ LAYERS, MICRO_BATCH, MICRO_BATCHES = 6, 4, 4
 MODEL = (
     *("--num-layers", str(LAYERS), "--micro-batch-size", str(MICRO_BATCH)),
     *("--global-batch-size", str(MICRO_BATCH * MICRO_BATCHES), "--calculate-per-token-loss"),
+    *("--eval-iters", "0"),
 )
 UNTIED = ("--untie-embeddings-and-output-weights",)
 QK_NORM = ("--qk-layernorm",)
@@ -302,7 +304,13 @@ def test_training_under_a_random_plan_is_that_of_one_rank(
     assert found == pytest.approx([*reference.losses[:2], *reference.grad_norms[:2]], rel=1e-5)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=[] if fault == "copies-unscaled" else [pytest.mark.slow])
+        for fault in FAULTS  # tests of buffers and of channels find the others too
+    ],
+)
 def test_the_comparison_finds_a_fault(fault: str, forks: Forks, references: References, tmp_path: Path):
     weights, reference = references(MODEL, 4)
     plan = CASES["tensor-parallel-sizes"].plan(tmp_path)
@@ -314,6 +322,24 @@ def test_the_comparison_finds_a_fault(fault: str, forks: Forks, references: Refe
         entry="tests.megatron.planted",
     )
     assert log.grad_norms[0] != pytest.approx(reference.grad_norms[0], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_evaluation_gives_the_loss_of_one_rank(forks: Forks, references: References, tmp_path: Path):
+    weights, _ = references(MODEL, 4)
+    plan = CASES["all-of-it"].plan(tmp_path)
+    evaluating = ("--eval-interval", "2", "--eval-iters", "2")
+    losses = [
+        logged(
+            forks.train(
+                tmp_path / str(ranks), ranks=ranks, args=words(MODEL, 4, weights, evaluating), plan=given
+            ).output,
+            "lm loss value",
+        )
+        for ranks, given in ((1, None), (plan.ranks, plan))
+    ]
+    assert len(losses[0]) >= 3  # after two iterations, after four, and of the test set
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 SCRIPT = """\
