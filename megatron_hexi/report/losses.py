@@ -1,4 +1,4 @@
-"""Two trainings as a picture: their losses over each other, and how far they are apart."""
+"""Trainings of one job as a picture: their losses over each other, and how far they are apart."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from matplotlib.figure import Figure
 #: Nothing smaller is told apart in fp32, and a logarithm has no zero: equal values are drawn here.
 _EQUAL = 1e-8
 
-# The first lies below and is broad, so that the second does not hide it.
+# The first lies below and is broad, so that the others do not hide it.
 _STYLES: tuple[dict[str, str | float], ...] = (
     {"color": "tab:blue", "linewidth": 5.0, "alpha": 0.35},
     {"color": "tab:red", "linewidth": 1.2},
+    {"color": "black", "linewidth": 1.2, "linestyle": ":"},
 )
 
 
@@ -22,24 +23,27 @@ def relative_differences(values: Sequence[float], reference: Sequence[float]) ->
 
 
 def draw_losses(losses: Mapping[str, Sequence[float]], limit: float | None = None) -> Figure:
-    """Two trainings' losses over the iterations, and below them their relative difference.
+    """Trainings' losses over the iterations, and below them their relative differences.
 
     Args:
-        losses: a name and one loss an iteration, of the reference and then of what is held against it.
-        limit: of the relative difference, drawn as a line.
+        losses: a name and one loss an iteration, of the reference and then of up to two that are held against
+            it; they may be shorter.
+        limit: of the relative differences, drawn as a line.
     """
-    reference, compared = losses.values()
-    iterations = range(1, len(reference) + 1)
+    reference, *others = losses.values()
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    for (name, values), style in zip(losses.items(), _STYLES, strict=True):
-        above.plot(iterations, values, label=name, **style)
+    for (name, values), style in zip(losses.items(), _STYLES, strict=False):
+        above.plot(range(1, len(values) + 1), values, label=name, **style)
     above.set_ylabel("loss")
     above.legend(frameon=False)
-    differences = [max(value, _EQUAL) for value in relative_differences(compared, reference)]
-    below.plot(iterations, differences, ".", color="tab:gray")
+    most = limit or 0.0
+    for values, style in zip(others, _STYLES[1:], strict=False):
+        apart = relative_differences(values, reference[: len(values)])
+        below.plot(range(1, len(values) + 1), [max(one, _EQUAL) for one in apart], ".", color=style["color"])
+        most = max(most, *apart)
     below.set_yscale("log")
-    below.set_ylim(_EQUAL / 2, 5 * max(*differences, limit or 0.0))
+    below.set_ylim(_EQUAL / 2, 5 * max(most, _EQUAL))
     below.set_ylabel("relative difference")
     below.set_xlabel(f"iteration (equal losses are drawn at {_EQUAL:g})")
     if limit is not None:

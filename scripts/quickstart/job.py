@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 
-from megatron_hexi.plan import Plan, Workload, proportional_plan
+from megatron_hexi.plan import (
+    Domain,
+    Group,
+    JobTerms,
+    Member,
+    Plan,
+    Replica,
+    Stage,
+    Workload,
+    proportional_domain,
+    proportional_plan,
+)
 from scripts.quickstart.corpus import VOCABULARY
 
 #: What the trainings read and write besides their own files, relative to the run folder.
 PLAN = "plan.yaml"
+STAGES = "stages.yaml"
 DATA = "data/text"
 WEIGHTS = "weights"
 
@@ -20,6 +33,8 @@ SPEEDS = ((4.0, 3.0, 2.0), (2.0,))
 WORKLOAD = Workload(seq_length=509, heads=8, kv_heads=2, head_dim=24, layers=4, hidden_size=192)
 
 _BATCH = 8
+#: Iterations of the training whose stages differ: it shows that it is the same training.
+_SHORT = 12
 
 _MODEL = {
     "--num-layers": WORKLOAD.layers,
@@ -60,7 +75,7 @@ _DATA = {
     "--data-cache-path": "data/cache",
     "--tokenizer-type": "NullTokenizer",  # the data set holds tokens already
     "--vocab-size": VOCABULARY,
-    "--make-vocab-size-divisible-by": 1,
+    "--make-vocab-size-divisible-by": 2,  # so that two ranks can share it
     "--split": "100,0,0",
     "--num-workers": 0,
 }
@@ -123,16 +138,44 @@ class Job:
         initial: saves the weights from which the other two start.
         alone: Megatron as it is, on one rank.
         uneven: under the plan, on all its ranks.
+        stages: under a plan whose stages differ; only the first iterations.
     """
 
     initial: Launch
     alone: Launch
     uneven: Launch
+    stages: Launch
 
 
 def demo_plan() -> Plan:
     """Tokens and heads in proportion to the speeds."""
     return proportional_plan(WORKLOAD, [SPEEDS])
+
+
+def stages_plan() -> Plan:
+    """Two replicas: a stage on two tensor-parallel ranks and one on one rank; and one stage on two ranks.
+
+    The first takes three quarters of the batch, and shares of the optimizer's state differ.
+    """
+    layers, tokens, heads = WORKLOAD.layers, WORKLOAD.seq_length, WORKLOAD.heads
+    assert layers is not None
+
+    def whole(*ranks: int, state: int = 1) -> Domain:
+        member = Member(ranks, tokens, (0, heads // len(ranks)), state)
+        return Domain((Group(((0, tokens),), (member,)),))
+
+    deep = Stage((whole(0, 1),), layers=(0, 1)), Stage((whole(2, state=2),), layers=(1, layers))
+    domain = proportional_domain(WORKLOAD, [[2.0], [1.0]], 3)
+    micro_batch = _BATCH // 4
+    return Plan(
+        # Units of two sizes: each says its own.
+        dataclasses.replace(WORKLOAD, tensor_parallel=0),
+        (
+            Replica(deep, micro_batches=3),
+            Replica((Stage((domain,), layers=(0, layers)),), micro_batches=1),
+        ),
+        job=JobTerms(micro_batch_size=micro_batch, global_batch_size=_BATCH),
+    )
 
 
 def demo_job(iterations: int) -> Job:
@@ -141,9 +184,15 @@ def demo_job(iterations: int) -> Job:
     start = {**options, "--load": WEIGHTS, "--finetune": None}
     # Megatron saves after a step at the earliest; this one changes nothing.
     standstill = {"--lr": 0.0, "--min-lr": 0.0, "--save": WEIGHTS, "--save-interval": 1}
-    ranks = sum(map(len, SPEEDS))
+    ranks, short = sum(map(len, SPEEDS)), min(iterations, _SHORT)
+    # The plan says these; the learning rate falls as in the others.
+    stages = {
+        key: value for key, value in start.items() if key not in ("--micro-batch-size", "--global-batch-size")
+    }
+    stages |= {"--hexi-plan": STAGES, "--train-iters": iterations, "--exit-interval": short}
     return Job(
         Launch("initial", "initial weights", 1, 1, {**options, **standstill}),
         Launch("alone", "one rank, no plan", 1, iterations, start),
         Launch("uneven", f"{ranks} ranks, uneven plan", ranks, iterations, {**start, "--hexi-plan": PLAN}),
+        Launch("stages", "5 ranks, stages differ", 5, short, stages),
     )

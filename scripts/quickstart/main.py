@@ -1,7 +1,8 @@
-"""The main job: a small GPT trained under an uneven plan, beside the same training on one rank.
+"""The main job: a small GPT trained under uneven plans, beside the same training on one rank.
 
-Both train on real text, by Megatron's own loop, from the same weights. The demo holds their losses against
-each other, and says what each rank had to do.
+All train on real text, by Megatron's own loop, from the same weights. One plan cuts tokens and heads
+unevenly, the other gives stages their own layers, ranks and shares of the batch. The demo holds their losses
+against each other, and says what each rank had to do.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from megatron_hexi.errors import user_errors
 from megatron_hexi.plan import write_plan
 from scripts.quickstart.corpus import build_corpus
 from scripts.quickstart.folder import run_folder
-from scripts.quickstart.job import DATA, PLAN, SPEEDS, WORKLOAD, Launch, demo_job, demo_plan
+from scripts.quickstart.job import (
+    DATA,
+    PLAN,
+    SPEEDS,
+    STAGES,
+    WORKLOAD,
+    Launch,
+    demo_job,
+    demo_plan,
+    stages_plan,
+)
 from scripts.quickstart.results import LOSS_LIMIT, read_results, results_table, save_results
 from scripts.quickstart.training import Training, TrainingFailed, follow
 
@@ -61,6 +72,7 @@ def run(folder: Path, iterations: int) -> int:
     console.print(f"everything is written to {folder}", highlight=False, soft_wrap=True)
     plan, job = demo_plan(), demo_job(iterations)
     write_plan(plan, folder / PLAN)
+    write_plan(stages_plan(), folder / STAGES)
     (folder / DATA).parent.mkdir()
     corpus = build_corpus(folder / DATA)
     console.print(
@@ -70,15 +82,18 @@ def run(folder: Path, iterations: int) -> int:
     )
     _train(folder, [job.initial])
     _train(folder, [job.alone, job.uneven])
+    _train(folder, [job.stages])
 
-    results = read_results(folder, job.alone, job.uneven)
-    picture = save_results(results, folder, (job.alone.title, job.uneven.title))
+    results = read_results(folder, job)
+    picture = save_results(results, folder, (job.alone.title, job.uneven.title, job.stages.title))
     console.print(results_table(plan, results))
     console.print(
         f"loss: {results.losses_uneven[0]:.3f} at first, {results.losses_uneven[-1]:.3f} in the last of "
         f"{iterations} iterations\n"
         f"largest relative difference of the loss: {results.loss_difference:.1e} (limit {LOSS_LIMIT:.0e}), "
         f"of the gradient norm: {results.grad_norm_difference:.1e}\n"
+        f"stages of 1 and 3 layers on 2 and 1 ranks beside one of 4 layers on 2, {job.stages.iterations} "
+        f"iterations: {results.stages_difference:.1e}\n"
         f"picture: {picture}\n"
         f"took {time.monotonic() - begin:.0f} s",
         highlight=False,
@@ -87,7 +102,7 @@ def run(folder: Path, iterations: int) -> int:
     for problem in results.problems:
         console.print(f"FAILED: {problem}", style="bold red")
     if not results.problems:
-        console.print("The uneven training is the same training.", style="bold green")
+        console.print("The uneven trainings are the same training.", style="bold green")
     return 1 if results.problems else 0
 
 

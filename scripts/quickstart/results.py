@@ -1,4 +1,4 @@
-"""What the demo found: the two trainings compared, as a table, a picture and a JSON document."""
+"""What the demo found: the trainings compared, as a table, a picture and a JSON document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_hexi.report.losses import draw_losses, relative_differences
 from megatron_hexi.report.pictures import save_picture
 from megatron_hexi.report.tables import spell_range
 from megatron_hexi.text_file import write_text_atomically
-from scripts.quickstart.job import Launch
+from scripts.quickstart.job import Job
 
 #: Losses are fp32 sums, made in another order by each layout; training then makes such differences grow.
 LOSS_LIMIT = 1e-5
@@ -29,21 +29,25 @@ _CAPTION = (
 
 @dataclass(frozen=True)
 class Results:
-    """The two trainings, side by side.
+    """The trainings, side by side.
 
     Args:
         losses_alone: one an iteration, on one rank.
         losses_uneven: likewise, under the plan.
+        losses_stages: of the first iterations, where stages differ.
         loss_difference: the largest relative difference of the two.
         grad_norm_difference: likewise, of the gradients' norms.
+        stages_difference: likewise, of the losses where stages differ.
         cpu_seconds_alone: processor time of an iteration (the median).
         cpu_seconds: likewise, of each rank under the plan.
     """
 
     losses_alone: list[float]
     losses_uneven: list[float]
+    losses_stages: list[float]
     loss_difference: float
     grad_norm_difference: float
+    stages_difference: float
     cpu_seconds_alone: float
     cpu_seconds: list[float]
 
@@ -52,16 +56,20 @@ class Results:
         """Why the demo has failed; nothing if it has not."""
         first, last = self.losses_uneven[0], statistics.mean(self.losses_uneven[-3:])
         found = []
-        if not self.loss_difference < LOSS_LIMIT:
-            found.append(f"the losses differ by {self.loss_difference:.1e}, more than {LOSS_LIMIT:.0e}")
+        differences = {"uneven": self.loss_difference, "stages": self.stages_difference}
+        for name, difference in differences.items():
+            if not difference < LOSS_LIMIT:
+                found.append(f"the losses of {name!r} differ by {difference:.1e}, more than {LOSS_LIMIT:.0e}")
         if not last < first:
             found.append(f"the loss did not fall: it was {first:.3f} and is {last:.3f}")
         return found
 
 
-def read_results(folder: Path, alone: Launch, uneven: Launch) -> Results:
-    """Compare two trainings that are done, by what they wrote."""
+def read_results(folder: Path, job: Job) -> Results:
+    """Compare trainings that are done, by what they wrote."""
+    alone, uneven, stages = job.alone, job.uneven, job.stages
     reference = _read_metrics(folder / alone.metrics_of(0))
+    apart = [line["loss"] for line in _read_metrics(folder / stages.metrics_of(stages.ranks - 1))]
     ranks = [_read_metrics(folder / uneven.metrics_of(rank)) for rank in range(uneven.ranks)]
     losses = [line["loss"] for line in ranks[-1]]
     expected = [line["loss"] for line in reference]
@@ -71,20 +79,22 @@ def read_results(folder: Path, alone: Launch, uneven: Launch) -> Results:
     return Results(
         losses_alone=expected,
         losses_uneven=losses,
+        losses_stages=apart,
         loss_difference=max(relative_differences(losses, expected)),
         grad_norm_difference=max(norms),
+        stages_difference=max(relative_differences(apart, expected[: len(apart)])),
         cpu_seconds_alone=_cpu_seconds(reference),
         cpu_seconds=[_cpu_seconds(lines) for lines in ranks],
     )
 
 
-def save_results(results: Results, folder: Path, titles: tuple[str, str]) -> Path:
+def save_results(results: Results, folder: Path, titles: tuple[str, str, str]) -> Path:
     """Write ``results.json`` and the picture.
 
     Args:
         results: what was found.
         folder: the run folder.
-        titles: of the training on one rank, and of that under the plan.
+        titles: of the training on one rank, of that under the plan, and where stages differ.
 
     Returns:
         The picture.
@@ -92,7 +102,9 @@ def save_results(results: Results, folder: Path, titles: tuple[str, str]) -> Pat
     document = {**asdict(results), "loss_limit": LOSS_LIMIT, "problems": results.problems}
     write_text_atomically(folder / "results.json", json.dumps(document, indent=2) + "\n")
     picture = folder / "loss.png"
-    losses = dict(zip(titles, (results.losses_alone, results.losses_uneven), strict=True))
+    losses = dict(
+        zip(titles, (results.losses_alone, results.losses_uneven, results.losses_stages), strict=True)
+    )
     save_picture(draw_losses(losses, LOSS_LIMIT), picture)
     return picture
 

@@ -26,6 +26,8 @@ def test_the_uneven_training_is_that_of_one_rank(tmp_path: Path) -> None:
     found = json.loads((folder / "results.json").read_text())
     assert found["problems"] == []
     assert found["loss_difference"] < found["loss_limit"] == 1e-5
+    assert found["stages_difference"] < 1e-5
+    assert len(found["losses_stages"]) == ITERATIONS
     assert len(found["losses_alone"]) == len(found["losses_uneven"]) == ITERATIONS
     assert found["losses_uneven"][-1] < found["losses_uneven"][0] - 0.5
     assert all(0 < seconds < found["cpu_seconds_alone"] for seconds in found["cpu_seconds"])
