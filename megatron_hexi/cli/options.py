@@ -242,7 +242,9 @@ class PlannedJob(Training):
     ] = None
 
     def _name(self, plan: Plan) -> str | None:
-        return self.model or (plan.provenance.model if plan.provenance else None)
+        if self.model is not None:
+            return self.model
+        return plan.provenance.model if plan.provenance else None
 
     def model_file(self, plan: Plan) -> Path | None:
         """What the model will be read from, if it is a file."""

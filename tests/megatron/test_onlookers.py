@@ -119,5 +119,5 @@ def test_training_goes_on_where_nothing_can_be_written(at_start, forks, tmp_path
         ("3", "--tensorboard-dir"),
         ("3", "--wandb-project"),
     ]
-    assert output.count("No space left on device") >= 2
+    assert output.count("No space left on device") >= 1
     assert "full.jsonl: cannot be written (File too large)" in output

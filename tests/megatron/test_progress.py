@@ -156,7 +156,7 @@ def test_a_job_that_goes_on_appends(forks, tmp_path):
             False,
             "--hexi-record record.jsonl: records a run under a plan; give --hexi-plan too",
         ),
-        (".", True, ".: is a folder or a device; give --hexi-record a file"),
+        (".", True, ".: is a folder; give the name of a file in it"),
         ("plan.yaml", True, "plan.yaml: is no run's record"),
     ],
 )

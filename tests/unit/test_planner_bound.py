@@ -105,6 +105,7 @@ def test_no_layout_whatever_beats_it():
     assert sum(check_random(seed, 4, 25) for seed in range(30)) > 600
 
 
+@pytest.mark.slow  # a minute and more; of the thorough proof
 def test_no_layout_of_up_to_16_gpus_beats_it():
     assert sum(check_random(seed, 4, 25, gpus=(12, 16), batches=(2, 4)) for seed in range(200, 206)) > 100
 

@@ -73,6 +73,7 @@ def check(seeds, steps):
     return count
 
 
+@pytest.mark.slow  # a minute and more; of the thorough proof
 def test_no_layout_whatever_is_faster():
     assert check(range(60), 12) > 150
 

@@ -96,6 +96,7 @@ def test_who_is_outside_is_found_where_it_matters():
     assert min(others) < 0.9 * first
 
 
+@pytest.mark.slow  # a minute and more; of the thorough proof
 def test_a_longer_look_finds_a_better_plan_and_a_closer_proof():
     # Eight H100 and four A100: groups that only random changes come by.
     known = read_cluster(Path("benchmarks/simulation/clusters/testbed-12.yaml"))

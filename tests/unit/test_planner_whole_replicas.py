@@ -116,7 +116,7 @@ def test_whole_groups_bound_replicas_more_closely():
     assert 1.05 * bound.roughly().iteration_s < bound.closely(found_s).iteration_s <= found_s
 
 
-@pytest.mark.parametrize("seq_length", [2**16, 2**19])
+@pytest.mark.parametrize("seq_length", [2**16, pytest.param(2**19, marks=pytest.mark.slow)])
 def test_one_of_free_replicas_is_bounded_like_one_that_is_given(seq_length):
     # Of half a million tokens there is room for one sequence only.
     nodes = [("a", "H100-SXM-80GB", 4), ("b", "A100-SXM-80GB", 4)]
