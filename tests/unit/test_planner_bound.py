@@ -117,7 +117,7 @@ def test_hundreds_of_clusters_and_a_longer_climb():
     assert total > 50_000
 
 
-@pytest.mark.parametrize("seed", [*range(6), *HARD])
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in HARD)])
 def test_no_change_of_the_planner_s_own_plan_beats_it(seed):
     text, known, job = random_parallel_case(seed, gpus=(2, 3, 4, 5, 6, 8))
     random = Random(seed)
