@@ -24,7 +24,7 @@ FORMATS = {
 PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
 #: The plan that goes on, with its ranks; the plan that saved is `groups` of three.
 LOADED_UNDER = {"same": ("groups", 3), "other": ("no-heads", 2), "none": (None, 1)}
-#: One load of each format in each precision; the others on request.
+#: Each format in CI; the others on request.
 IN_CI = {
     ("plain", "fp32", "none"),
     ("default", "fp32", "same"),
