@@ -22,7 +22,7 @@ from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import Speeds, device_speeds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Stage
-from megatron_hexi.cost.memory import GIB, Holdings, part_memory, part_params
+from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, part_params
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
@@ -86,12 +86,16 @@ class CostModel:
         cluster: the cluster.
         shards: units that share the optimizer's state, where plans are parts of a larger one; ``None``: the
             plan's own.
+        part: what they have of the model, where plans are one stage of several; ``None``: all of it.
     """
 
-    def __init__(self, job: Job, cluster: Cluster, shards: int | None = None) -> None:
+    def __init__(
+        self, job: Job, cluster: Cluster, shards: int | None = None, part: ModelPart | None = None
+    ) -> None:
         self.job = job
         self.cluster = cluster
         self.shards = shards
+        self.part = part
         self.links = LinkTable(cluster)
         self.rings = Rings(self.links)
         nodes = [cluster.nodes[rank.node] for rank in cluster.ranks]
@@ -134,7 +138,7 @@ class CostModel:
         """The same in arrays, without what is for people only. Arguments and errors as of `estimate`."""
         job = self.job
         micro_batches = check_job(plan, job)
-        sections = plan_sections(plan, job, lambda ranks: self._stand(plan, ranks, gpus))
+        sections = plan_sections(plan, job, lambda ranks: self._stand(plan, ranks, gpus), self.part)
         if plan.is_repeated:
             following = [section.ground.stage.gpus for section in sections[1:]]
             costs = [

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.memory import GRADIENT_BYTES, stage_params
+from megatron_hexi.cost.memory import GRADIENT_BYTES, part_params
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh import Box, Bucket, Mesh, Place, cut_pieces, make_buckets
@@ -60,7 +60,7 @@ def repeated_reductions(
     """
     gradients, weights, owned = list[Floats](), list[Floats](), list[Floats | float]()
     for section in sections:
-        params, gpus = stage_params(job, section.number), section.ground.stage.gpus
+        params, gpus = part_params(job, section.parts), section.ground.stage.gpus
         once = np.ones(len(section.replicas))
         sizes = float(params * GRADIENT_BYTES[job.precision]), float(params * job.element_bytes)
         seconds = [rings.seconds(gpus, size, job.tensor_parallel) for size in sizes]

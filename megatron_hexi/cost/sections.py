@@ -82,18 +82,19 @@ class Section:
 Stand = Callable[[Sequence[Ints]], list[Ground]]
 
 
-def plan_sections(plan: Plan, job: Job, stand: Stand) -> list[Section]:
+def plan_sections(plan: Plan, job: Job, stand: Stand, part: ModelPart | None = None) -> list[Section]:
     """All sections of a plan that passed its checks, by stage number.
 
     Args:
         plan: the plan.
         job: the job, with the number of stages where they are alike.
         stand: finds their GPUs.
+        part: what the one stage of a plan has of the model; ``None``: what the job says.
 
     Raises:
         PlanError: its one stage is repeated, and has domains, state or recomputation of its own.
     """
-    return (_repeated if plan.is_repeated else _uneven)(plan, job, stand)
+    return _repeated(plan, job, stand, part) if plan.is_repeated else _uneven(plan, job, stand)
 
 
 def repeated_ranks(plan: Plan, job: Job) -> list[Ints]:
@@ -102,7 +103,7 @@ def repeated_ranks(plan: Plan, job: Job) -> list[Ints]:
     return list(np.arange(stages * plan.units * width).reshape(stages, plan.units, width))
 
 
-def _repeated(plan: Plan, job: Job, stand: Stand) -> list[Section]:
+def _repeated(plan: Plan, job: Job, stand: Stand, part: ModelPart | None) -> list[Section]:
     arrays, ranks = plan_arrays(plan), repeated_ranks(plan, job)
     return [
         Section(
@@ -111,7 +112,7 @@ def _repeated(plan: Plan, job: Job, stand: Stand) -> list[Section]:
             window=plan.exchange.window,
             arrays=arrays,
             replicas=np.arange(len(plan.replicas)),
-            parts=ModelPart.of_job(job, number),
+            parts=part or ModelPart.of_job(job, number),
             ranks=own,
             units=np.arange(plan.units),
             ground=ground,

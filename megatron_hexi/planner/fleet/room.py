@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.memory import GIB, Flights, Holdings, stage_memory
+from megatron_hexi.cost.memory import GIB, Flights, Holdings, ModelPart, part_memory, part_params
 from megatron_hexi.planner.fleet.units import Fleet
 
 _MANY = 1e6
@@ -37,11 +37,15 @@ def has_room(job: Job, stages: Iterable[Sequence[tuple[int, Room]]], sequences: 
 def fleet_has_room(fleet: Fleet, sequences: int = 1) -> bool:
     """The same for all of a fleet's units."""
     job, counts = fleet.job, Counter(unit.kind for unit in fleet.units)
+
+    def part(stage: int) -> ModelPart:
+        return fleet.part or ModelPart.of_job(job, stage)
+
     return has_room(
         job,
         (
             [
-                (count, Room(job, stage, fleet.kinds[kind].devices[stage].usable_gib * GIB, len(fleet.units)))
+                (count, Room(job, part(stage), fleet.kinds[kind].devices[stage].usable_gib * GIB, len(fleet.units)))
                 for kind, count in counts.items()
             ]
             for stage in range(job.pipeline_parallel)
@@ -58,7 +62,7 @@ class Room:
 
     Args:
         job: the job.
-        stage: pipeline stage.
+        part: what it has of the model.
         usable: bytes of the GPU's memory.
         shards: units that share the optimizer's state at most.
         window: steps of keys under way, each as large as the own group's keys; 0: none are, for a bound.
@@ -66,10 +70,11 @@ class Room:
     """
 
     def __init__(
-        self, job: Job, stage: int, usable: float, shards: int, window: int = 0, micro_batches: int = 1
+        self, job: Job, part: ModelPart, usable: float, shards: int, window: int = 0, micro_batches: int = 1
     ) -> None:
         workload = job.workload()
         one, heads = np.ones(1), np.full(1, float(workload.local_heads))
+        owned = part_params(job, part) / (shards if job.distributed_optimizer else 1)
         keys = heads / workload.queries_per_kv
 
         def needed(
@@ -90,7 +95,7 @@ class Room:
                 micro_batches=np.array([micro_batches]),
                 flights=Flights(flight + received * keys, flight + sent * keys),
             )
-            terms = stage_memory(job, stage, holdings, steps, shards)
+            terms = part_memory(job, part, holdings, steps, owned)
             return sum(float(values[0]) for values in terms.values())
 
         alone = needed(0.0, 0.0, False)

@@ -8,12 +8,13 @@ then by what surrounds them), so that the order of a cluster file's entries does
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import Job, ceiling_tokens_per_s
+from megatron_hexi.cost.memory import ModelPart
 from megatron_hexi.errors import ClusterError
 
 
@@ -60,6 +61,8 @@ class Fleet:
         kinds: the fastest first.
         units: in canonical order: units of a site follow each other.
         left_out: GPUs of the cluster that make up no whole unit, in file order.
+        part: what units have of the model, where they are one stage of several that differ; ``None``: what
+            the job says.
     """
 
     cluster: Cluster
@@ -67,6 +70,7 @@ class Fleet:
     kinds: tuple[Kind, ...]
     units: tuple[Unit, ...]
     left_out: tuple[int, ...] = ()
+    part: ModelPart | None = None
 
     @cached_property
     def sites(self) -> tuple[tuple[int, ...], ...]:
@@ -102,8 +106,8 @@ class Fleet:
         return ceiling_tokens_per_s(self.job, devices)
 
 
-def find_units(job: Job, cluster: Cluster) -> Fleet:
-    """All units that the cluster has for a job.
+def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) -> Fleet:
+    """All units that the cluster has for a job, or that some of its GPUs make.
 
     Pipeline stages are put on different nodes of one kind where their number allows it, so that a stage keeps
     whole nodes for its all-to-alls; else inside a node; else, where nothing else is left, on whatever
@@ -112,7 +116,8 @@ def find_units(job: Job, cluster: Cluster) -> Fleet:
     Raises:
         ClusterError: too few GPUs for a single unit, or a GPU that cannot do the job.
     """
-    runs = [_runs(list(node.ranks), job.tensor_parallel) for node in cluster.nodes]
+    own = [[gpu for gpu in node.ranks if gpus is None or gpu in gpus] for node in cluster.nodes]
+    runs = [_runs(of_node, job.tensor_parallel) for of_node in own]
     stacks = _stacks(job, cluster, runs)
     if not stacks:
         found = sum(map(len, runs))

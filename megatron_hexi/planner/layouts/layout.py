@@ -5,10 +5,10 @@ A layout says nothing of positions and ranks; `build_plan` derives them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
+from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, unit_ranks
 from megatron_hexi.plan.layout import causal_segments, consecutive, full_segments
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.planner.fleet.units import Fleet
@@ -70,9 +70,9 @@ def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
     used = units_by_rank(fleet, layouts)
     rank = {unit: number for number, unit in enumerate(used)}
     gpus = fleet.gpus(used)
+    ranks = {unit: unit_ranks(workload, number) for unit, number in rank.items()}
     replicas = tuple(
-        Replica((Stage((_domain(fleet, workload, layout, rank),)),), layout.micro_batches)
-        for layout in layouts
+        Replica((Stage((build_domain(fleet, layout, ranks),)),), layout.micro_batches) for layout in layouts
     )
     return Plan(
         workload=workload,
@@ -88,7 +88,15 @@ def units_by_rank(fleet: Fleet, layouts: Sequence[Layout]) -> list[int]:
     return sorted(units, key=fleet.file_order.__getitem__)
 
 
-def _domain(fleet: Fleet, workload: Workload, layout: Layout, rank: dict[int, int]) -> Domain:
+def build_domain(fleet: Fleet, layout: Layout, ranks: Mapping[int, tuple[int, ...]]) -> Domain:
+    """The domain of a layout.
+
+    Args:
+        fleet: the units that the layout's numbers mean.
+        layout: the layout.
+        ranks: of each unit.
+    """
+    workload = fleet.job.workload()
     segments = (causal_segments if workload.causal else full_segments)([part.total for part in layout.parts])
     groups = []
     for part, held in zip(layout.parts, segments, strict=True):
@@ -96,7 +104,7 @@ def _domain(fleet: Fleet, workload: Workload, layout: Layout, rank: dict[int, in
         # that are alike have the same heads, so keys and values travel between counterparts.
         given = zip(part.units, part.tokens, consecutive(part.heads), strict=True)
         members = sorted(
-            (Member(unit_ranks(workload, rank[unit]), tokens, heads) for unit, tokens, heads in given),
+            (Member(ranks[unit], tokens, heads) for unit, tokens, heads in given),
             key=lambda member: member.lead,
         )
         groups.append(Group(held, tuple(members), name=_name(fleet, part)))

@@ -84,7 +84,8 @@ class Judge:
     """
 
     def __init__(self, fleet: Fleet, shards: int | None = None) -> None:
-        self._job, self._cluster, self._shards = fleet.job, fleet.cluster, shards
+        self._job, self._cluster, self._part = fleet.job, fleet.cluster, fleet.part
+        self.shards = shards
         self._models: dict[int, CostModel] = {}
         self.trials = 0
 
@@ -97,5 +98,5 @@ class Judge:
     def _model(self, replicas: int) -> CostModel:
         if replicas not in self._models:
             job = replace(self._job, data_parallel=replicas)
-            self._models[replicas] = CostModel(job, self._cluster, self._shards)
+            self._models[replicas] = CostModel(job, self._cluster, self.shards, self._part)
         return self._models[replicas]

@@ -45,7 +45,7 @@ class DomainSearch:
 
     def __init__(self, judge: Judge, fleet: Fleet, micro_batches: int) -> None:
         self._judge, self._fleet = judge, fleet
-        self._rates = Rates(fleet, WINDOW)
+        self._rates = Rates(fleet, WINDOW, judge.shards)
         self._tried = Tried(judge, fleet, self._rates, micro_batches)
 
     def run(self, polished: bool = True) -> Trial:

@@ -1,0 +1,253 @@
+"""From packed replicas to a plan: GPUs, every stage's domain searched, layers dealt again, and all of it timed.
+
+Tables decide which stages there are. Here each gets its own layout, under the memory that its layers and its
+place in the pipeline leave. As it may be faster or slower than its table said, layers are dealt once more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import CostModel, Job, Timing
+from megatron_hexi.cost.job import recompute_mode
+from megatron_hexi.cost.memory import ModelPart
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Exchange, Plan, Replica
+from megatron_hexi.plan import Stage as PlanStage
+from megatron_hexi.plan.parts import worthwhile_parts
+from megatron_hexi.planner.fleet.units import Fleet, find_units
+from megatron_hexi.planner.joint.packing import Packed
+from megatron_hexi.planner.joint.pipeline_search import PipelineSearch, Pipe, Stage, least_longest
+from megatron_hexi.planner.joint.placing import Place, Placed, find_gpus, number_ranks
+from megatron_hexi.planner.joint.stage_tables import StageTables
+from megatron_hexi.planner.layouts.layout import Layout, build_domain
+from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.search.domain import DomainSearch
+from megatron_hexi.planner.tuning.solver import refine
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A whole plan and what it costs.
+
+    Args:
+        plan: the plan.
+        job: the job as the plan runs it.
+        timing: what the cost model says.
+    """
+
+    plan: Plan
+    job: Job
+    timing: Timing
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of an iteration."""
+        return self.timing.phases.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU's memory suffices."""
+        return self.timing.fits
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """The better of two has the smaller one: first what fits, or overdraws least; then what is fast."""
+        return max(0.0, self.timing.fullness - 1), self.iteration_s
+
+
+class Assembly:
+    """Puts plans together, for one micro-batch size; stages that are alike are searched once.
+
+    Args:
+        tables: of stages.
+        search: deals layers.
+        cluster: where.
+    """
+
+    def __init__(self, tables: StageTables, search: PipelineSearch, cluster: Cluster) -> None:
+        self._tables, self._search, self._cluster = tables, search, cluster
+        self._found: dict[tuple[object, ...], Trial] = {}
+        self.trials = 0
+
+    def run(self, packed: Packed) -> Candidate | None:
+        """The plan of packed replicas; ``None`` where its parts of nodes do not add up."""
+        pipes = [column.pipe for column in packed.columns]
+        placed = find_gpus(self._tables.pools, [pipe.shapes for pipe in pipes])
+        if placed is None:
+            return None
+        fleets = {place: self._fleet(place, gpus, pipes) for place, gpus in placed.items()}
+        best = self._assemble(pipes, packed.micro_batches, placed, fleets)
+        again = [
+            self._dealt_again(pipe, count, [best.trials[Place(number, s, len(pipe.stages))] for s in range(len(pipe.stages))])
+            for number, (pipe, count) in enumerate(zip(pipes, packed.micro_batches, strict=True))
+        ]
+        if again != pipes:
+            other = self._assemble(again, packed.micro_batches, placed, fleets)
+            best = min(best, other, key=lambda one: one.candidate.order)
+        return best.candidate
+
+    def _fleet(self, place: Place, gpus: Sequence[int], pipes: Sequence[Pipe]) -> Fleet:
+        width = pipes[place.replica].stages[place.stage].shape.width
+        return find_units(self._tables.job(width), self._cluster, set(gpus))
+
+    def _assemble(
+        self,
+        pipes: Sequence[Pipe],
+        micro_batches: Sequence[int],
+        placed: Placed,
+        fleets: dict[Place, Fleet],
+    ) -> _Assembled:
+        trials = {
+            place: self._domain(
+                fleets[place], place, pipes[place.replica].stages[place.stage], micro_batches[place.replica], len(pipes)
+            )
+            for place in sorted(placed)
+        }
+        build = self._repeated if _is_repeated(pipes) else self._staged
+        return _Assembled(build(pipes, micro_batches, placed, trials), trials)
+
+    def _domain(self, fleet: Fleet, place: Place, stage: Stage, micro_batches: int, replicas: int) -> Trial:
+        """The best domain on a stage's GPUs."""
+        count = stage.layers
+        again = min(count, stage.recompute) if isinstance(stage.recompute, int) else count * (stage.recompute != "none")
+        part = ModelPart(count, again, place.is_first, place.is_last, place.stages - place.stage)
+        job = replace(
+            fleet.job,
+            recompute=recompute_mode(stage.recompute),
+            global_batch_size=micro_batches * fleet.job.micro_batch_size,
+        )
+        shards = len(fleet.units) * replicas
+        name = (_alike(fleet), job.tensor_parallel, job.recompute, part, micro_batches, shards)
+        fleet = replace(fleet, job=job, part=part)
+        if name not in self._found:
+            judge = Judge(fleet, shards)
+            self._found[name] = refine(judge, DomainSearch(judge, fleet, micro_batches).run()).trial
+            self.trials += judge.trials
+        return replace(self._found[name], fleet=fleet)
+
+    def _dealt_again(self, pipe: Pipe, micro_batches: int, trials: Sequence[Trial]) -> Pipe:
+        """The layers by what stages really take, as far as their tables say what fits."""
+        seconds, tables, last = [], [], len(trials) - 1
+        for number, (stage, trial) in enumerate(zip(pipe.stages, trials, strict=True)):
+            table = self._tables.table(
+                stage.shape, min(micro_batches, last + 1 - number), number == 0, number == last, 1, True
+            )
+            if table is None:
+                return pipe
+            tables.append(table)
+            way = 0.0 if number == last else self._search.between(stage.shape, pipe.stages[number + 1].shape)
+            took = trial.timing.pipelines[0].stages[0].total
+            seconds.append(table.seconds * (took / table.seconds[stage.layers - 1]) + way)
+        layers = least_longest(seconds, sum(stage.layers for stage in pipe.stages))
+        if layers is None:
+            return pipe
+        stages = tuple(
+            stage
+            if count == stage.layers
+            else Stage(stage.shape, count, table.recompute(count), float(times[count - 1]))
+            for stage, count, table, times in zip(pipe.stages, layers, tables, seconds, strict=True)
+        )
+        return Pipe(stages, pipe.micro_batches, timed=True)
+
+    def _repeated(
+        self, pipes: Sequence[Pipe], micro_batches: Sequence[int], placed: Placed, trials: dict[Place, Trial]
+    ) -> Candidate:
+        """Replicas of one stage, all alike but for their domains: Megatron's own optimizer holds them."""
+        stage, count = pipes[0].stages[0], len(pipes)
+        together = sum(micro_batches) * self._tables.micro_batch_size
+        job = replace(
+            self._tables.job(stage.shape.width),
+            recompute=stage.recompute,
+            global_batch_size=together,
+            data_parallel=count,
+        )
+        fleet = find_units(job, self._cluster, {gpu for gpus in placed.values() for gpu in gpus})
+        number = {unit.gpus: place for place, unit in enumerate(fleet.units)}
+        layouts = []
+        for place, trial in sorted(trials.items()):
+            units = [number[unit.gpus] for unit in trial.fleet.units]
+            parts = tuple(
+                replace(part, units=tuple(units[unit] for unit in part.units)) for part in trial.layouts[0].parts
+            )
+            layouts.append(Layout(parts, micro_batches[place.replica]))
+        judge = Judge(fleet)
+        windows = sorted({trial.window for trial in trials.values()})
+        tried = [judge.try_out(fleet, layouts, window) for window in windows]
+        best = min(tried, key=lambda trial: trial.order)
+        self.trials += judge.trials
+        return Candidate(best.plan, job, best.timing)
+
+    def _staged(
+        self, pipes: Sequence[Pipe], micro_batches: Sequence[int], placed: Placed, trials: dict[Place, Trial]
+    ) -> Candidate:
+        """Stages with layers of their own."""
+        gpus = number_ranks(self._cluster, placed)
+        rank = {gpu: number for number, gpu in enumerate(gpus)}
+        replicas = []
+        for number, (pipe, count) in enumerate(zip(pipes, micro_batches, strict=True)):
+            stages = []
+            first = 0
+            for s, stage in enumerate(pipe.stages):
+                trial = trials[Place(number, s, len(pipe.stages))]
+                ranks = {
+                    unit: tuple(sorted(rank[gpu] for gpu in one.gpus[0]))
+                    for unit, one in enumerate(trial.fleet.units)
+                }
+                domain = build_domain(trial.fleet, trial.layouts[0], ranks)
+                alone = Replica((PlanStage((domain,)),))
+                layers = first, first + stage.layers
+                exchange = Exchange(trial.window, worthwhile_parts([alone]))
+                stages.append(PlanStage((domain,), layers, stage.recompute, exchange))
+                first += stage.layers
+            replicas.append(Replica(tuple(stages), count))
+        widths = {stage.shape.width for pipe in pipes for stage in pipe.stages}
+        width = next(iter(widths)) if len(widths) == 1 else 0
+        base = self._tables.request.job
+        workload = replace(base.workload(), tensor_parallel=width)
+        everything = gpus == list(range(len(self._cluster.ranks)))
+        plan = Plan(workload, tuple(replicas), gpus=None if everything else tuple(gpus))
+        job = replace(
+            base,
+            tensor_parallel=width or 1,
+            pipeline_parallel=1,
+            micro_batch_size=self._tables.micro_batch_size,
+            recompute="none",
+            data_parallel=len(pipes),
+        )
+        return Candidate(plan, job, CostModel(job, self._cluster).timing(plan))
+
+
+@dataclass(frozen=True, eq=False)
+class _Assembled:
+    """A candidate, and the search's trial of each stage."""
+
+    candidate: Candidate
+    trials: dict[Place, Trial]
+
+
+def _is_repeated(pipes: Sequence[Pipe]) -> bool:
+    """Whether the job's one pipeline stage is the same for all, as far as Megatron's flags say it."""
+    first = pipes[0].stages[0]
+    return all(
+        len(pipe.stages) == 1
+        and pipe.stages[0].shape.width == first.shape.width
+        and pipe.stages[0].recompute == first.recompute
+        for pipe in pipes
+    )
+
+
+def _alike(fleet: Fleet) -> tuple[object, ...]:
+    """Units by kind, by the nodes that they share, and by links."""
+    cluster = fleet.cluster
+    order = {site: number for number, site in enumerate(dict.fromkeys(unit.site for unit in fleet.units))}
+    units = []
+    for unit in fleet.units:
+        node = cluster.nodes[cluster.ranks[unit.gpus[0][0]].node]
+        units.append((id(node.device), order[unit.site], node.bandwidth, node.latency_s))
+    firsts = [fleet.units[site[0]].gpus[0][0] for site in fleet.sites]
+    apart = tuple(cluster.distance(*ends) for ends in itertools.pairwise(firsts))
+    return (*units, apart)

@@ -1,0 +1,140 @@
+"""Which replicas together: columns packed into the fleet so that the iteration is shortest.
+
+For a time of the iteration each column takes so many micro-batches; CP-SAT says whether some of the columns,
+each as often as there are GPUs for it, take the whole batch. The least time for which they do is found by
+bisection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ortools.sat.python import cp_model
+
+from megatron_hexi.planner.joint.pools import Counts
+from megatron_hexi.planner.joint.replica_columns import Column
+
+#: The bisection ends where the time is known to this factor.
+_CLOSE = 1.002
+#: Of the solver, in its own deterministic units: about seconds.
+_EFFORT = 0.5
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Replicas of a plan.
+
+    Args:
+        columns: a column for each replica.
+        micro_batches: of each.
+        seconds: of the iteration, by the columns.
+        least_s: that no set of columns takes less than.
+    """
+
+    columns: tuple[Column, ...]
+    micro_batches: tuple[int, ...]
+    seconds: float
+    least_s: float = 0.0
+
+
+def pack(
+    columns: Sequence[Column],
+    micro_batches: int,
+    totals: Counts,
+    replicas: range,
+    least_s: float = 0.0,
+) -> Packed | None:
+    """The best set of replicas; ``None`` where none takes the batch.
+
+    Args:
+        columns: to choose from.
+        micro_batches: of an iteration.
+        totals: GPUs of each pool.
+        replicas: how many there may be.
+        least_s: seconds that no set of them takes less than, as far as is known.
+    """
+    if not columns:
+        return None
+    alone = [column.seconds(micro_batches) for column in columns]
+    top = min(alone)
+    best = _packed(columns, top, micro_batches, totals, replicas)
+    if best is None:  # so many replicas need more than the fastest of them alone
+        top = max(alone)
+        best = _packed(columns, top, micro_batches, totals, replicas)
+    if best is None:
+        return None
+    low, high = max(least_s / _CLOSE, min(column.seconds(1) for column in columns) * 0.999), top
+    while high / low > _CLOSE:
+        middle = math.sqrt(low * high)
+        found = _packed(columns, middle, micro_batches, totals, replicas)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return replace(best, least_s=low)
+
+
+def _packed(
+    columns: Sequence[Column], seconds: float, micro_batches: int, totals: Counts, replicas: range
+) -> Packed | None:
+    offers = _undominated(columns, seconds, micro_batches)
+    if not offers:
+        return None
+    model = cp_model.CpModel()
+    taken = []
+    for column, count in offers:
+        most = min(total // own for total, own in zip(totals, column.counts, strict=True) if own)
+        taken.append(model.new_int_var(0, min(most, replicas[-1]), ""))
+    for pool, total in enumerate(totals):
+        model.add(sum(column.counts[pool] * var for (column, _), var in zip(offers, taken, strict=True)) <= total)
+    model.add(sum(count * var for (_, count), var in zip(offers, taken, strict=True)) >= micro_batches)
+    model.add_linear_constraint(sum(taken), replicas[0], replicas[-1])
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = _SEED
+    solver.parameters.max_deterministic_time = _EFFORT
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    chosen = [
+        column
+        for (column, _), var in zip(offers, taken, strict=True)
+        for _ in range(solver.value(var))
+    ]
+    return _dealt(chosen, micro_batches)
+
+
+def _undominated(
+    columns: Sequence[Column], seconds: float, micro_batches: int
+) -> list[tuple[Column, int]]:
+    """Columns with what they take in so many seconds, but for those that another one does with fewer GPUs."""
+    offers = [(column, min(micro_batches, column.micro_batches(seconds))) for column in columns]
+    offers = [offer for offer in offers if offer[1]]
+    offers.sort(key=lambda offer: (-offer[1], sum(offer[0].counts)))
+    kept: list[tuple[Column, int]] = []
+    for column, count in offers:
+        if not any(
+            other_count >= count and all(a <= b for a, b in zip(other.counts, column.counts, strict=True))
+            for other, other_count in kept
+        ):
+            kept.append((column, count))
+    return kept
+
+
+def _dealt(columns: Sequence[Column], micro_batches: int) -> Packed | None:
+    """Micro-batches to replicas, one after the other to the one that is done with it first: exact.
+
+    Each gets one at least.
+    """
+    counts = [1] * len(columns)
+    if len(columns) > micro_batches:
+        return None
+    for _ in range(micro_batches - len(columns)):
+        ends = [column.seconds(count + 1) for column, count in zip(columns, counts, strict=True)]
+        counts[ends.index(min(ends))] += 1
+    # Gradients go round all replicas at the pace of the slowest.
+    longest = max(column.seconds(count) - column.sync_s for column, count in zip(columns, counts, strict=True))
+    longest += max(column.sync_s for column in columns)
+    return Packed(tuple(columns), tuple(counts), longest)

@@ -1,0 +1,162 @@
+"""Nodes that are alike, and stages by what they take of them.
+
+What a stage takes is decided here in numbers of GPUs; `placing` finds the GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_hexi.cluster import Cluster, Device
+
+#: GPUs of each pool.
+Counts = tuple[int, ...]
+#: Of more pools, sites are not told apart: partitions of the pools are enumerated.
+_MOST_POOLS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Nodes that are alike, on one site.
+
+    Args:
+        device: their GPU.
+        size: GPUs of each.
+        nodes: their numbers in the cluster.
+        site: the part of the outermost level that they are in.
+    """
+
+    device: Device
+    size: int
+    nodes: tuple[int, ...]
+    site: int
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.size * len(self.nodes)
+
+
+class Shape(NamedTuple):
+    """What a stage runs on.
+
+    Args:
+        counts: GPUs of each pool.
+        width: of these, so many share each weight.
+    """
+
+    counts: Counts
+    width: int
+
+    @property
+    def units(self) -> int:
+        """Tensor-parallel units."""
+        return sum(self.counts) // self.width
+
+    @property
+    def kinds(self) -> list[int]:
+        """Pools that it takes GPUs of."""
+        return [pool for pool, count in enumerate(self.counts) if count]
+
+
+class Pools:
+    """The pools of a cluster, the fastest GPUs first.
+
+    Args:
+        cluster: the cluster.
+        speeds: what each node's GPU does of the job's work at its best, by node.
+    """
+
+    def __init__(self, cluster: Cluster, speeds: Sequence[float]) -> None:
+        self.cluster = cluster
+        levels = cluster.fast_domains()
+        # The last partition is everything, unless there is no level above the node.
+        sites = levels[-2].parts if len(levels) > 2 else ()
+        site_of = {gpu: number for number, part in enumerate(sites) for gpu in part}
+        found = self._found(site_of, speeds)
+        self.pools = found if len(found) <= _MOST_POOLS else self._found({}, speeds)
+
+    def _found(self, site_of: dict[int, int], speeds: Sequence[float]) -> tuple[Pool, ...]:
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for number, node in enumerate(self.cluster.nodes):
+            name = (id(node.device), len(node.ranks), node.bandwidth, node.latency_s)
+            alike.setdefault((*name, site_of.get(node.ranks[0], 0)), []).append(number)
+        pools = [
+            Pool(self.cluster.nodes[nodes[0]].device, size, tuple(nodes), site)
+            for (_, size, _, _, site), nodes in alike.items()  # type: ignore[misc]
+        ]
+        first = [(-speeds[pool.nodes[0]], pool.device.name, -pool.gpus, pool.nodes[0]) for pool in pools]
+        return tuple(pools[place] for place in sorted(range(len(pools)), key=first.__getitem__))
+
+    @cached_property
+    def totals(self) -> Counts:
+        """GPUs that there are."""
+        return tuple(pool.gpus for pool in self.pools)
+
+    def aligned(self, pool: int, count: int) -> bool:
+        """Whether stages of so many of a pool's GPUs fill nodes: whole ones, or a whole part of one."""
+        size = self.pools[pool].size
+        return count % size == 0 or (count < size and size % count == 0)
+
+    def rounded(self, pool: int, count: int, width: int) -> int:
+        """The most GPUs of a pool, up to so many, of which stages of whole units can be made."""
+        size = self.pools[pool].size
+        if count >= size:
+            return count // size * size if size % width == 0 else 0
+        part = max((part for part in range(1, count + 1) if size % part == 0), default=0)
+        return part if part % width == 0 else 0
+
+    def nodes(self, shape: Shape) -> int:
+        """Nodes that a stage is on."""
+        return sum(math.ceil(shape.counts[pool] / self.pools[pool].size) for pool in shape.kinds)
+
+    def some_gpus(self, shape: Shape) -> list[int]:
+        """GPUs of the cluster that such a stage could have: the first ones of each pool."""
+        chosen = []
+        for pool in shape.kinds:
+            left = shape.counts[pool]
+            for node in self.pools[pool].nodes:
+                taken = list(self.cluster.nodes[node].ranks[: min(left, self.pools[pool].size)])
+                chosen += taken
+                left -= len(taken)
+        return chosen
+
+    def way_out(self, shape: Shape) -> float:
+        """Bytes/s with which a stage's GPUs can send to other nodes, all together."""
+        if not self.cluster.tiers:
+            return math.inf
+        tier = self.cluster.tiers[0]
+        each = shape.counts if tier.per == "gpu" else self._nodes_of(shape)
+        return tier.bandwidth * sum(each)
+
+    def seconds_between(self, first: Shape, second: Shape, size: float) -> float:
+        """How long bytes take from one stage to the next, roughly: the thinnest of all links together."""
+        same = first.kinds == second.kinds and len(first.kinds) == 1
+        pool = self.pools[first.kinds[0]]
+        node = self.cluster.nodes[pool.nodes[0]]
+        if same and sum(first.counts) + sum(second.counts) <= pool.size:
+            return size / (min(sum(first.counts), sum(second.counts)) * node.bandwidth) + node.latency_s
+        tiers = self.cluster.tiers
+        if not tiers:
+            rates = [self.cluster.bandwidth(*ends) for ends in self._ends(first, second)]
+            return size / max(rates) if rates else size / node.bandwidth
+        seconds = size / min(self.way_out(first), self.way_out(second)) + tiers[0].latency_s
+        apart = {self.pools[kind].site for kind in first.kinds} != {
+            self.pools[kind].site for kind in second.kinds
+        }
+        if apart and len(tiers) > 1 and tiers[-1].per == "group":
+            seconds = max(seconds, size / tiers[-1].bandwidth) + tiers[-1].latency_s
+        return seconds
+
+    def _ends(self, first: Shape, second: Shape) -> Iterator[tuple[int, int]]:
+        for sender in self.some_gpus(first)[:1]:
+            for receiver in self.some_gpus(second)[-1:]:
+                if sender != receiver:
+                    yield sender, receiver
+
+    def _nodes_of(self, shape: Shape) -> list[int]:
+        return [math.ceil(shape.counts[pool] / self.pools[pool].size) for pool in shape.kinds]

@@ -1,0 +1,171 @@
+"""What a replica may be made of: GPUs by pool, the pipelines on them, and what each takes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_hexi.planner.joint.pipeline_search import PipelineSearch, Pipe
+from megatron_hexi.planner.joint.pools import Counts, Pools
+from megatron_hexi.planner.joint.stage_tables import StageTables
+from megatron_hexi.planner.joint.synchronisation import Synchronisation
+
+#: Choices of GPUs that get pipelines, and that are tried as one stage.
+_WITH_PIPELINES, _WITH_ONE_STAGE = 40, 400
+#: Parts of everything that replicas are made of.
+_PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
+#: Products of whole nodes are all tried up to so many for each set of pools.
+_MOST_PRODUCTS = 300
+#: A replica that is good for less than this part of a micro-batch an iteration is left out.
+_LEAST_SHARE = 0.45
+#: Kinds of GPU in a replica that is one of several.
+_MOST_KINDS = 2
+#: What of all speed a replica must have that is the only one.
+_LEAST_ALONE = 1 / 4
+#: Choices that have at least this part of all speed are single replicas, in any case kept.
+_NEARLY_ALL = 0.97
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """A replica that could be.
+
+    Args:
+        counts: GPUs of each pool.
+        pipe: its pipeline, for about as many micro-batches as it will take.
+        shards: replicas that it shares optimizer state with.
+        sync_s: gradients, weights and optimizer.
+    """
+
+    counts: Counts
+    pipe: Pipe
+    shards: int
+    sync_s: float
+
+    def micro_batches(self, seconds: float) -> int:
+        """How many it can take in an iteration of so many seconds."""
+        left = seconds - self.sync_s - self.pipe.fill_s
+        return max(0, int(left / self.pipe.period_s * (1 + 1e-12)))
+
+    def seconds(self, micro_batches: int) -> float:
+        """Of an iteration with so many."""
+        return self.pipe.fill_s + micro_batches * self.pipe.period_s + self.sync_s
+
+
+class ReplicaColumns:
+    """Columns by the tables of one micro-batch size.
+
+    Args:
+        tables: of stages.
+        search: for pipelines.
+        micro_batches: of an iteration.
+    """
+
+    def __init__(self, tables: StageTables, search: PipelineSearch, micro_batches: int) -> None:
+        self._tables, self._search, self._micro_batches = tables, search, micro_batches
+        self._sync = Synchronisation(tables)
+        self._speeds = [1 / tables.seconds_alone(pool) for pool in range(len(tables.pools.pools))]
+        self._choices = self._find_choices()
+
+    def find(self, shards: int, width: int | None) -> list[Column]:
+        """All of them.
+
+        Args:
+            shards: replicas that a plan has at least, and that share optimizer state.
+            width: tensor-parallel size of all stages; ``None``: each its own.
+        """
+        found: list[Column] = []
+        choices = [counts for counts in self._choices if self._take(counts, shards)]
+        for some, pipes_of, most in (
+            (self._some(choices, _WITH_PIPELINES), self._search.best, 1),
+            (self._some(choices, _WITH_ONE_STAGE), self._search.alone, 2),
+        ):
+            for counts in some:
+                pipes = pipes_of(counts, self._take(counts, shards), shards, width)
+                found += self.columns(counts, pipes, shards, most)
+        return found
+
+    def columns(self, counts: Counts, pipes: list[Pipe], shards: int, most: int) -> list[Column]:
+        """The best of some pipelines with what their gradients cost."""
+        columns = [Column(counts, pipe, shards, self._sync.seconds(pipe.stages, shards)) for pipe in pipes]
+        columns.sort(key=lambda column: column.seconds(column.pipe.micro_batches))
+        # What is only roughly known may turn out slower.
+        timed = [column for column in columns if column.pipe.timed]
+        return list(dict.fromkeys([*columns[:most], *timed[:most]]))
+
+    def timed(self, column: Column) -> Column | None:
+        """The same with every stage's own times; ``None`` where it does not fit so."""
+        pipe = self._search.layered(column.pipe.shapes, column.pipe.micro_batches, column.shards, timed=True)
+        if pipe is None:
+            return None
+        return Column(column.counts, pipe, column.shards, self._sync.seconds(pipe.stages, column.shards))
+
+    def _some(self, choices: list[Counts], most: int) -> list[Counts]:
+        """So many choices, evenly: some of those with nearly all GPUs, and of the others."""
+        whole = [choice for choice in choices if self._share(choice) > _NEARLY_ALL][: most // 3]
+        rest = [choice for choice in choices if self._share(choice) <= _NEARLY_ALL]
+        every = max(1.0, len(rest) / (most - len(whole)))
+        return whole + [rest[int(number * every)] for number in range(int(len(rest) / every))]
+
+    def _share(self, counts: Counts) -> float:
+        """Part of all GPUs' speed."""
+        together = sum(count * speed for count, speed in zip(self._tables.pools.totals, self._speeds, strict=True))
+        return sum(count * speed for count, speed in zip(counts, self._speeds, strict=True)) / together
+
+    def _take(self, counts: Counts, shards: int) -> int:
+        """Micro-batches that a replica will take, about, beside so many; 0: it is none of them."""
+        share, all_of_them = self._share(counts), self._micro_batches
+        if shards == 1:
+            return all_of_them if share > _LEAST_ALONE else 0
+        if sum(map(bool, counts)) > _MOST_KINDS:
+            return 0
+        return max(1, min(round(share * all_of_them), all_of_them - shards + 1)) if share <= 2 / shards else 0
+
+    def _find_choices(self) -> list[Counts]:
+        """GPUs that could hold the model and do at least half a micro-batch an iteration, many kinds first."""
+        pools, job = self._tables.pools, self._tables.request.job
+        needed = job.model.total_params * 6.0
+        found = []
+        for counts in set(_choices(pools)):
+            room = sum(
+                count * pool.device.usable_gib * 2**30
+                for count, pool in zip(counts, pools.pools, strict=True)
+            )
+            if room >= needed and self._share(counts) * self._micro_batches >= _LEAST_SHARE:
+                found.append(counts)
+        return sorted(found, key=lambda counts: (-sum(map(bool, counts)), -self._share(counts), counts))
+
+
+def _choices(pools: Pools) -> Iterator[Counts]:
+    """Some GPUs of each pool: of one alone, equal parts of several, and whole nodes."""
+    number, totals = len(pools.pools), pools.totals
+    grids = [_sizes(pool.size, len(pool.nodes)) for pool in pools.pools]
+    for kind, grid in enumerate(grids):
+        yield from (tuple(count if pool == kind else 0 for pool in range(number)) for count in grid)
+    sets = [some for size in range(2, number + 1) for some in itertools.combinations(range(number), size)]
+    for some in sets:
+        for part in _PARTS:
+            counts = tuple(totals[pool] // part if pool in some else 0 for pool in range(number))
+            if all(counts[pool] and pools.aligned(pool, counts[pool]) for pool in some):
+                yield counts
+        whole = [[count for count in grids[pool] if count % pools.pools[pool].size == 0] for pool in some]
+        if math.prod(map(len, whole)) > _MOST_PRODUCTS:
+            whole = [
+                [count for count in grid if count // pools.pools[pool].size in (1, 2, 4, len(pools.pools[pool].nodes))]
+                for grid, pool in zip(whole, some, strict=True)
+            ]
+        if math.prod(map(len, whole)) <= _MOST_PRODUCTS:
+            for taken in itertools.product(*whole):
+                by_pool = dict(zip(some, taken, strict=True))
+                yield tuple(by_pool.get(pool, 0) for pool in range(number))
+
+
+def _sizes(size: int, nodes: int) -> list[int]:
+    """How many GPUs of one pool: powers of 2, whole nodes, and parts of everything."""
+    total = size * nodes
+    found = {2**power for power in range(total.bit_length()) if 2**power <= total}
+    found |= {size * count for count in range(1, nodes + 1) if nodes <= 8 or nodes % count == 0}
+    found |= {total // part for part in _PARTS if total % part == 0}
+    return sorted(found)

@@ -1,0 +1,411 @@
+"""How long a stage takes by its layers: one table for each thing that it could run on.
+
+A layer's time does not depend on how many layers its stage has, so one domain, laid out for speed and timed
+by the cost model, gives the time of them all. Memory then says how much each must compute again: its terms
+grow with layers and with micro-batches under way, and are the cost model's too. So a table holds what a domain
+that exists would take; the domain search makes finalists faster, and mends what memory forces on units
+of several kinds, of which a table only knows the price.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds, token_seconds
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.cost.memory import (
+    FRAGMENTATION,
+    GIB,
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    RESERVE_BYTES,
+    Holdings,
+    ModelPart,
+    part_memory,
+    part_params,
+)
+from megatron_hexi.plan.model import Recompute
+from megatron_hexi.planner.fleet.rates import Rates
+from megatron_hexi.planner.fleet.units import Fleet, find_units
+from megatron_hexi.planner.joint.pools import Pools, Shape
+from megatron_hexi.planner.layouts.layout import Grouping
+from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.request import Request
+from megatron_hexi.planner.search.guess import FirstGuess
+from megatron_hexi.planner.search.tried import WINDOW
+
+#: Stages of a pipeline at most.
+DEEPEST = 16
+#: Memory that forces units of several kinds away from the balance by more than this is too little.
+_MOST_STRETCH = 20.0
+#: Each kind must have room for so much of its share of the tokens; else it is left out of a stage.
+_LEAST_ROOM = 0.02
+
+
+class Table(NamedTuple):
+    """A stage by its layers, 1 to L.
+
+    Args:
+        seconds: of a micro-batch, forward and backward, [L]; never less for more layers; inf: does not fit.
+        modes: what it computes again: an index into `RECOMPUTES`, or 3 + k for k whole layers, [L].
+    """
+
+    seconds: Floats
+    modes: Ints
+
+    def recompute(self, layers: int) -> Recompute:
+        """What so many layers compute again."""
+        mode = int(self.modes[layers - 1])
+        return RECOMPUTES[mode] if mode < len(RECOMPUTES) else mode - len(RECOMPUTES)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTimes:
+    """One layer of a micro-batch on a stage, by the cost model; arrays over the stage's pools.
+
+    Args:
+        forward: seconds.
+        backward: seconds.
+        again: seconds of core attention, forward once more.
+        logits: seconds of the loss, both ways.
+        units: of each pool.
+        tokens: of each of them, at most.
+        usable: bytes of a GPU.
+        kept: bytes a layer and micro-batch under way, by what is computed again, [modes, pools].
+        working: bytes of the layer at work, likewise.
+        logits_bytes: of the loss.
+    """
+
+    forward: float
+    backward: float
+    again: float
+    logits: float
+    units: Floats
+    tokens: Floats
+    usable: Floats
+    kept: Floats
+    working: Floats
+    logits_bytes: Floats
+
+    def slower(self, factor: float) -> LayerTimes:
+        """The same with longer times."""
+        return replace(
+            self, forward=self.forward * factor, backward=self.backward * factor, again=self.again * factor
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Both ways, without recomputation."""
+        return self.forward + self.backward
+
+    @property
+    def added(self) -> tuple[float, ...]:
+        """Seconds that recomputation adds to a layer, by `RECOMPUTES`."""
+        return 0.0, self.again, self.forward
+
+
+class StageTables:
+    """Tables of all stages of one job's micro-batches; each is worked out when it is asked for.
+
+    Args:
+        request: what is planned.
+        cluster: where.
+        pools: its nodes.
+        micro_batch_size: sequences of a micro-batch.
+    """
+
+    def __init__(self, request: Request, cluster: Cluster, pools: Pools, micro_batch_size: int) -> None:
+        self.request, self.cluster, self.pools = request, cluster, pools
+        self.micro_batch_size = micro_batch_size
+        self.layers = request.job.model.layers
+        widest = max(pool.size for pool in pools.pools)
+        self.widths = request.widths(widest)
+        # Recomputation of core attention is timed as a pass of its own; all modes follow from one trial.
+        self._jobs = {
+            width: replace(
+                request.job,
+                tensor_parallel=width,
+                micro_batch_size=micro_batch_size,
+                global_batch_size=micro_batch_size,
+                recompute="selective",
+            )
+            for width in self.widths
+        }
+        alone = ModelPart(layers=1, again=1, is_first=True, is_last=True, ahead=1)
+        self._fleets = {
+            width: replace(find_units(job, cluster), part=alone) for width, job in self._jobs.items()
+        }
+        self._judges = {width: Judge(fleet) for width, fleet in self._fleets.items()}
+        self.layer = cache(self._layer)
+        self._waiting = cache(self._waiting_factor)
+        self._stack = cache(self._tables)
+
+    @property
+    def trials(self) -> int:
+        """Layouts that were timed."""
+        return sum(judge.trials for judge in self._judges.values())
+
+    def seconds_alone(self, pool: int) -> float:
+        """What a micro-batch takes on one GPU of a pool at its best rates, all layers, without recomputation."""
+        width = self.widths[0]
+        job = replace(self._jobs[width], recompute="none")
+        speeds = device_speeds(self.pools.pools[pool].device, job)
+        tokens = self.micro_batch_size * job.seq_length
+        return tokens * (token_seconds(speeds, job) + attention_seconds(speeds, job, causal=True))
+
+    def job(self, width: int) -> Job:
+        """The job of units of a size, of one micro-batch."""
+        return self._jobs[width]
+
+    def _layer(self, shape: Shape, timed: bool) -> LayerTimes | None:
+        """A layer of such a stage; ``None`` where it cannot be cut so.
+
+        Args:
+            shape: what it runs on.
+            timed: by a trial; else, of several pools, from the pools' own times, and from how long others of
+                the same pools wait for each other.
+        """
+        if timed or len(shape.kinds) == 1:
+            return self._trial(shape)
+        beside = self._beside(shape)
+        return None if beside is None else beside.slower(self._waiting(*_class_of(shape)))
+
+    def _beside(self, shape: Shape) -> LayerTimes | None:
+        """Its pools side by side, none of which waits for another."""
+        alone = [self.layer(_only(shape, pool), True) for pool in shape.kinds]
+        known = [one for one in alone if one is not None]
+        return _side_by_side(known) if len(known) == len(alone) else None
+
+    def _waiting_factor(self, kinds: tuple[int, ...], width: int, size: int) -> float:
+        """The factor by which such stages take longer, of one that stands for all of a class.
+
+        Args:
+            kinds: its pools.
+            width: tensor-parallel size.
+            size: units, as a power of 4.
+        """
+        pools = self.pools.pools
+        most = max(1, 4**size * width // len(kinds))
+        counts = tuple(
+            self.pools.rounded(pool, min(most, pools[pool].gpus), width) if pool in kinds else 0
+            for pool in range(len(pools))
+        )
+        shape = Shape(counts, width)
+        if any(not counts[pool] for pool in kinds):
+            return 1.0
+        beside, timed = self._beside(shape), self.layer(shape, True)
+        return 1.0 if beside is None or timed is None else timed.seconds / beside.seconds
+
+    def _trial(self, shape: Shape) -> LayerTimes | None:
+        """The best of a few groupings."""
+        fleet = self._stage_fleet(shape)
+        if fleet is None:
+            return None
+        judge = self._judges[shape.width]
+        guess = FirstGuess(fleet, Rates(fleet, WINDOW))
+        best: Trial | None = None
+        for grouping in _groupings(fleet, self._jobs[shape.width].workload().local_heads):
+            trial = judge.try_out(fleet, [guess.layout(grouping, 1)], WINDOW)
+            if best is None or _layer_seconds(trial) < _layer_seconds(best):
+                best = trial
+        return None if best is None else self._read(shape, best)
+
+    def _stage_fleet(self, shape: Shape) -> Fleet | None:
+        fleet = self._fleets[shape.width]
+        gpus = set(self.pools.some_gpus(shape))
+        units = [number for number, unit in enumerate(fleet.units) if gpus.issuperset(unit.gpus[0])]
+        return fleet.subset(units) if len(units) * shape.width == len(gpus) else None
+
+    def _read(self, shape: Shape, trial: Trial) -> LayerTimes:
+        (section,), (stage,) = trial.timing.sections, trial.timing.stages
+        assert stage.layer.attention_again is not None, "core attention is timed again"
+        pool_of_node = {node: pool for pool in shape.kinds for node in self.pools.pools[pool].nodes}
+        nodes = [self.cluster.ranks[gpu].node for gpu in section.ground.gpus[:, 0].tolist()]
+        pool = np.array([shape.kinds.index(pool_of_node[node]) for node in nodes])
+        held = Holdings.of(section.arrays, np.ones(1, dtype=np.int64), stage.layer.flights)
+        one = ModelPart(layers=1, again=1, is_first=True, is_last=True, ahead=1)
+        memory = [
+            part_memory(replace(section.job, recompute=mode), one, held, section.window, 0.0)
+            for mode in RECOMPUTES
+        ]
+
+        def most(values: Floats) -> Floats:
+            found = np.zeros(len(shape.kinds))
+            np.maximum.at(found, pool, values)
+            return found
+
+        whole = 1 + FRAGMENTATION
+        return LayerTimes(
+            forward=float(stage.layer.forward.finish.max()),
+            backward=float(stage.layer.backward.finish.max()),
+            again=float(stage.layer.attention_again.finish.max()),
+            logits=float((stage.logits + stage.logits_sum).max()),
+            units=np.bincount(pool).astype(float),
+            tokens=most(section.arrays.tokens.astype(float)),
+            usable=np.array([self.pools.pools[kind].device.usable_gib * GIB for kind in shape.kinds]),
+            kept=np.array([most(whole * (terms["activations"] + terms["attention"])) for terms in memory]),
+            working=np.array([most(whole * terms["working_set"]) for terms in memory]),
+            logits_bytes=most(whole * memory[0]["logits"]),
+        )
+
+    def table(
+        self, shape: Shape, under_way: int, is_first: bool, is_last: bool, shards: int, timed: bool
+    ) -> Table | None:
+        """The table of a stage in its place.
+
+        Args:
+            shape: what it runs on.
+            under_way: micro-batches whose activations it keeps at a time.
+            is_first: whether it has the embedding.
+            is_last: whether it has the loss.
+            shards: replicas that share its optimizer's state.
+            timed: as of `layer`.
+        """
+        stack = self._stack(shape, is_first, is_last, shards, timed)
+        return None if stack is None else stack[under_way - 1]
+
+    def _tables(
+        self, shape: Shape, is_first: bool, is_last: bool, shards: int, timed: bool
+    ) -> list[Table] | None:
+        """Those for 1 to `DEEPEST` micro-batches under way, at once; arrays are [F, L] or [pools, F, L]."""
+        layer = self.layer(shape, timed)
+        if layer is None:
+            return None
+        job, count = self._jobs[shape.width], np.arange(1, self.layers + 1)
+        part = ModelPart(layers=count, again=count, is_first=is_first, is_last=is_last, ahead=1)
+        params = np.asarray(part_params(job, part), dtype=float)
+        owners = shape.units * shards if job.distributed_optimizer else 1
+        static = params * (
+            job.element_bytes + GRADIENT_BYTES[job.precision] + OPTIMIZER_BYTES[job.precision] / owners
+        )
+        # Bytes left for activations.
+        room = (layer.usable - RESERVE_BYTES - is_last * layer.logits_bytes)[:, None, None] - static
+        under_way = np.arange(1, DEEPEST + 1)[:, None]
+        base = layer.seconds * count + is_last * layer.logits
+        best = np.full((DEEPEST, self.layers), np.inf)
+        modes = np.zeros(best.shape, dtype=np.int64)
+        for mode, again in self._choices(layer, room, count, under_way):
+            kept = (count - again) * layer.kept[0][:, None, None] + again * layer.kept[mode][:, None, None]
+            taken = under_way * kept + layer.working[mode][:, None, None]
+            seconds = (base + again * layer.added[mode]) * _stretch(layer, room, taken)
+            partly = np.where((again < count) & (again > 0), len(RECOMPUTES) + again, mode)
+            better = seconds < best
+            best, modes = np.where(better, seconds, best), np.where(better, partly, modes)
+        best = np.maximum.accumulate(best, axis=1)
+        return [Table(*rows) for rows in zip(best, modes, strict=True)]
+
+    def _choices(
+        self, layer: LayerTimes, room: Floats, count: Ints, under_way: Ints
+    ) -> Iterator[tuple[int, Ints]]:
+        """What may be computed again: a mode, and of how many layers, [L] or [F, L]."""
+        if "recompute" in self.request.fixed:
+            asked = self.request.job.recompute
+            number = np.minimum(count, asked) if isinstance(asked, int) else count
+            mode = 2 if isinstance(asked, int) else RECOMPUTES.index(asked)
+            yield mode, number if mode else 0 * count
+            return
+        yield 0, 0 * count
+        yield 1, count
+        yield 2, count
+        # As many whole layers as free what is missing; the layer at work then is one of them.
+        freed = under_way * np.maximum(layer.kept[0] - layer.kept[2], 1e-9)[:, None, None]
+        kept = count * under_way * layer.kept[0][:, None, None]
+        missing = kept + layer.working[2][:, None, None] - room
+        some = np.ceil(np.maximum(missing, 0.0) / freed).max(axis=0)
+        yield 2, np.clip(some, 1, count).astype(np.int64)
+
+
+def _only(shape: Shape, pool: int) -> Shape:
+    """What a stage has of one pool."""
+    return Shape(tuple(count * (place == pool) for place, count in enumerate(shape.counts)), shape.width)
+
+
+def _class_of(shape: Shape) -> tuple[tuple[int, ...], int, int]:
+    """Stages that wait alike: pools, tensor-parallel size, units as a power of 4."""
+    return tuple(shape.kinds), shape.width, math.ceil(math.log(shape.units, 4))
+
+
+def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
+    """A layer whose tokens are dealt over pools by their speeds, each as it would work alone."""
+    speeds = np.array([1 / one.seconds for one in layers])
+    share = speeds / speeds.sum()
+
+    def together(seconds: Sequence[float]) -> float:
+        return float(1 / sum(1 / each for each in seconds))
+
+    def joined(field: str) -> Floats:
+        return np.concatenate([getattr(one, field) * part for one, part in zip(layers, share, strict=True)], axis=-1)
+
+    return LayerTimes(
+        forward=together([one.forward for one in layers]),
+        backward=together([one.backward for one in layers]),
+        again=together([one.again for one in layers]),
+        logits=together([one.logits for one in layers]),
+        units=np.concatenate([one.units for one in layers]),
+        tokens=joined("tokens"),
+        usable=np.concatenate([one.usable for one in layers]),
+        kept=joined("kept"),
+        working=joined("working"),
+        logits_bytes=joined("logits_bytes"),
+    )
+
+
+def _layer_seconds(trial: Trial) -> float:
+    layer = trial.timing.stages[0].layer
+    return float(layer.forward.finish.max() + layer.backward.finish.max())
+
+
+def _stretch(layer: LayerTimes, room: Floats, taken: Floats) -> Floats:
+    """By what factor units take longer because others have no room for their tokens; inf: none have.
+
+    Tokens go by speed, up to what memory holds of them: x times its share of each kind, where x is the least
+    that has room for all. What is taken is in proportion to tokens.
+
+    Args:
+        layer: of the stage.
+        room: bytes for activations, [pools, ...].
+        taken: bytes that they take, likewise.
+    """
+    cap = np.maximum(room, 0.0) / taken
+    if len(layer.units) == 1:
+        return np.where(cap[0] >= 1, 1.0, np.inf)
+    weight = layer.units * layer.tokens / (layer.units @ layer.tokens)
+    least, held = cap.min(axis=0), np.tensordot(weight, cap, 1)
+    # Kinds that are full come first: what they lack is left for the others.
+    factor = np.ones(least.shape)
+    if not (least >= 1).all():
+        for _ in range(len(weight) - 1):
+            short = np.tensordot(weight, np.minimum(cap, factor), 1)
+            free = np.tensordot(weight, (cap > factor).astype(float), 1)
+            factor = factor + np.maximum(0.0, 1 - short) / np.maximum(free, 1e-9)
+    return np.where((held >= 1) & (least >= _LEAST_ROOM) & (factor < _MOST_STRETCH), factor, np.inf)
+
+
+def _groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
+    """A few that are good somewhere: groups of a node, of a part of one, of several, of one unit, of all."""
+    units = tuple(range(len(fleet.units)))
+    sites = fleet.sites
+    seen: set[Grouping] = set()
+
+    def whole(groups: Iterator[tuple[int, ...]]) -> Grouping:
+        return tuple(sorted(groups))
+
+    found = [whole(iter(sites)), (units,), whole((unit,) for unit in units)]
+    for parts in (2,) if len(sites) > 1 else (2, 4):
+        if all(len(site) % parts == 0 for site in sites):
+            found.append(whole(site[part :: parts] for site in sites for part in range(parts)))
+        if len(sites) >= 2 * parts or (len(sites) == parts and parts > 2):
+            joined = [sites[place : place + parts] for place in range(0, len(sites), parts)]
+            found.append(whole(tuple(unit for site in some for unit in site) for some in joined))
+    for grouping in found:
+        if grouping not in seen and max(map(len, grouping)) <= heads:
+            seen.add(grouping)
+            yield grouping

@@ -1,0 +1,93 @@
+"""What a replica's gradients, weights and optimizer step add to an iteration, before its GPUs are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
+from megatron_hexi.cost.memory import GRADIENT_BYTES, ModelPart, part_params
+from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.cost.rings import Rings
+from megatron_hexi.planner.joint.pipeline_search import Stage
+from megatron_hexi.planner.joint.pools import Shape
+from megatron_hexi.planner.joint.stage_tables import StageTables
+
+
+class Synchronisation:
+    """Rings over stages that stand for all that have the same shape.
+
+    Args:
+        tables: of stages.
+    """
+
+    def __init__(self, tables: StageTables) -> None:
+        self._tables, self._pools = tables, tables.pools
+        self._rings = Rings(LinkTable(tables.cluster))
+        self._stage = cache(self._stage_seconds)
+
+    def seconds(self, stages: Sequence[Stage], shards: int) -> float:
+        """Of the slowest stage: what shows of its gradients, its weights, and the optimizer's step.
+
+        Args:
+            stages: of a replica.
+            shards: replicas that hold the same.
+        """
+        last = len(stages) - 1
+        return max(
+            self._stage(stage.shape, stage.layers, place == 0, place == last, last == 0, shards)
+            for place, stage in enumerate(stages)
+        )
+
+    def _stage_seconds(
+        self, shape: Shape, layers: int, is_first: bool, is_last: bool, is_whole: bool, shards: int
+    ) -> float:
+        """A stage's part, as `cost.stage.exposed_synchronisation` charges it.
+
+        Weights hide behind the next forward pass only where Megatron's own optimizer holds the plan: replicas
+        of one stage.
+        """
+        layer, job = self._tables.layer(shape, False), self._tables.job(shape.width)
+        assert layer is not None, "the stage is part of a pipeline that was found"
+        part = ModelPart(layers, 0, is_first, is_last, 1)
+        params, owners = int(part_params(job, part)), shape.units * shards
+        owned = params / owners if job.distributed_optimizer else params
+        devices = {id(pool.device): pool.device for pool in (self._pools.pools[kind] for kind in shape.kinds)}
+        step = max(
+            float(np.max(optimizer_seconds(device_speeds(device, job), job, np.array(params), np.array(owned))))
+            for device in devices.values()
+        )
+        sizes = GRADIENT_BYTES[job.precision], job.element_bytes
+        gradients, weights = (self._ring(shape, shards, float(params * size)) for size in sizes)
+        backward = layer.backward if job.overlap_gradients else 0.0
+        forward = layer.forward if job.overlap_gradients and is_whole else 0.0
+        return step + sum(
+            max(seconds / layers, seconds - layers * cover) if cover else seconds
+            for seconds, cover in ((gradients, backward), (weights, forward))
+        )
+
+    def _ring(self, shape: Shape, shards: int, size: float) -> float:
+        """One pass over the units of as many stages of this shape, the others on other nodes."""
+        units = shape.units * shards
+        if units == 1:
+            return 0.0
+        gpus = self._pools.some_gpus(shape)
+        if shards > 1:
+            gpus = self._with_others(gpus, shards)
+        return self._rings.seconds(np.array(gpus[:: shape.width]), size, shape.width, 1 / units)
+
+    def _with_others(self, gpus: Sequence[int], shards: int) -> list[int]:
+        """With GPUs of other replicas, which hold the same: beside a part of a node, and on another node."""
+        cluster = self._pools.cluster
+        own = cluster.nodes[cluster.ranks[gpus[0]].node]
+        part = sum(gpu in own.ranks for gpu in gpus)
+        beside = part * min(shards, len(own.ranks) // part)
+        taken = {cluster.ranks[gpu].node for gpu in gpus}
+        found = [*gpus, *own.ranks[part:beside]]
+        for pool in self._pools.pools:
+            for node in pool.nodes:
+                if node not in taken and pool.size >= beside:
+                    return found + list(cluster.nodes[node].ranks[:beside])
+        return found

@@ -1,0 +1,60 @@
+"""What a plan is asked for: a job, and which of its terms the user fixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from megatron_hexi.cost import Job
+from megatron_hexi.errors import HexiError
+
+#: Terms of a job that the planner chooses where they are not fixed.
+CHOSEN: Final = ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "recompute")
+#: Sizes of tensor-parallel units that are tried.
+_WIDTHS = (1, 2, 4, 8)
+#: More sequences a micro-batch are tried while all of them together have no more tokens than this: from there
+#: on matrix products of a whole unit run at their best rate anyhow.
+_SHORT_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job to plan.
+
+    Args:
+        job: the job; what is not fixed is as `Job` has it by default.
+        fixed: those of `CHOSEN` that must stay as the job says.
+
+    Raises:
+        HexiError: a name that is none of `CHOSEN`.
+    """
+
+    job: Job
+    fixed: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.fixed.difference(CHOSEN))
+        if unknown:
+            raise HexiError(f"fixed: {unknown[0]} is not the planner's to choose; give some of {CHOSEN}")
+
+    def widths(self, most: int) -> list[int]:
+        """Tensor-parallel sizes to try: those that the model can be cut into, of at most so many GPUs."""
+        if "tensor_parallel" in self.fixed:
+            return [self.job.tensor_parallel]
+        return [width for width in _WIDTHS if width <= most and self.with_width(width) is not None]
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Sequences that may pass at once: one, and more where sequences are short."""
+        if "micro_batch_size" in self.fixed:
+            return [self.job.micro_batch_size]
+        sizes, batch = [1], self.job.global_batch_size
+        while batch % (2 * sizes[-1]) == 0 and 2 * sizes[-1] * self.job.seq_length <= _SHORT_TOKENS:
+            sizes.append(2 * sizes[-1])
+        return sizes
+
+    def with_width(self, width: int) -> Job | None:
+        """The job with units of another size; ``None`` where the model cannot be cut so."""
+        try:
+            return replace(self.job, tensor_parallel=width)
+        except HexiError:
+            return None
