@@ -38,14 +38,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from ortools.linear_solver import pywraplp
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES
-from megatron_hexi.cost.arrays import Bools, Floats
+from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.memory import OPTIMIZER_BYTES
 from megatron_hexi.planner.joint_options import MODES, Places, Unit, ranges
 from megatron_hexi.planner.request import Request
@@ -57,7 +57,7 @@ _LONG: Final = 1e9
 #: Sequences of a micro-batch, and of a replica, from the least of a range to the most.
 _SIZES_STEP, _SHARES_STEP = 2.0, 2.0
 #: Where tangents touch: square roots of depths.
-_TANGENTS = (1.0, 1.25, 1.6, 2.1, 2.8, 4.0)
+_TANGENTS = (1.0, 1.25, 1.6, 2.2, 3.2)
 #: Columns are added so often; what is not refuted then may be.
 _ROUNDS = 60
 #: Pairs of works that fill time and memory together.
@@ -125,7 +125,11 @@ def memory_fits(request: Request, cluster: Cluster) -> bool:
 
 def _programs(request: Request, cluster: Cluster) -> Iterator[_Program]:
     batch, fixed = request.job.global_batch_size, "micro_batch_size" in request.fixed
-    sizes = [(request.job.micro_batch_size,) * 2] if fixed else ranges(1, batch, _SIZES_STEP)
+    sizes = [(request.job.micro_batch_size,) * 2] if fixed else []
+    for first, last in () if fixed else ranges(1, batch, _SIZES_STEP):
+        divisors = [size for size in range(first, last + 1) if batch % size == 0]
+        if divisors:
+            sizes.append((divisors[0], divisors[-1]))
     return (_Program(request, cluster, one) for one in sizes)
 
 
@@ -185,7 +189,8 @@ class _Program:
             return np.maximum(part / token, (1 - part) / attention)
 
         parts = [part for part in token / (token + attention) if math.isfinite(part)]
-        self._worth = worth(min(parts, key=lambda part: self._gpus @ worth(part), default=0.5))
+        self._part = min(parts, key=lambda part: float(self._gpus @ worth(part)), default=0.5)
+        self._worth = worth(self._part)
         together = float(self._gpus @ self._worth)
         #: A sequence on all GPUs at their best, and an iteration's.
         self._pass_s = 1 / together if together else 1.0
@@ -211,7 +216,7 @@ class _Program:
     def _seconds(self, iteration_s: float) -> Floats:
         return np.concatenate([unit.seconds(iteration_s) for unit in self._units] or [np.zeros((0, 2 * MODES))])
 
-    def _vertices(self, seconds: Floats, left: Floats) -> tuple[Floats, Bools]:
+    def _vertices(self, seconds: Floats, left: Floats) -> tuple[Ints, Floats]:
         """What a GPU of each option can do at the ends: nothing, a work, or two that fill time and memory.
 
         Args:
@@ -219,7 +224,7 @@ class _Program:
             left: seconds that there are, [options].
 
         Returns:
-            Works, [options, vertices, works], and which of the vertices there are.
+            The option of each vertex, [V], and works, [V, works].
         """
         size, room, left = np.hstack([self._held, self._attended / 2]), self._room[:, None], left[:, None]
         count = size.shape[1]
@@ -232,84 +237,81 @@ class _Program:
             works[:, both, _PAIRS[:, 1]] = (a * room - left * c) / (a * d - b * c)
         found = (np.isfinite(works) & (works >= 0)).all(axis=2) & (left > 0) & (room > 0)
         found &= ~(works[:, :, ~self._modes] > 0).any(axis=2)
-        works[~found] = 0
-        return works, found
+        option, _ = np.nonzero(found)
+        return option, works[found]
 
-    def _columns(self, iteration_s: float) -> tuple[Floats, Bools]:
-        """What all GPUs of its kind give at each vertex to the rows of its range, and the room's, as the last.
+    def _columns(self, iteration_s: float) -> tuple[Ints, Floats]:
+        """What all GPUs of its kind give at each vertex to the rows of its range, and to the room as the last.
 
         Returns:
-            [options, vertices, rows], and which of the vertices there are.
+            The option of each vertex, [V], and [V, rows].
         """
-        places, q, deepest = self._places, self._layers / self._places.high, self._layers / self._places.low
-        seconds = self._seconds(iteration_s)
-        time = iteration_s - self._step_s
-        works, found = self._vertices(seconds, time - (1 - 1 / q) * self._size * self._pass_s)
-        x, z = works[:, :, :MODES], works[:, :, MODES:]
-        done, busy = x.sum(axis=2), np.einsum("ovw,ow->ov", works, seconds)
-        idle = self._worth[self._kind, None] * (time[:, None] - busy)
-        columns = np.zeros((*done.shape, _OWN + 1))
-        columns[:, :, _BATCH], columns[:, :, _SPREAD] = done, z - x
-        least, most = done * q[:, None], done * deepest[:, None]
-        columns[:, :, _LAST], columns[:, :, _LAST + 1] = (places.last[:, None] * n for n in (-least, most))
+        places, seconds = self._places, self._seconds(iteration_s)
+        time, q, deepest = iteration_s - self._step_s, self._layers / places.high, self._layers / places.low
+        option, works = self._vertices(seconds, time - (1 - 1 / q) * self._size * self._pass_s)
+        x, z = works[:, :MODES], works[:, MODES:]
+        passed = self._part * x.sum(axis=1) + (1 - self._part) * z.sum(axis=1)
+        idle = self._worth[self._kind[option]] * (time[option] - np.einsum("vw,vw->v", works, seconds[option]))
+        columns = np.zeros((len(option), _OWN + 1))
+        columns[:, _BATCH], columns[:, _SPREAD] = x.sum(axis=1), z - x
+        least, most = -passed * q[option], passed * deepest[option]
+        columns[:, _LAST], columns[:, _LAST + 1] = least * places.last[option], most * places.last[option]
         if self._has_depth:
-            columns[:, :, _DEPTH], columns[:, :, _DEPTH + 1] = -least, most
+            columns[:, _DEPTH], columns[:, _DEPTH + 1] = least, most
         for row, touch in enumerate(_TANGENTS, _FILL):
             pipe = self._size * (2 * touch * np.sqrt(q) - touch**2 - 1)
             pipe /= np.where(pipe > 0, places.most, places.fewest)
-            columns[:, :, row] = (idle - done * pipe[:, None]) * self.ceiling_s / iteration_s
+            columns[:, row] = (idle - passed * pipe[option]) * self.ceiling_s / iteration_s
         columns /= self._batch
-        whole = np.einsum("ovw,ow->ov", x, self._held + self._attended)
-        columns[:, :, -1] = (self._room[:, None] - whole) / self._state
-        return np.where(found[:, :, None], columns, 0) * self._gpus[self._kind][:, None, None], found
+        whole = np.einsum("vw,vw->v", x, (self._held + self._attended)[option])
+        columns[:, -1] = (self._room[option] - whole) / self._state
+        return option, columns * self._gpus[self._kind[option], None]
 
     def carries(self, iteration_s: float) -> bool:
         """Whether the batch may be done in a time; if not, it cannot be done."""
-        columns, found = self._columns(iteration_s)
-        share, ranges_, kinds = self._places.share, len(self._shares), len(self._gpus)
-        own, room = np.arange(ranges_ * _OWN).reshape(ranges_, _OWN), ranges_ * _OWN
-        at = np.hstack([own, np.full((ranges_, 1), room)])[share]
-        chosen = [(o, v) for o, v in self._useful if found[o, v]]
-        group = self._kind * ranges_ + share
+        option, columns = self._columns(iteration_s)
+        share, kind = self._places.share[option], self._kind[option]
+        count = len(self._shares)
+        at = np.hstack([np.arange(count * _OWN).reshape(count, _OWN), np.full((count, 1), count * _OWN)])[share]
+        part = kind * count + share
+        chosen = np.zeros(0, dtype=np.int64)
         for _ in range(_ROUNDS):
-            sparse = [(int(kind), at[o], columns[o, v]) for (o, v), kind in ((k, self._kind[k[0]]) for k in chosen)]
-            solved = _solve(self._shares, self._least, kinds, sparse)
-            if solved is None or solved.value >= 1:
+            solved = _solve(self, kind[chosen], at[chosen], columns[chosen])
+            if solved is None or solved.goal >= 1:
                 break
-            self._useful = [chosen[n] for n in solved.used]
-            worth = np.einsum("ovr,or->ov", columns, solved.rows[at])
-            vertex, best = worth.argmax(axis=1), worth.max(axis=1, initial=0)
-            top = np.zeros(kinds)
-            np.maximum.at(top, self._kind, best)
+            worth = np.einsum("vr,vr->v", columns, solved.rows[at])
+            top = np.zeros(len(self._gpus))
+            np.maximum.at(top, kind, worth)
             most = max(0.0, float((1 + self._shares @ solved.rows).max())) - float(self._least @ solved.rows)
             if most + float(top.sum()) < 1 - _MARGIN:
                 self.needs = self._named(solved.rows)
                 return False
-            order = np.lexsort((-best, group))
-            order = order[np.unique(group[order], return_index=True)[1]]
-            new = [(o, int(vertex[o])) for o in order.tolist() if best[o] > solved.kinds[self._kind[o]] + _MARGIN]
-            new = [one for one in new if one not in chosen]
-            if not new:
+            best = np.full(part.max() + 1, -np.inf)
+            np.maximum.at(best, part, worth)
+            hits = np.flatnonzero(worth == best[part])
+            hits = hits[np.unique(part[hits], return_index=True)[1]]
+            new = np.setdiff1d(hits[worth[hits] > solved.kinds[kind[hits]] + _MARGIN], chosen)
+            if not len(new):
                 break
-            chosen += new
+            chosen = np.concatenate([chosen, new])
         return True
 
     def _named(self, rows: Floats) -> set[str]:
+        """What has a price."""
         own = rows[: len(self._shares) * _OWN].reshape(-1, _OWN)
-        memory = rows[len(self._shares) * _OWN] > _MARGIN or any(v > 1 + 2 * MODES for _, v in self._useful)
-        return ({"memory"} if memory else set()) | ({"pipelines that fill"} if own[:, _FILL:].sum() > _MARGIN else set())
+        found = {"pipelines that fill": own[:, _FILL:].max(), "memory of all GPUs": rows[len(self._shares) * _OWN]}
+        return {name for name, price in found.items() if price > _MARGIN}
 
 
-@dataclass(frozen=True)
-class _Solved:
-    value: float
+class _Solved(NamedTuple):
+    goal: float
     rows: Floats
     kinds: Floats
-    used: list[int]
 
 
-def _solve(shares: Floats, least: Floats, kinds: int, columns: list) -> _Solved | None:
+def _solve(program: _Program, kind: Ints, at: Ints, columns: Floats) -> _Solved | None:
     """The program over some columns, by GLOP"""
+    shares, least, kinds = program._shares, program._least, len(program._gpus)
     solver = pywraplp.Solver.CreateSolver("GLOP")
     free, goal = solver.infinity(), solver.Objective()
     goal.SetMaximization()
@@ -328,11 +330,8 @@ def _solve(shares: Floats, least: Floats, kinds: int, columns: list) -> _Solved 
         add(1, enumerate(share))
     for row in range(len(rows) - 3, len(rows)):
         add(-_SHORT, [(row, 1)])
-    variables = []
-    for kind, at, values in columns:
-        variables.append(add(0, zip(at.tolist(), values.tolist())))
-        limits[kind].SetCoefficient(variables[-1], 1)
+    for kind_, at_, values in zip(kind.tolist(), at.tolist(), columns.tolist(), strict=True):
+        limits[kind_].SetCoefficient(add(0, zip(at_, values)), 1)
     if solver.Solve() != solver.OPTIMAL:
         return None
-    return _Solved(goal.Value(), np.array([max(0.0, -row.dual_value()) for row in rows]), np.array([max(0.0, one.dual_value()) for one in limits]),
-        [n for n, v in enumerate(variables) if v.solution_value() > _MARGIN])
+    return _Solved(goal.Value(), np.array([max(0.0, -row.dual_value()) for row in rows]), np.array([max(0.0, one.dual_value()) for one in limits]))
