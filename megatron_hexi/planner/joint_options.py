@@ -1,4 +1,4 @@
-"""What a GPU may be in a layout, and what it can do there at most: options of the lower bound over all layouts.
+"""What a GPU may be in a layout, and what it can do there at most: options of the bound over all layouts.
 
 An option is a kind of GPU, a tensor-parallel size t, a range of layers l of L, whether the stage is the last
 of its replica, and a range of sequences w that the replica takes, as m micro-batches of B. The unit of a GPU
@@ -21,8 +21,16 @@ from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import device_speeds, logits_times, optimizer_seconds, rates, token_times
-from megatron_hexi.cost.memory import FRAGMENTATION, GIB, RESERVE_BYTES, Flights, Holdings, ModelPart
-from megatron_hexi.cost.memory import part_memory, part_params
+from megatron_hexi.cost.memory import (
+    FRAGMENTATION,
+    GIB,
+    RESERVE_BYTES,
+    Flights,
+    Holdings,
+    ModelPart,
+    part_memory,
+    part_params,
+)
 
 #: Modes of recomputation. A GPU's works are x of each mode, then z of each.
 MODES: Final = len(RECOMPUTES)
@@ -63,7 +71,7 @@ class Places:
 
 
 def ranges(first: int, last: int, factor: float) -> Iterator[tuple[int, int]]:
-    """Ranges of whole numbers, each less than `factor` from end to end, that cover all from one to another."""
+    """Ranges of whole numbers, each less than `factor` from end to end, that cover all between two."""
     while first <= last:
         end = max(first, math.ceil(first * factor) - 1)
         yield first, min(last, end)
@@ -99,7 +107,7 @@ class Unit:
             length * attention_seconds(self._speeds, replace(job, recompute=mode), causal=True)
             for mode in RECOMPUTES
         ]
-        part = ModelPart(places.low, 0, places.low == job.model.layers, places.last, 1)
+        part = ModelPart(places.low, 0, places.low == job.model.layers, places.last > 0, 1)
         params = np.asarray(part_params(job, part), dtype=float)
         #: Seconds of the optimizer's step, at least, [P].
         self.step_s = optimizer_seconds(speeds, job, params, 0 * params)
