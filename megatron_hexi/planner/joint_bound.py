@@ -128,7 +128,7 @@ def _programs(request: Request, cluster: Cluster) -> Iterator[_Program]:
 
 
 class _Solved(NamedTuple):
-    """The program over some columns: what of the batch is done, prices of rows and of a kind's GPUs, columns."""
+    """Over some columns: what of the batch is done, prices of rows and of a kind's GPUs, columns in use."""
 
     done: float
     rows: Floats
@@ -329,9 +329,9 @@ class _Program:
             kinds[number].SetCoefficient(variable, 1)
         if solver.Solve() != solver.OPTIMAL:
             return None
-        duals = (np.abs([one.dual_value() for one in which]) for which in (rows, kinds))
+        row_prices, kind_prices = (np.abs([one.dual_value() for one in which]) for which in (rows, kinds))
         used = np.flatnonzero([variable.solution_value() > _MARGIN for variable in shares])
-        return _Solved(solver.Objective().Value(), *duals, used)
+        return _Solved(solver.Objective().Value(), row_prices, kind_prices, used)
 
 
 def _name_needs(rows: Floats) -> str:
