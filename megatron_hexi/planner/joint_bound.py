@@ -12,8 +12,8 @@ memory Kept are l layers of n micro-batches, L S x n / m: one on a last stage, m
        of the unit: half as much as z at least, since a token sees S tokens at most and S / 2 on average.
 room   The same of all GPUs together, where tokens x heads are as many as x; and the optimizer's state once.
 spread Each layer of each sequence has one mode: of all replicas in a range of w, z of a mode is as much as x.
-last   A replica has one last stage, with the logits. Let p be any mean of x and z: its p q is w.
-depth  Where pipelines have a fixed number of stages: p q of all of these is w times the number.
+last   A replica has one last stage, with the logits: its x q is w.
+depth  Where pipelines have a fixed number of stages: x q of all of these is w times the number.
 fill   Let a second of GPU g be worth c_g, so that a sequence's token work and attention together are worth 1
        at least, wherever they are done. With C the worth of a stage's GPUs and W that of what they do for a
        micro-batch, C tau >= W, and by Cauchy's inequality (second line) the GPUs of a replica are worth
@@ -21,7 +21,8 @@ fill   Let a second of GPU g be worth c_g, so that a sequence's token work and a
                           >= (sum sqrt(C tau))^2 + (m - 1) sum C tau >= m sum W + (sum sqrt W)^2 - sum W
        where the last two are the sum of sqrt(W W') over pairs of different stages, which falls with no W; and
        W >= B f. So they idle for B ((sum sqrt f)^2 - 1) at least. Now sum sqrt f = sum f sqrt q = E, and
-       E^2 >= 2 a E - a^2 for any a: they idle for B sum f (2 a sqrt q - a^2 - 1), linear in f = p / w.
+       E^2 >= 2 a E - a^2 for any a: they idle for B sum f (2 a sqrt q - a^2 - 1), linear in f = x / w; and in
+       f = z / w, by which attention does not go where layers are few.
 
 Sums over GPUs keep each row, and the sequences of all replicas are the batch. So where the program does less
 than the batch, T is not possible, and nothing below. What travels between units is not counted, nor that
@@ -57,14 +58,14 @@ _LONG = 1e9
 #: Sequences of a micro-batch and of a replica, from the least of a range to the most.
 _STEP = 2.0
 #: Where tangents touch: square roots of depths.
-_TANGENTS = (1.0, 1.25, 1.6, 2.2, 3.2)
+_TANGENTS = (1.0, 1.4, 2.0, 3.0)
 #: Columns are added so often; what is not refuted then may be.
 _ROUNDS = 60
 #: Pairs of works that fill time and memory together.
 _PAIRS = np.array(list(itertools.combinations(range(2 * MODES), 2))).T
-#: Rows of a range of shares: batch, spread, last stages and depth (no more and no less than that), fill.
+#: Rows of a range of shares: batch, spread, last stages and depth (no more and no less), fill by x and by z.
 _BATCH, _SPREAD, _LAST, _DEPTH, _FILL = 0, slice(1, 1 + MODES), 1 + MODES, 3 + MODES, 5 + MODES
-_OWN = _FILL + len(_TANGENTS)
+_OWN = _FILL + 2 * len(_TANGENTS)
 
 
 @dataclass(frozen=True)
@@ -193,9 +194,7 @@ class _Program:
             return np.maximum(part / token, (1 - part) / attention)
 
         parts = [first / (first + second) for first, second in best if first < np.inf]
-        #: Of token work in a sequence's worth.
-        self._part = min(parts, key=lambda part: float(self._gpus @ worth(part)), default=0.5)
-        self._worth = worth(self._part)
+        self._worth = worth(min(parts, key=lambda part: float(self._gpus @ worth(part)), default=0.5))
         together = float(self._gpus @ self._worth)
         #: A sequence on all GPUs at their best, and an iteration's.
         self._pass_s = 1 / together if together else 1.0
@@ -255,19 +254,20 @@ class _Program:
         number, works = self._vertices(seconds, time - (1 - 1 / q) * self._size * self._pass_s)
         option = number // (1 + 2 * MODES + len(_PAIRS[0]))
         x, z = works[:, :MODES], works[:, MODES:]
-        passed = self._part * x.sum(axis=1) + (1 - self._part) * z.sum(axis=1)
         busy = np.einsum("vw,vw->v", works, seconds[option])
         idle = self._worth[self._kind[option]] * (time[option] - busy)
         columns = np.zeros((len(option), _OWN + 1))
         columns[:, _BATCH], columns[:, _SPREAD] = x.sum(axis=1), z - x
-        stages = np.stack([-passed * q[option], passed * deepest[option]], axis=1)
+        stages = x.sum(axis=1, keepdims=True) * np.stack([-q, deepest], axis=1)[option]
         columns[:, _LAST : _LAST + 2] = stages * places.last[option, None]
         if self._has_depth:
             columns[:, _DEPTH : _DEPTH + 2] = stages
-        for row, touch in enumerate(_TANGENTS, _FILL):
-            pipe = self._size * (2 * touch * np.sqrt(q) - touch**2 - 1)
-            pipe /= np.where(pipe > 0, places.most, places.fewest)
-            columns[:, row] = (idle - passed * pipe[option]) * self.ceiling_s / iteration_s
+        touch = np.array(_TANGENTS)
+        pipes = self._size * (2 * touch * np.sqrt(q)[:, None] - touch**2 - 1)
+        pipes /= np.where(pipes > 0, places.most[:, None], places.fewest[:, None])
+        for row, work in ((_FILL, x), (_FILL + len(touch), z)):
+            fill = idle[:, None] - work.sum(axis=1, keepdims=True) * pipes[option]
+            columns[:, row : row + len(touch)] = fill * self.ceiling_s / iteration_s
         columns /= self._batch
         whole = np.einsum("vw,vw->v", x, (self._held + self._attended)[option])
         columns[:, -1] = (self._room[option] - whole) / self._state

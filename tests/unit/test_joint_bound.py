@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections import defaultdict
 from random import Random
 
 import pytest
@@ -212,23 +213,23 @@ def all_plans(job, kinds):
 
 def least_seconds(job, known, kinds):
     """The least time of all plans that fit, of all and of those with a term; infinite where none does."""
-    least, models = {("all", None): math.inf}, {}
+    least: defaultdict[tuple[str, object], float] = defaultdict(lambda: math.inf)
     for recompute in ("none", "full"):
-        for replicas, gpus in all_plans(job, kinds):
-            terms = {"recompute": recompute, "data_parallel": len(replicas)}
-            model = models.setdefault(
-                tuple(terms.values()), CostModel(dataclasses.replace(job, **terms), known)
-            )
-            plan = job_plan(model.job.workload(), replicas, job.micro_batch_size)
-            timing = model.timing(plan, gpus)
+        own = dataclasses.replace(job, recompute=recompute)
+        models = [CostModel(dataclasses.replace(own, data_parallel=count), known) for count in (1, 2, 3)]
+        for replicas, gpus in all_plans(own, kinds):
+            plan = job_plan(own.workload(), replicas, job.micro_batch_size)
+            timing = models[len(replicas) - 1].timing(plan, gpus)
             if not timing.fits:
                 continue
-            terms["tensor_parallel"] = plan.workload.tensor_parallel or None
+            terms = {("all", None), ("recompute", recompute), ("data_parallel", len(replicas))}
+            if plan.workload.tensor_parallel:
+                terms.add(("tensor_parallel", plan.workload.tensor_parallel))
             depths = {len(replica.stages) for replica in replicas}
             if len(depths) == 1 and job.model.layers % max(depths) == 0:
-                (terms["pipeline_parallel"],) = depths
-            for term in (("all", None), *terms.items()):
-                least[term] = min(least.get(term, math.inf), timing.phases.total)
+                terms.add(("pipeline_parallel", max(depths)))
+            for term in terms:
+                least[term] = min(least[term], timing.phases.total)
     return least
 
 
