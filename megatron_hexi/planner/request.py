@@ -37,11 +37,7 @@ class Request:
 
     def widths(self, most: int) -> list[int]:
         """Tensor-parallel sizes that the model can be cut into, up to so many GPUs of a node."""
-        return [
-            job.tensor_parallel
-            for job in self._jobs("tensor_parallel", _WIDTHS)
-            if job.tensor_parallel <= most
-        ]
+        return [job.tensor_parallel for job in self._jobs("tensor_parallel", _WIDTHS) if job.tensor_parallel <= most]
 
     def with_width(self, size: int) -> Job:
         """The job with units of another size."""
