@@ -307,13 +307,29 @@ def cost_of(job, known, *stages, recompute="none"):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_one_gpu_takes_as_long_as_the_bound(recompute):
-    # Long enough that the optimizer's step is nothing.
-    job = tiny_job(model=DEEP, global_batch_size=3, recompute=recompute, seq_length=2**16)
-    known = cluster([("a", "PLAIN", 1)])
+@pytest.mark.parametrize(
+    ("gpu", "length", "sharp"),
+    [("PLAIN", 2**16, 0.995), ("H100-SXM-80GB", 2048, 0.8), ("L40S-48GB", 512, 0.7)],
+)
+def test_one_gpu_takes_as_long_as_the_bound(gpu, length, sharp, recompute):
+    # PLAIN has one rate at all sizes, and work enough that the optimizer's step is nothing.
+    job = tiny_job(model=DEEP, global_batch_size=3, recompute=recompute, seq_length=length)
+    known = cluster([("a", gpu, 1)])
     cost = cost_of(job, known, ((0, 4), (0,)), recompute=recompute)
-    bound = joint_bound(Request(job, frozenset(["recompute"])), known)
-    assert 0.995 * cost.iteration_s <= bound.iteration_s <= cost.iteration_s
+    bound = joint_bound(Request(job, frozenset(["recompute", "micro_batch_size"])), known)
+    assert sharp * cost.iteration_s <= bound.iteration_s <= cost.iteration_s
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_one_gpu_needs_as_much_memory_as_the_bound(recompute):
+    job = tiny_job(model=DEEP, recompute=recompute, seq_length=2**16)
+    request = Request(job, frozenset(["recompute"]))
+    (needed,) = cost_of(job, cluster([("a", "PLAIN", 1)]), ((0, 4), (0,)), recompute=recompute).memory_gib
+    enough, little = (
+        cluster([("a", f"PLAIN, memory_gb: {part * needed * 80 / 64}", 1)]) for part in (1 + 1e-9, 0.99)
+    )
+    assert memory_fits(request, enough)
+    assert not memory_fits(request, little)
 
 
 @pytest.mark.parametrize("depth", [2, 4])
