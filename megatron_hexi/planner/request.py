@@ -41,7 +41,7 @@ class Request:
         """Tensor-parallel sizes to try: those that the model can be cut into, of at most so many GPUs."""
         if "tensor_parallel" in self.fixed:
             return [self.job.tensor_parallel]
-        return [width for width in _WIDTHS if width <= most and self.with_width(width) is not None]
+        return [width for width in _WIDTHS if width <= most and self._can_be_cut(width)]
 
     def micro_batch_sizes(self) -> list[int]:
         """Sequences that may pass at once: one, and more where sequences are short."""
@@ -52,9 +52,17 @@ class Request:
             sizes.append(2 * sizes[-1])
         return sizes
 
-    def with_width(self, width: int) -> Job | None:
-        """The job with units of another size; ``None`` where the model cannot be cut so."""
+    def with_width(self, width: int) -> Job:
+        """The job with units of another size.
+
+        Raises:
+            HexiError: the model cannot be cut so.
+        """
+        return replace(self.job, tensor_parallel=width)
+
+    def _can_be_cut(self, width: int) -> bool:
         try:
-            return replace(self.job, tensor_parallel=width)
+            self.with_width(width)
         except HexiError:
-            return None
+            return False
+        return True

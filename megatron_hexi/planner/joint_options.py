@@ -1,0 +1,175 @@
+"""What a GPU may be in a layout, and what it can do there at most: options of the bound over all layouts.
+
+An option is a kind of GPU, a tensor-parallel size t, a range of layers l of L, whether the stage is the last
+of its replica, and a range of sequences w that the replica takes, as m micro-batches of B. The unit of a GPU
+has r = B x tokens rows of a micro-batch. Its work is counted in whole models' sequences of token work (x) and
+of attention (z), by mode of recomputation: x = m (l / L) r / (S t) for each of its GPUs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from megatron_hexi.cluster import Curve, Node, Passes
+from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.collectives import tensor_parallel_seconds
+from megatron_hexi.cost.compute import device_speeds, logits_times, optimizer_seconds, rates, token_times
+from megatron_hexi.cost.memory import (
+    FRAGMENTATION,
+    GIB,
+    RESERVE_BYTES,
+    Flights,
+    Holdings,
+    ModelPart,
+    part_memory,
+    part_params,
+)
+
+#: Modes of recomputation. A GPU's works are x of each mode, then z of each.
+MODES: Final = len(RECOMPUTES)
+#: Layers of an option, from the least to the most.
+_LAYERS_STEP = 1.2
+#: Steps of an iteration from more rows to fewer; it may end at any.
+_STEPS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where in a replica a GPU may be, arrays over places, [P].
+
+    Args:
+        low: layers of its stage, at least.
+        high: at most.
+        last: 1 on the last stage of its replica, else 0.
+        fewest: sequences that the replica takes, at least.
+        most: at most.
+        share: the number of this range.
+    """
+
+    low: Ints
+    high: Ints
+    last: Ints
+    fewest: Ints
+    most: Ints
+    share: Ints
+
+    @classmethod
+    def of(cls, layers: int, stages: int | None, shares: list[tuple[int, int]]) -> Places:
+        """All of them; `stages` of each replica, ``None``: any. A last stage alone has all layers."""
+        spans = [] if stages == 1 else list(ranges(1, layers + 1 - (stages or 2), _LAYERS_STEP))
+        ends = [(*span, last) for span in spans for last in (0, 1)]
+        ends += [(layers, layers, 1)] if stages in (None, 1) else []
+        rows = [(*end, *share, number) for end in ends for number, share in enumerate(shares)]
+        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 6).T)
+
+
+def ranges(first: int, last: int, factor: float) -> Iterator[tuple[int, int]]:
+    """Ranges of whole numbers, each less than `factor` from end to end, that cover all between two."""
+    while first <= last:
+        end = max(first, math.ceil(first * factor) - 1)
+        yield first, min(last, end)
+        first = end + 1
+
+
+class Unit:
+    """GPUs of one kind in tensor-parallel units of one size, in all places.
+
+    Args:
+        job: with that size, of one sequence a micro-batch, without recomputation.
+        node: with such GPUs.
+        places: where they may be.
+        sizes: sequences of a micro-batch, the least and the most.
+
+    Raises:
+        ClusterError: the GPU cannot do the job.
+    """
+
+    def __init__(self, job: Job, node: Node, places: Places, sizes: tuple[int, int]) -> None:
+        self._job, self._places, self._most = job, places, sizes[1]
+        speeds, length = device_speeds(node.device, job), job.seq_length
+        # An own block is of size S at most; a rectangle of q queries and k keys of sqrt(q k), q + k <= S.
+        self._speeds = replace(
+            speeds,
+            matmul=_rising(speeds.matmul),
+            causal=_up_to(speeds.causal, length),
+            full=_up_to(speeds.full, length / 2),
+        )
+        sums = tensor_parallel_seconds(job, np.ones(1), np.array([node.bandwidth]), np.zeros(1))
+        self._sum_s = float(sums[0])
+        self._attention_s = [
+            length * attention_seconds(self._speeds, replace(job, recompute=mode), causal=True)
+            for mode in RECOMPUTES
+        ]
+        part = ModelPart(places.low, 0, places.low == job.model.layers, places.last > 0, 1)
+        params = np.asarray(part_params(job, part), dtype=float)
+        #: Seconds of the optimizer's step, at least, [P].
+        self.step_s = optimizer_seconds(speeds, job, params, 0 * params)
+        self._set_bytes(node.device.usable_gib * GIB, params, sizes[0])
+
+    def _set_bytes(self, usable: float, params: Floats, least: int) -> None:
+        job, places, layers = self._job, self._places, self._job.model.layers
+        local, nothing = job.workload(), np.zeros(2)
+        # A token held and nothing attended to, and the other way round.
+        held = Holdings(
+            tokens=np.array([1.0, 0.0]),
+            group_tokens=np.array([0.0, 1.0]),
+            heads=np.full(2, float(local.local_heads)),
+            kv=np.full(2, float(local.local_kv_heads)),
+            micro_batches=np.ones(2, dtype=np.int64),
+            flights=Flights(nothing, nothing),
+        )
+        turn = least / places.most  # 1 / m at least
+        kept_layers = layers * np.minimum(1, (2 - places.last) * turn)
+        one_layer = layers / places.high * turn
+        scale = job.seq_length * job.tensor_parallel * (1 + FRAGMENTATION)
+        #: Bytes of x in each mode, and of as much of tokens attended to with all heads, [P, modes].
+        self.held_bytes, self.attended_bytes = np.zeros((2, len(turn), MODES))
+        for mode, recompute in enumerate(RECOMPUTES):
+            part = ModelPart(1, int(mode > 0), is_first=False, is_last=True, ahead=1)
+            terms = part_memory(replace(job, recompute=recompute), part, held, 1, 0.0)
+            kept, layer = terms["activations"] + terms["attention"], terms["working_set"]
+            ends = places.last * terms["logits"][0]
+            self.held_bytes[:, mode] = scale * (kept[0] * kept_layers + (layer[0] + ends) * one_layer)
+            self.attended_bytes[:, mode] = scale * (kept[1] * kept_layers + layer[1] * one_layer)
+        each = (terms["weights"] + terms["gradients"])[0] / part_params(job, part)
+        #: Bytes that weights and gradients leave, [P]; not above 0: no GPU can be there.
+        self.room = usable - RESERVE_BYTES - each * params
+
+    def seconds(self, iteration_s: float) -> Floats:
+        """Of each work in an iteration that takes no longer than this, at least, [P, works].
+
+        A unit takes r rows m times through l layers in the time. At the rate of too many rows that says
+        they are fewer, at whose rate they are fewer still.
+        """
+        job, places, speeds = self._job, self._places, self._speeds
+        layers, width = job.model.layers, job.tensor_parallel
+        turns = np.maximum(1.0, places.fewest / self._most) * places.low
+        rows = np.full(len(turns), float(self._most * job.seq_length))
+        one = np.ones(len(turns))
+        for _ in range(_STEPS):
+            reached = rates(speeds.matmul, rows)
+            forward, backward = (way + 2 * self._sum_s for way in token_times(speeds, job, one, reached))
+            rows = np.minimum(rows, iteration_s / (turns * (forward + backward)))
+        logits = sum(logits_times(speeds, job, one, reached)) + self._sum_s
+        ends = places.last * logits / places.high
+        tokens = [(1 + (mode == "full")) * forward + backward + ends for mode in RECOMPUTES]
+        token_s = job.seq_length * layers * width * np.array(tokens).T
+        return np.concatenate([token_s, np.broadcast_to(self._attention_s, token_s.shape)], axis=1)
+
+
+def _rising(curve: Curve) -> Curve:
+    """A curve that never falls, nowhere below this one."""
+    return replace(curve, rates=tuple(itertools.accumulate(curve.rates, max)))
+
+
+def _up_to(passes: Passes, size: float) -> Passes:
+    """At every size the best rates up to this one."""
+    both = (_rising(curve) for curve in (passes.forward, passes.backward))
+    return Passes(*(replace(curve, sizes=(1.0,), rates=(curve.rate(size),)) for curve in both))
