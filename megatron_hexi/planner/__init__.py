@@ -1,17 +1,17 @@
-"""Finds the plan: groupings, exact balance, CP-SAT, replicas, baselines, a lower bound. No torch here.
+"""Finds the plan: replicas, pipelines, domains, a lower bound, and baselines. No torch here.
 
-`fleet`: the units that a plan is made of, what each can do and has room for, and which are used at all.
-`layouts`: plans as a search moves them, and how they are timed.
-`search`: one domain's best grouping, balanced and polished; and replicas.
-`tuning`: small changes of whole layouts, and CP-SAT.
-`baselines`: what else could be run. `bound`: a time that no plan can beat, which does not know the search.
+`request`: what is asked for. `fleet`: the units that a plan is made of, what each can do and has room for.
+`layouts`: domains as a search moves them, and how they are timed. `search`: one domain's best grouping,
+balanced and polished, and CP-SAT on it. `joint`: everything together. `baselines`: what else could be run.
+`bound`: a time that no layout can beat, which does not know the search.
 
-`planner` puts them together, in a `budget`; `advice` says what to do where nothing fits.
+`planner` puts them together; `advice` says what to do where nothing fits.
 """
 
 from megatron_hexi.planner.baselines import Baseline
 from megatron_hexi.planner.bound import Bound
 from megatron_hexi.planner.planner import find_plan
+from megatron_hexi.planner.request import CHOSEN, Request
 from megatron_hexi.planner.result import Planned
 
-__all__ = ["Baseline", "Bound", "Planned", "find_plan"]
+__all__ = ["CHOSEN", "Baseline", "Bound", "Planned", "Request", "find_plan"]

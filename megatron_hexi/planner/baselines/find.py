@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import RECOMPUTES, Job
+from megatron_hexi.errors import HexiError
 from megatron_hexi.planner.baselines.arrange import models
 from megatron_hexi.planner.baselines.race import Entry, Progress, Race, Standing
 from megatron_hexi.planner.baselines.rules import (
@@ -17,10 +22,13 @@ from megatron_hexi.planner.baselines.rules import (
     candidates,
     why_none,
 )
-from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.fleet.units import Fleet, find_units
+from megatron_hexi.planner.layouts.trial import Trial
+from megatron_hexi.planner.request import Request
 
 _GIB = 2.0**30
+#: Pipelines of stages that are alike.
+_DEPTHS = [1, 2, 4, 8, 16]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,38 +51,66 @@ class Baseline:
 
 
 def find_baselines(
-    judge: Judge,
-    fleet: Fleet,
-    data_parallel: int | None,
-    *,
-    faster_than: float = inf,
-    progress: Progress | None = None,
-) -> tuple[Baseline, ...]:
-    """Every baseline, with the same kernels and the same overlap.
+    request: Request, cluster: Cluster, *, faster_than: float = inf, progress: Progress | None = None
+) -> tuple[tuple[Baseline, ...], int]:
+    """Every baseline with its best of Megatron's flags, the same kernels and the same overlap.
+
+    Flags are tensor-parallel size, stages that are alike, replicas that are alike, and recomputation; those
+    that the request fixes stay. ``usp`` is so the best equal layout that Megatron can run.
 
     Args:
-        judge: times layouts.
-        fleet: all units.
-        data_parallel: equal replicas; ``None``: as many as are best.
+        request: the job.
+        cluster: where.
         faster_than: seconds of an iteration; a baseline that cannot be faster need not be timed, and then
             says so. One that is timed has its best layout.
         progress: told how far it is.
+
+    Returns:
+        The baselines, and how many layouts were timed.
     """
-    alone = _homogeneous_parts(fleet)
-    everything = (
-        NAMES
-        if any(part is fleet for part in alone)
-        else tuple(name for name in NAMES if name != HOMOGENEOUS)
-    )
-    entrants = candidates(fleet, data_parallel, everything)
-    for part in alone:
-        if part is not fleet:
-            entrants += candidates(part, data_parallel, (HOMOGENEOUS,))
-    race = Race(judge, faster_than, progress)
+    replicas = request.job.data_parallel if "data_parallel" in request.fixed else None
+    fleets = list(_fleets(request, cluster))
+    entrants: list[Candidate] = []
+    for fleet in fleets:
+        alone = _homogeneous_parts(fleet)
+        is_alone = any(part is fleet for part in alone)
+        names = NAMES if is_alone else tuple(name for name in NAMES if name != HOMOGENEOUS)
+        entrants += candidates(fleet, replicas, names)
+        for part in alone:
+            if part is not fleet:
+                entrants += candidates(part, replicas, (HOMOGENEOUS,))
+    race = Race(faster_than, progress)
     race.run(entrants)
-    return tuple(
-        _baseline(name, race.standings.get(name), fleet, alone, data_parallel, faster_than) for name in NAMES
-    )
+    found = tuple(_baseline(name, race.standings.get(name), fleets, replicas, faster_than) for name in NAMES)
+    return found, race.trials
+
+
+def _fleets(request: Request, cluster: Cluster) -> Iterator[Fleet]:
+    """The units of every choice of flags that the cluster has units for.
+
+    Raises:
+        HexiError: there is none.
+    """
+    job, fixed = request.job, request.fixed
+    widest = max(len(node.ranks) for node in cluster.nodes)
+    depths = [job.pipeline_parallel] if "pipeline_parallel" in fixed else _DEPTHS
+    again = [job.recompute] if "recompute" in fixed else list(RECOMPUTES)
+    problem: HexiError | None = None
+    none = True
+    for width, depth, recompute in itertools.product(request.widths(widest), depths, again):
+        try:
+            flags = replace(
+                request.with_width(width),
+                pipeline_parallel=depth,
+                recompute=recompute,
+                micro_batch_size=request.micro_batch_sizes()[0],
+            )
+            yield find_units(flags, cluster)
+            none = False
+        except HexiError as found:
+            problem = found
+    if none and problem is not None:
+        raise problem
 
 
 def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
@@ -86,14 +122,13 @@ def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
 def _baseline(
     name: str,
     standing: Standing | None,
-    fleet: Fleet,
-    alone: list[Fleet],
+    fleets: list[Fleet],
     data_parallel: int | None,
     faster_than: float,
 ) -> Baseline:
     uniform = name in UNIFORM
     if standing is None:
-        return Baseline(name, None, _no_layout(name, fleet, alone, data_parallel), "", uniform)
+        return Baseline(name, None, _no_layout(name, fleets[0], data_parallel), "", uniform)
     too_slow = f"than {faster_than:.4g} s an iteration: its work and keys take {standing.least_s:.4g} s"
     if standing.best is None:
         assert standing.passed is not None
@@ -108,7 +143,9 @@ def _baseline(
     return Baseline(name, None, why_not, text, uniform)
 
 
-def _no_layout(name: str, fleet: Fleet, alone: list[Fleet], data_parallel: int | None) -> str:
+def _no_layout(name: str, fleet: Fleet, data_parallel: int | None) -> str:
+    """Why there is none, for the first choice of flags."""
+    alone = _homogeneous_parts(fleet)
     if name != HOMOGENEOUS:
         return why_none(fleet, data_parallel, name)
     if not alone:
@@ -119,7 +156,14 @@ def _no_layout(name: str, fleet: Fleet, alone: list[Fleet], data_parallel: int |
 def _text(name: str, candidate: Candidate, window: int | None = None) -> str:
     several = max(len(layout.parts) for layout in candidate.layouts) > 1
     text = candidate.texts[name] + (f", window {window}" if several and window else "")
+    text = f"{_flags(candidate.fleet.job)}: {text}"
     return f"{_who(candidate.fleet)} alone: {text}" if name == HOMOGENEOUS else text
+
+
+def _flags(job: Job) -> str:
+    """Megatron's flags in short."""
+    recompute = "" if job.recompute == "none" else f", recompute {job.recompute}"
+    return f"TP {job.tensor_parallel}, PP {job.pipeline_parallel}{recompute}"
 
 
 def _who(fleet: Fleet) -> str:

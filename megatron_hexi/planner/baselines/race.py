@@ -50,16 +50,21 @@ class Race:
     ends with the best of all its layouts, or with none.
 
     Args:
-        judge: times.
         faster_than: seconds of an iteration.
         tell: told how far it is.
     """
 
-    def __init__(self, judge: Judge, faster_than: float, tell: Progress | None) -> None:
-        self._judge = judge
+    def __init__(self, faster_than: float, tell: Progress | None) -> None:
+        #: One for each job that layouts are of.
+        self._judges: dict[int, Judge] = {}
         self._faster_than = faster_than
         self._tell = tell or (lambda _what, _done, _of: None)
         self.standings: dict[str, Standing] = {}
+
+    @property
+    def trials(self) -> int:
+        """Layouts that were timed."""
+        return sum(judge.trials for judge in self._judges.values())
 
     def run(self, candidates: Sequence[Candidate]) -> None:
         """Find the best of each baseline."""
@@ -79,7 +84,9 @@ class Race:
         for window in _windows(candidate.layouts):
             if window > 1 and not self._may_win(candidate, least):
                 return
-            trial = self._judge.try_out(candidate.fleet, candidate.layouts, window)
+            fleet = candidate.fleet
+            judge = self._judges.setdefault(id(fleet.job), Judge(fleet))
+            trial = judge.try_out(fleet, candidate.layouts, window)
             self._enter(Entry(candidate, trial))
             if not trial.fits:
                 return  # a larger window takes more memory

@@ -1,198 +1,342 @@
-"""A time that no plan can beat: a bound over all groupings, shards, heads and replicas, with communication.
+"""A time that no layout can beat: replicas x pipelines x layers and tensor-parallel size of a stage x context
+and heads x recomputation x shares of the batch. A linear program, in the terms of options.py.
 
-Take any plan, and let all passes of a layer take tau seconds. A *piece* is what one group has on one site: n
-units that hold n t of the group's tokens and h of its H heads. Whatever else the plan does, a piece needs
+Take any plan of the cost model that fits in memory and takes T. Of a stage with l of the L layers f is l / L
+and q is 1 / f; each of its GPUs is in some option, with works x and z. Then, with the best rates:
 
-    token work of t tokens a unit
-  + all-to-alls: a unit's tokens times the heads that it does not have itself, over its links
-  + for each pass the longer of
-      attention: ceil(h / n) heads of the group's tokens: own block, rectangles, merging (gradients of as
-        many keys as the group sees: the fewer, the deeper it is)
-      exchange: at least half the keys of tokens that are not its group's, over the links that they cross
+time   m micro-batches take tau each in the stage, and one passes the others besides (pipeline.py: sum of tau
+       + (m - 1) x longest), no faster than on all GPUs together; the optimizer's step follows. Nothing of a
+       GPU's own work overlaps (layer.py):   seconds(x, z) <= T - step - (1 - f) pass
+memory Kept are l layers of n micro-batches, L S x n / m: one on a last stage, min(m, 2) before it, and
+       m <= w / B. Under way is one layer, S x q / m. What attention keeps goes by tokens of the group x heads
+       of the unit: half as much as z at least, since a token sees S tokens at most and S / 2 on average.
+room   The same of all GPUs together, where tokens x heads are as many as x; and the optimizer's state once.
+spread Each layer of each sequence has one mode: of all replicas in a range of w, z of a mode is as much as x.
+last   A replica has one last stage, with the logits: its x q is w.
+depth  Where pipelines have a fixed number of stages: x q of all of these is w times the number.
+fill   Let a second of GPU g be worth c_g, so that a sequence's token work and attention together are worth 1
+       at least, wherever they are done. With C the worth of a stage's GPUs and W that of what they do for a
+       micro-batch, C tau >= W, and by Cauchy's inequality (second line) the GPUs of a replica are worth
+         (T - step) sum C >= (sum tau + (m - 1) max tau) sum C
+                          >= (sum sqrt(C tau))^2 + (m - 1) sum C tau >= m sum W + (sum sqrt W)^2 - sum W
+       where the last two are the sum of sqrt(W W') over pairs of different stages, which falls with no W; and
+       W >= B f. So they idle for B ((sum sqrt f)^2 - 1) at least. Now sum sqrt f = sum f sqrt q = E, and
+       E^2 >= 2 a E - a^2 for any a: they idle for B sum f (2 a sqrt q - a^2 - 1), linear in f = x / w; and in
+       f = z / w, by which attention does not go where layers are few.
 
-and that is at most tau. So a unit in such a piece holds `Pieces.most` at most. The pieces of a group have all
-of its heads: h / H adds up to 1 over them, and to the number of groups N over all. So a plan with N
-groups needs units that each pick a piece (n, h), with h / (H n) adding up to N, and hold the whole sequence.
-Everything else is relaxed; the sum is bounded by Lagrangian duality with one multiplier for N, and tau
-found by branch and bound over N (demand.py).
+Sums over GPUs keep each row, and the sequences of all replicas are the batch. So where the program does less
+than the batch, T is not possible, and nothing below. What travels between units is not counted, nor that
+layers are whole: on thin links the bound says little.
 
-The optimizer's step comes after all that. Gradients and weights go round in rings that hide behind the last
-backward and the first forward pass, in the time that these leave the wire free. All units wait for the
-busiest wire, so plans are told apart by what uses it most: no unit's all-to-alls and keys take more than
-that, and every unit waits for a ring that hides in the rest only. In a pipeline all stages repeat a layout:
-a unit's time is that of all its stages, the slowest of them in all micro-batches, and the wire is free for
-the ring.
-
-Shards are laid out as the nested zigzag, so a group's attention area is its tokens x S / 2. A piece holds the
-same part of its group's tokens as of its heads: one that does not must send the difference over its
-site's links, which does not pay at the prices of holding a token and of its attention that prices.py finds.
-Where memory is full, it may: then it holds as many as there is room for beside those that it attends to
-(room.py), and the price of holding goes up to what a token takes of memory.
-
-Where units can form few shapes of groups, whole groups are looked at besides (packing.py); of several
-replicas, where these can have few shapes, each by itself (replicas.py).
+A solver only suggests prices of rows. At any prices the batch is at most what is worth most of each kind's
+GPUs over all vertices of all options (weak duality); that is evaluated here, and decides.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+from ortools.linear_solver import pywraplp
 
-from megatron_hexi.cost import Job
-from megatron_hexi.planner.bound.packings.packing import Packing, packable
-from megatron_hexi.planner.bound.pieces.demand import Box, Demand
-from megatron_hexi.planner.bound.pieces.gradients import least_ring
-from megatron_hexi.planner.bound.pieces.prices import Prices, token_prices
-from megatron_hexi.planner.bound.replica_choices import ReplicaChoices, replica_shapes
-from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
-from megatron_hexi.planner.budget import Proof
-from megatron_hexi.planner.fleet.choose import single_sites
-from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.layout import Grouping
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import RECOMPUTES
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.memory import OPTIMIZER_BYTES
+from megatron_hexi.planner.bound.options import MODES, Places, Unit, ranges
+from megatron_hexi.planner.request import Request
 
-#: A bound that is so close to what was found is not looked at again.
-_CLOSE = 0.01
-#: Up to so many micro-batches of a replica are looked at one by one; beyond, communication is left out.
-_TURNS = 32
+#: The bound is found to this part; rounding of floats adds up to much less than the margin.
+_PRECISION, _MARGIN = 2e-3, 1e-9
+#: So many times the least time: only memory decides.
+_LONG = 1e9
+#: Sequences of a micro-batch and of a replica, from the least of a range to the most.
+_STEP = 2.0
+#: Where tangents touch: square roots of depths.
+_TANGENTS = (1.0, 1.4, 2.0, 3.0)
+#: Columns are added so often; what is not refuted then may be.
+_ROUNDS = 60
+#: Pairs of works that fill time and memory together.
+_PAIRS = np.array(list(itertools.combinations(range(2 * MODES), 2))).T
+#: Rows of a range of shares: batch, spread, last stages and depth (no more and no less), fill by x and by z.
+_BATCH, _SPREAD, _LAST, _DEPTH, _FILL = 0, slice(1, 1 + MODES), 1 + MODES, 3 + MODES, 5 + MODES
+_OWN = _FILL + 2 * len(_TANGENTS)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound of the iteration time over all plans.
+    """A lower bound of the iteration time over all layouts.
 
     Args:
-        iteration_s: seconds.
-        reason: what it counts, one sentence for people.
+        iteration_s: seconds; infinite where none fits in memory.
+        reason: what bounds it, one sentence for people.
     """
 
     iteration_s: float
     reason: str
 
 
-class LowerBound:
-    """The bound over all plans on all or some of the units.
-
-    Plans on one site need no network; all others wait for gradients that cross it. Where replicas are free,
-    one that takes all micro-batches is looked at by itself: its groups are bounded more closely.
+def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -> Bound:
+    """The bound over all layouts with causal attention and the request's tensor-parallel sizes.
 
     Args:
-        fleet: the units.
-        data_parallel: replicas, equal; ``None``: as many as a plan likes.
+        request: the job; what it fixes is as it says.
+        cluster: all GPUs that there are.
         found_s: an iteration that is known to be possible; the bound need not be higher.
-        proof: what it may take.
+
+    Raises:
+        ClusterError: a GPU cannot do the job.
+    """
+    nothing = "no layout fits in memory" if math.isinf(found_s) else "no layout is faster than the one found"
+    least = Bound(found_s, nothing)
+    for program in _programs(request, cluster):
+        low, high = program.ceiling_s * (1 - _MARGIN), least.iteration_s
+        if low >= high or not program.carries(min(high, _LONG * low)):
+            continue
+        needs = ""
+        while high > low * (1 + _PRECISION):
+            middle = min(2 * low, math.sqrt(low * high))
+            if program.carries(middle):
+                high = middle
+            else:
+                low, needs = middle, program.needs
+        least = Bound(low, f"all GPUs at their best rates take {program.ceiling_s:.4g} s{needs}")
+    return least
+
+
+def memory_fits(request: Request, cluster: Cluster) -> bool:
+    """Whether memory may suffice for some layout; if not, none fits.
+
+    Raises:
+        ClusterError: a GPU cannot do the job.
+    """
+    return any(program.carries(_LONG * program.ceiling_s) for program in _programs(request, cluster))
+
+
+def _programs(request: Request, cluster: Cluster) -> Iterator[_Program]:
+    """One for each range of micro-batch sizes: a plan has one size."""
+    batch, size = request.job.global_batch_size, request.job.micro_batch_size
+    fixed = "micro_batch_size" in request.fixed
+    for first, last in [(size, size)] if fixed else ranges(1, batch, _STEP):
+        sizes = [size for size in range(first, last + 1) if batch % size == 0]
+        if sizes:
+            yield _Program(request, cluster, (sizes[0], sizes[-1]))
+
+
+class _Solved(NamedTuple):
+    """Over some columns: what of the batch is done, prices of rows and of a kind's GPUs, columns in use."""
+
+    done: float
+    rows: Floats
+    kinds: Floats
+    used: Ints
+
+
+class _Program:
+    """The linear program, for some sizes of micro-batches.
+
+    Columns are vertices of what all GPUs of a kind can do in one option. Rows are in parts of the batch, and
+    of the optimizer's state. `Raises` as `joint_bound`.
+
+    Args:
+        request: the job.
+        cluster: its GPUs.
+        sizes: sequences of a micro-batch, the least and the most.
     """
 
-    def __init__(self, fleet: Fleet, data_parallel: int | None, found_s: float, proof: Proof) -> None:
-        several = len(fleet.sites) > 1
-        parts = [(fleet, several), *((site, False) for site in single_sites(fleet) if several)]
-        free = data_parallel is None and _together(fleet.job) > 1
-        self._cases = [
-            _Case(part, replicas, found_s, crosses, proof)
-            for part, crosses in parts
-            for replicas in ((1, None) if free else (data_parallel or 1,))
-        ]
+    def __init__(self, request: Request, cluster: Cluster, sizes: tuple[int, int]) -> None:
+        job, fixed = request.job, request.fixed
+        stages = job.pipeline_parallel if "pipeline_parallel" in fixed else None
+        self._batch, self._layers, self._size = job.global_batch_size, job.model.layers, sizes[0]
+        shares = list(ranges(sizes[0], self._batch, _STEP))
+        places = Places.of(self._layers, stages, shares)
+        nodes = {(id(node.device), len(node.ranks), node.bandwidth): node for node in cluster.nodes}
+        counts = Counter((id(node.device), len(node.ranks), node.bandwidth) for node in cluster.nodes)
+        self._gpus = np.array([float(counts[key] * key[1]) for key in nodes])
+        units, kinds = list[Unit](), list[int]()
+        for kind, node in enumerate(nodes.values()):
+            for width in request.widths(len(node.ranks)):
+                own = replace(request.with_width(width), pipeline_parallel=1, recompute="none")
+                units.append(Unit(replace(own, micro_batch_size=1), node, places, sizes))
+                kinds.append(kind)
+        self._units = units
+        #: By option: all places of the first unit, then of the others.
+        self._kind = np.repeat(np.array(kinds, dtype=np.int64), len(places.low))
+        self._places = Places(*(np.tile(values, len(units)) for values in vars(places).values()))
+        self._room, self._step_s, self._held, self._attended = (
+            np.concatenate([getattr(unit, name) for unit in units])
+            for name in ("room", "step_s", "held_bytes", "attended_bytes")
+        )
+        self._state = job.model.total_params * float(OPTIMIZER_BYTES[job.precision])
+        some = {job.mode, "none"} if isinstance(job.recompute, int) else {job.mode}
+        modes = ["recompute" not in fixed or mode in some for mode in RECOMPUTES]
+        self._modes = np.array(modes * 2)
+        self._set_worth(modes.index(True))
+        self._set_shares(shares, stages, job.data_parallel if "data_parallel" in fixed else None)
+        #: What the last proof needed besides the best rates, for people.
+        self.needs = ""
+        #: Vertices that the last solution used, by number.
+        self._useful = np.zeros(0, dtype=np.int64)
 
-    def roughly(self) -> Bound:
-        """By pieces and by fractions of groups."""
-        return min((case.rough for case in self._cases), key=_seconds)
+    def _set_worth(self, mode: int) -> None:
+        """What a second of a GPU is worth: enough in the least mode, and all together as little as can be."""
+        seconds = np.where(self._room[:, None] > 0, self._seconds(math.inf)[:, [mode, MODES + mode]], np.inf)
+        best = np.full((len(self._gpus), 2), np.inf)
+        np.minimum.at(best, self._kind, seconds)
+        token, attention = best.T
 
-    def groupings(self) -> tuple[Grouping, ...]:
-        """Of all units as one replica: those that it does not rule out to be fast, where these are few."""
-        return self._cases[0].groupings()
+        def worth(part: float) -> Floats:
+            return np.maximum(part / token, (1 - part) / attention)
 
-    def closely(self, found_s: float) -> Bound:
-        """By whole groups besides, where units can form few shapes of them: that takes longer.
+        parts = [first / (first + second) for first, second in best if first < np.inf]
+        self._worth = worth(min(parts, key=lambda part: float(self._gpus @ worth(part)), default=0.5))
+        together = float(self._gpus @ self._worth)
+        #: A sequence on all GPUs at their best, and an iteration's.
+        self._pass_s = 1 / together if together else 1.0
+        self.ceiling_s = self._batch * self._pass_s
+
+    def _set_shares(self, shares: list[tuple[int, int]], stages: int | None, replicas: int | None) -> None:
+        """What no column gives to rows. The last rows are the room, no fewer and no more replicas."""
+        count = len(shares) * _OWN
+        #: What a range's part of the batch gives to all rows, [ranges, rows], and what these come to.
+        self._shares, self._least = np.zeros((len(shares), count + 3)), np.zeros(count + 3)
+        self._least[count] = 1
+        for number, (fewest, most) in enumerate(shares):
+            own = self._shares[number, number * _OWN : (number + 1) * _OWN]
+            own[[_BATCH, _LAST, _LAST + 1]] = -1, 1, -1
+            if stages:
+                own[[_DEPTH, _DEPTH + 1]] = stages, -stages
+            if replicas:
+                self._shares[number, count + 1 :] = 1 / fewest, -1 / most
+        if replicas:
+            self._least[count + 1 :] = replicas / self._batch, -replicas / self._batch
+        self._has_depth = stages is not None
+
+    def _seconds(self, iteration_s: float) -> Floats:
+        return np.concatenate([unit.seconds(iteration_s) for unit in self._units])
+
+    def _vertices(self, seconds: Floats, left: Floats) -> tuple[Ints, Floats]:
+        """What a GPU of each option can do at the ends: nothing, a work, or two that fill time and memory.
 
         Args:
-            found_s: an iteration that is known to be possible by now; the bound need not be higher.
+            seconds: of each work, [options, works].
+            left: seconds that there are, [options].
+
+        Returns:
+            The number of each vertex, by options, [V], and works, [V, works].
         """
-        first, *others = sorted(self._cases, key=lambda case: case.rough.iteration_s)
-        least = first.closely(found_s)
-        for case in others:
-            # What is no lower than that does not count.
-            if case.rough.iteration_s < least.iteration_s:
-                least = min(least, case.closely(least.iteration_s), key=_seconds)
-        return least
+        size, room, left = np.hstack([self._held, self._attended / 2]), self._room[:, None], left[:, None]
+        count, (first, second) = size.shape[1], _PAIRS
+        works = np.zeros((len(size), 1 + count + len(first), count))
+        alone, both = np.arange(count), 1 + count + np.arange(len(first))
+        works[:, 1 + alone, alone] = np.minimum(left / seconds, room / size)
+        a, b, c, d = (one[:, pair] for one in (seconds, size) for pair in (first, second))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            works[:, both, first] = (left * d - b * room) / (a * d - b * c)
+            works[:, both, second] = (a * room - left * c) / (a * d - b * c)
+        found = (np.isfinite(works) & (works >= 0)).all(axis=2) & (left > 0) & (room > 0)
+        found &= ~(works[:, :, ~self._modes] > 0).any(axis=2)
+        return np.flatnonzero(found), works[found]
+
+    def _columns(self, iteration_s: float) -> tuple[Ints, Ints, Floats]:
+        """What all GPUs of its kind give at each vertex to the rows of its range, and to the room.
+
+        Returns:
+            The number of each vertex, the option, [V], and [V, rows]; the room is the last.
+        """
+        places, seconds = self._places, self._seconds(iteration_s)
+        time, q, deepest = iteration_s - self._step_s, self._layers / places.high, self._layers / places.low
+        number, works = self._vertices(seconds, time - (1 - 1 / q) * self._size * self._pass_s)
+        option = number // (1 + 2 * MODES + len(_PAIRS[0]))
+        x, z = works[:, :MODES], works[:, MODES:]
+        busy = np.einsum("vw,vw->v", works, seconds[option])
+        idle = self._worth[self._kind[option]] * (time[option] - busy)
+        columns = np.zeros((len(option), _OWN + 1))
+        columns[:, _BATCH], columns[:, _SPREAD] = x.sum(axis=1), z - x
+        stages = x.sum(axis=1, keepdims=True) * np.stack([-q, deepest], axis=1)[option]
+        columns[:, _LAST : _LAST + 2] = stages * places.last[option, None]
+        if self._has_depth:
+            columns[:, _DEPTH : _DEPTH + 2] = stages
+        touch = np.array(_TANGENTS)
+        pipes = self._size * (2 * touch * np.sqrt(q)[:, None] - touch**2 - 1)
+        pipes /= np.where(pipes > 0, places.most[:, None], places.fewest[:, None])
+        for row, work in ((_FILL, x), (_FILL + len(touch), z)):
+            fill = idle[:, None] - work.sum(axis=1, keepdims=True) * pipes[option]
+            columns[:, row : row + len(touch)] = fill * self.ceiling_s / iteration_s
+        columns /= self._batch
+        whole = np.einsum("vw,vw->v", x, (self._held + self._attended)[option])
+        columns[:, -1] = (self._room[option] - whole) / self._state
+        return number, option, columns * self._gpus[self._kind[option], None]
+
+    def carries(self, iteration_s: float) -> bool:
+        """Whether the batch may be done in a time; if not, it cannot be done."""
+        number, option, columns = self._columns(iteration_s)
+        share, kind, count = self._places.share[option], self._kind[option], len(self._shares)
+        rows = np.arange(count * _OWN).reshape(count, _OWN)
+        at = np.hstack([rows, np.full((count, 1), count * _OWN)])[share]
+        part, chosen = kind * count + share, np.flatnonzero(np.isin(number, self._useful))
+        for _ in range(_ROUNDS):
+            solved = self._solve(kind[chosen], at[chosen], columns[chosen])
+            if solved is None or solved.done >= 1:
+                break
+            self._useful = number[chosen[solved.used]]
+            worth = np.einsum("vr,vr->v", columns, solved.rows[at])
+            top = np.zeros(len(self._gpus))
+            np.maximum.at(top, kind, worth)
+            rest = max(0.0, float((1 + self._shares @ solved.rows).max())) - float(self._least @ solved.rows)
+            if float(top.sum()) + rest < 1 - _MARGIN:
+                self.needs = _name_needs(solved.rows)
+                return False
+            # The best of each kind in each range.
+            best = np.zeros(len(self._gpus) * count)
+            np.maximum.at(best, part, worth)
+            first = np.flatnonzero(worth == best[part])
+            first = first[np.unique(part[first], return_index=True)[1]]
+            new = np.setdiff1d(first[worth[first] > solved.kinds[kind[first]] + _MARGIN], chosen)
+            if not len(new):
+                break
+            chosen = np.concatenate([chosen, new])
+        return True
+
+    def _solve(self, kind: Ints, at: Ints, columns: Floats) -> _Solved | None:
+        """Over some columns, by GLOP; ``None``: it gave up."""
+        solver = pywraplp.Solver.CreateSolver("GLOP")
+        solver.Objective().SetMaximization()
+        rows = [solver.Constraint(least, solver.infinity()) for least in self._least.tolist()]
+        kinds = [solver.Constraint(-solver.infinity(), 1) for _ in self._gpus]
+
+        def add(worth: float, entries: dict[int, float]) -> Any:
+            variable = solver.NumVar(0, solver.infinity(), "")
+            solver.Objective().SetCoefficient(variable, worth)
+            for row, value in entries.items():
+                if abs(value) > _MARGIN:  # less only makes it unstable
+                    rows[row].SetCoefficient(variable, value)
+            return variable
+
+        for share in self._shares.tolist():
+            add(1, dict(enumerate(share)))
+        for row in range(len(rows) - 3, len(rows)):  # what is missing, at a price that none can pay
+            add(-10, {row: 1})
+        shares = [
+            add(0, dict(zip(*one, strict=True))) for one in zip(at.tolist(), columns.tolist(), strict=True)
+        ]
+        for number, variable in zip(kind.tolist(), shares, strict=True):
+            kinds[number].SetCoefficient(variable, 1)
+        if solver.Solve() != solver.OPTIMAL:
+            return None
+        row_prices, kind_prices = (np.abs([one.dual_value() for one in which]) for which in (rows, kinds))
+        used = np.flatnonzero([variable.solution_value() > _MARGIN for variable in shares])
+        return _Solved(solver.Objective().Value(), row_prices, kind_prices, used)
 
 
-def _seconds(bound: Bound) -> float:
-    return bound.iteration_s
-
-
-class _Case:
-    """The bound over plans that keep to the fleet, and cross its sites or do not.
-
-    Args:
-        fleet: the units.
-        data_parallel: replicas, equal; ``None``: two or more.
-        found_s: an iteration that is known to be possible.
-        crosses: whether plans cross sites.
-        proof: what it may take.
-    """
-
-    def __init__(
-        self, fleet: Fleet, data_parallel: int | None, found_s: float, crosses: bool, proof: Proof
-    ) -> None:
-        job = fleet.job
-        together = _together(job)
-        turns = together // data_parallel if data_parallel else 1
-        ring = least_ring(fleet, found_s, crosses)
-        #: Of all replicas together, and of each by itself.
-        self._packing: Packing | None = None
-        self._replicas: ReplicaChoices | None = None
-        self._data_parallel, self._found_s, self._aims = data_parallel, found_s, proof.aims
-
-        plain_s = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
-        plain = Bound(min(found_s, plain_s + ring.wait_s(plain_s / turns)), "compute at the best rates")
-        self.rough = plain
-        if plain.iteration_s >= found_s:
-            return
-        prices = token_prices(fleet) if crosses else Prices((1.0,), {}, {})
-        demand = Demand(
-            job=job,
-            sites=list(sites_of(fleet, crosses, prices)),
-            turns=[turns] if data_parallel else list(range(1, min(together - 1, _TURNS) + 1)),
-            ring=ring,
-            several=data_parallel != 1,
-            prices=prices.parts,
-            depths=proof.depths,
-            more_turns=data_parallel is None and together - 1 > _TURNS,
-        )
-        # With several stages, the ceiling also counts GPUs that wait for another stage.
-        least_s = plain_s if job.pipeline_parallel == 1 else 0.0
-        least_s = demand.least_s(Box((1, len(fleet.units))), least_s, found_s)
-        classes = classes_of(demand.sites)
-        if least_s < found_s * (1 - _CLOSE) and not demand.more_turns and packable(classes, proof.packed):
-            of_interest = least_s, found_s
-            self._packing = Packing(job, classes, demand.turns, demand.several, ring, of_interest, proof)
-            shapes = replica_shapes(fleet, classes, data_parallel) if demand.several else ()
-            if demand.several and len(shapes) <= proof.replicas:
-                self._replicas = ReplicaChoices(fleet, classes, shapes, demand, found_s, proof)
-                least_s = self._replicas.together(closely=False).least_s(least_s, found_s)
-            else:
-                least_s = self._packing.least_s()
-        counted = Bound(least_s, "compute and communication")
-        self.rough = max(plain, counted, key=_seconds)
-
-    def groupings(self) -> tuple[Grouping, ...]:
-        """Of all units as one replica, that hold most by fractions of groups, where these are few."""
-        # Replicas that are given have groups of their own.
-        if self._packing is None or self._data_parallel != 1:
-            return ()
-        aims = np.linspace(self.rough.iteration_s, self._found_s, self._aims).tolist()
-        return tuple(dict.fromkeys(one for aim in aims for one in self._packing.groupings(aim)))
-
-    def closely(self, found_s: float) -> Bound:
-        """By whole groups besides."""
-        least_s = self.rough.iteration_s
-        if self._packing and not self._replicas:
-            least_s = max(least_s, self._packing.closely_least_s(found_s))
-        if self._replicas and least_s < found_s:
-            least_s = self._replicas.together(closely=True).least_s(least_s, found_s)
-        return replace(self.rough, iteration_s=least_s)
-
-
-def _together(job: Job) -> int:
-    """Micro-batches of an iteration, of all replicas."""
-    return job.global_batch_size // job.micro_batch_size
+def _name_needs(rows: Floats) -> str:
+    """What has a price besides time."""
+    own = rows[:-3].reshape(-1, _OWN)
+    prices = {"pipelines that fill and drain": own[:, _FILL:].max(), "the memory of all GPUs": rows[-3]}
+    needs = [name for name, price in prices.items() if price > _MARGIN]
+    return f"; {' and '.join(needs)} add to it" if needs else ""

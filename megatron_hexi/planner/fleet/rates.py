@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cost import Job, attention_seconds, token_seconds
 from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.memory import GIB, ModelPart
-from megatron_hexi.planner.fleet.room import Room
+from megatron_hexi.cost.memory import GIB, Flights, Holdings, ModelPart, part_memory, part_params
 from megatron_hexi.planner.fleet.units import Fleet, Kind
+
+#: Far more tokens than bytes that do not depend on them.
+_MANY = 1e6
 
 
 class Rates:
@@ -23,9 +26,12 @@ class Rates:
         fleet: the units.
         window: steps of the exchange whose keys are under way.
         shards: units that share the optimizer's state; ``None``: the fleet's.
+        micro_batches: that pass; a pipeline keeps several at a time.
     """
 
-    def __init__(self, fleet: Fleet, window: int = 1, shards: int | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, window: int = 1, shards: int | None = None, micro_batches: int = 1
+    ) -> None:
         self.local_heads = fleet.job.workload().local_heads
         by_kind = [_rates(fleet.job, kind) for kind in fleet.kinds]
         kinds = np.array([unit.kind for unit in fleet.units])
@@ -33,19 +39,57 @@ class Rates:
         self.token = np.array([token for token, _ in by_kind])[kinds]
         #: Tokens x heads a second of attention, heads of one tensor-parallel rank.
         self.attention = np.array([attention for _, attention in by_kind])[kinds]
-        rooms = [list(_rooms(fleet, kind, window, shards)) for kind in fleet.kinds]
+        sharing = shards or len(fleet.units)
+        rooms = [list(_rooms(fleet, kind, window, sharing, micro_batches)) for kind in fleet.kinds]
         #: Bytes of memory for tokens, on the stage that has least.
         self.free = np.array([min(room.left for room in stages) for stages in rooms])[kinds]
         every = [room for stages in rooms for room in stages]
         #: Bytes of a token held, and of a head of a token attended to, on the stage that needs most.
-        self.token_bytes = max(room.each_held for room in every)
-        self.head_bytes = max(room.each_attended(2) for room in every) / self.local_heads
+        self.token_bytes = max(room.held for room in every)
+        self.head_bytes = max(room.attended for room in every) / self.local_heads
 
 
-def _rooms(fleet: Fleet, kind: Kind, window: int, shards: int | None) -> Iterator[Room]:
+class _Room(NamedTuple):
+    """Memory of a GPU, bytes: for tokens; of a token held; of a token attended to with all heads."""
+
+    left: float
+    held: float
+    attended: float
+
+
+def _rooms(fleet: Fleet, kind: Kind, window: int, shards: int, micro_batches: int) -> Iterator[_Room]:
+    """Of a unit's GPU on each pipeline stage.
+
+    Bytes grow in proportion to the tokens that the unit holds, and to those that it attends to: with h of a
+    group's H heads, h / H of the group's tokens. Keys under way are as many as the own group's.
+    """
+    job, heads = fleet.job, np.full(1, float(fleet.job.workload().local_heads))
+    keys = heads / job.workload().queries_per_kv
     for stage, device in enumerate(kind.devices):
-        part = fleet.part or ModelPart.of_job(fleet.job, stage)
-        yield Room(fleet.job, part, device.usable_gib * GIB, shards or len(fleet.units), window)
+        part = fleet.part or ModelPart.of_job(job, stage)
+        owned = part_params(job, part) / (shards if job.distributed_optimizer else 1)
+
+        def needed(
+            tokens: float, attended: float, part: ModelPart = part, owned: float = owned
+        ) -> float:
+            own = np.full(1, attended)
+            holdings = Holdings(
+                tokens=np.full(1, tokens),
+                group_tokens=own,
+                heads=heads,
+                kv=keys,
+                micro_batches=np.array([micro_batches]),
+                flights=Flights(own * keys, own * keys),
+            )
+            terms = part_memory(job, part, holdings, max(1, window), owned)
+            return sum(float(values[0]) for values in terms.values())
+
+        alone = needed(0.0, 0.0)
+        yield _Room(
+            left=max(0.0, device.usable_gib * GIB - alone),
+            held=(needed(_MANY, 0.0) - alone) / _MANY,
+            attended=(needed(0.0, _MANY) - alone) / _MANY,
+        )
 
 
 def _rates(job: Job, kind: Kind) -> tuple[float, float]:

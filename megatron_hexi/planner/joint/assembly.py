@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, Job, Timing
 from megatron_hexi.cost.job import recompute_mode
@@ -26,7 +28,7 @@ from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.layouts.layout import Layout, build_domain
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.search.domain import DomainSearch
-from megatron_hexi.planner.tuning.solver import refine
+from megatron_hexi.planner.search.solver import refine
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +83,11 @@ class Assembly:
             return None
         fleets = {place: self._fleet(place, gpus, pipes) for place, gpus in placed.items()}
         best = self._assemble(pipes, packed.micro_batches, placed, fleets)
-        again = [
-            self._dealt_again(pipe, count, [best.trials[Place(number, s, len(pipe.stages))] for s in range(len(pipe.stages))])
-            for number, (pipe, count) in enumerate(zip(pipes, packed.micro_batches, strict=True))
-        ]
+        again = []
+        for number, (column, count) in enumerate(zip(packed.columns, packed.micro_batches, strict=True)):
+            depth = len(column.pipe.stages)
+            trials = [best.trials[Place(number, stage, depth)] for stage in range(depth)]
+            again.append(self._dealt_again(column.pipe, count, column.shards, trials))
         if again != pipes:
             other = self._assemble(again, packed.micro_batches, placed, fleets)
             best = min(best, other, key=lambda one: one.candidate.order)
@@ -129,14 +132,16 @@ class Assembly:
             self.trials += judge.trials
         return replace(self._found[name], fleet=fleet)
 
-    def _dealt_again(self, pipe: Pipe, micro_batches: int, trials: Sequence[Trial]) -> Pipe:
+    def _dealt_again(
+        self, pipe: Pipe, micro_batches: int, shards: int, trials: Sequence[Trial]
+    ) -> Pipe:
         """The layers by what stages really take, as far as their tables say what fits."""
         seconds, tables, last = [], [], len(trials) - 1
         for number, (stage, trial) in enumerate(zip(pipe.stages, trials, strict=True)):
             table = self._tables.table(
-                stage.shape, min(micro_batches, last + 1 - number), number == 0, number == last, 1, True
+                stage.shape, min(micro_batches, last + 1 - number), number == 0, number == last, shards, True
             )
-            if table is None:
+            if table is None or not np.isfinite(table.seconds[stage.layers - 1]):
                 return pipe
             tables.append(table)
             way = 0.0 if number == last else self._search.between(stage.shape, pipe.stages[number + 1].shape)

@@ -15,7 +15,7 @@ from megatron_hexi.planner.joint.pools import Pools
 from megatron_hexi.planner.joint.replica_columns import Column, ReplicaColumns
 from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.request import Request
-from megatron_hexi.planner.result import Progress
+from megatron_hexi.planner.baselines.race import Progress
 
 #: Numbers of replicas that are told apart: optimizer state is shared by one, by two or three, by four to seven, …
 _CLASSES = (1, 2, 4, 8)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from random import Random
 
-from megatron_hexi.planner.budget import EXHAUSTIVE
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.layout import Grouping
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.search.balance import balance
 from megatron_hexi.planner.search.descend import descend
 from megatron_hexi.planner.search.groupings import all_partitions
 from megatron_hexi.planner.search.polish import polish
-from megatron_hexi.planner.search.tried import WINDOW, Tried, grouping_of, promise_of
-from megatron_hexi.planner.search.wander import changed
+from megatron_hexi.planner.search.tried import EXHAUSTIVE, WINDOW, Tried
 
 #: Of so few units every partition is balanced and polished.
 _FEWEST = 3
@@ -29,9 +24,6 @@ _NARROW = 1.05
 _HOPELESS = 2.0
 #: Rounds of balancing.
 _ROUNDS = 3
-#: Random changes at most, and at most without one that is kept. What takes less than a factor of the best's
-#: time is worth balancing; of what is found, so many groupings are kept.
-_STEPS, _PATIENCE, _WORTH_BALANCING, _FOUND = 400, 100, 1.03, 4
 
 
 class DomainSearch:
@@ -45,7 +37,7 @@ class DomainSearch:
 
     def __init__(self, judge: Judge, fleet: Fleet, micro_batches: int) -> None:
         self._judge, self._fleet = judge, fleet
-        self._rates = Rates(fleet, WINDOW, judge.shards)
+        self._rates = Rates(fleet, WINDOW, judge.shards, micro_batches)
         self._tried = Tried(judge, fleet, self._rates, micro_batches)
 
     def run(self, polished: bool = True) -> Trial:
@@ -56,44 +48,6 @@ class DomainSearch:
         else:
             descend(self._tried, self._fleet, self._rates.local_heads)
         return self._finish(polished)
-
-    def wander(self, groupings: Sequence[Grouping], walks: int, partly: bool = False) -> list[Trial]:
-        """The best that random changes of groupings come by, and what promised most.
-
-        Changes begin at the one that promises most, and at the one that is best in the end.
-
-        Args:
-            groupings: where changes begin, of all units.
-            walks: series of changes from each start; without any, the groupings themselves are looked at.
-            partly: units may be left out, there and on the way.
-        """
-        budget = _polish_budget(len(self._fleet.units))
-        tried = [self._tried.attempt(grouping) for grouping in groupings]
-        if not walks:
-            return [self._finish()]
-        ended = [polish(self._judge, self._balanced(trial), budget) for trial in tried]
-        starts = grouping_of(min(tried, key=promise_of)), grouping_of(min(ended, key=_order))
-        for start in dict.fromkeys(starts):
-            for walk in range(walks):
-                self._walk(start, partly, Random(walk // 2), balancing=walk % 2 == 1)
-        found = [self._balanced(trial) for trial in self._tried.most_promising(_FOUND)]
-        return [*ended, self._finish(), *found]
-
-    def _walk(self, grouping: Grouping, partly: bool, chance: Random, balancing: bool) -> None:
-        """Each change is kept if it promises more.
-
-        What a grouping promises before it is balanced, and after, leads different ways: both are gone.
-        """
-        here, kept = self._tried.attempt(grouping), 0
-        for step in range(_STEPS):
-            if step - kept > _PATIENCE:
-                break
-            there = self._tried.attempt(changed(chance, self._fleet, grouping_of(here), partly))
-            short, seconds = here.promise
-            if balancing and there.promise < (short, _WORTH_BALANCING * seconds):
-                there = self._tried.enter(self._balanced(there, rounds=1))
-            if there.promise < here.promise:
-                here, kept = there, step
 
     def _balanced(self, trial: Trial, rounds: int = _ROUNDS) -> Trial:
         return balance(self._judge, self._rates, trial, rounds)

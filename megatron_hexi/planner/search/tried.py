@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_hexi.planner.budget import EXHAUSTIVE
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Grouping, Layout
@@ -13,6 +12,8 @@ from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.search.balance import rebalanced
 from megatron_hexi.planner.search.guess import FirstGuess
 
+#: Of up to so many units, all partitions are tried: 52 for five, fewer where units are alike.
+EXHAUSTIVE = 5
 #: KV blocks in flight while groupings are compared: one for the wire, one for groups that are out of step.
 WINDOW = 2
 #: Memory overdrawn by so little is mended when finalists are balanced; more of it at once, in a few rounds,

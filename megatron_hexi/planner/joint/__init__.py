@@ -1,0 +1,11 @@
+"""The joint search: replicas, pipelines, stages and domains, chosen together.
+
+`pools`: nodes that are alike, and what a stage takes of them. `stage_tables`: a stage's time by its layers.
+`pipeline_search`: the best pipelines on some GPUs. `replica_columns`, `synchronisation`: what replicas may be.
+`packing`: replicas that share the fleet. `placing`, `assembly`: GPUs for them, and the plan.
+"""
+
+from megatron_hexi.planner.joint.assembly import Candidate
+from megatron_hexi.planner.joint.joint_search import JointSearch
+
+__all__ = ["Candidate", "JointSearch"]
