@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import starmap
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -28,6 +28,9 @@ from megatron_hexi.cost import (
 )
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Plan
+
+if TYPE_CHECKING:  # brings the solver, which takes a second
+    from megatron_hexi.planner import Request
 
 #: Far above any job, and small enough that nothing is built for too many.
 LIMITS = {
@@ -51,15 +54,6 @@ PlanOut = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 Picture = Annotated[
     Path | None, typer.Option(metavar="OUT.png", help="Draw a picture too (.png, .svg, .pdf, …).")
-]
-
-Thorough = Annotated[
-    bool,
-    typer.Option(
-        "--thorough",
-        help="Look longer, seconds to minutes, for a better plan and a closer proof: random changes besides, "
-        "and more of everything. Plans are up to a tenth faster, most where keys are waited for.",
-    ),
 ]
 
 _MODEL = "A preset, a Hugging Face config.json, or a file of Megatron's arguments"
@@ -169,7 +163,19 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class NewJob(Training):
-    """A job to make a plan for."""
+    """A job to make a plan for; what is not given of its layout, the planner chooses."""
+
+    micro_batch_size: Annotated[int | None, _number("Sequences that pass at once; chosen if not given.")] = (
+        None
+    )
+    pipeline_parallel: Annotated[int | None, _number("Pipeline stages; chosen if not given.")] = None
+    recompute: Annotated[
+        str | None,
+        _option(
+            f"What is recomputed: {', '.join(RECOMPUTES)}; chosen for each stage if not given.",
+            metavar="WHAT",
+        ),
+    ] = None
 
     model: Annotated[
         str, _option(f"{_MODEL}; what that says of the job stands for options.", metavar="NAME|PATH")
@@ -179,25 +185,30 @@ class NewJob(Training):
         int | None, _number(f"Sequences of an iteration ({Job.global_batch_size}).")
     ] = None
     tensor_parallel: Annotated[
-        int | None, _number(f"GPUs of a node that share each weight ({Job.tensor_parallel}).")
+        int | None, _number("GPUs of a node that share each weight; chosen for each stage if not given.")
     ] = None
     data_parallel: Annotated[
-        str, _option("Equal replicas; auto: as many as are best, of any size.", metavar="N|auto")
-    ] = "1"
+        str, _option("Replicas, of any size; auto: as many as are best.", metavar="N|auto")
+    ] = "auto"
 
-    def job(self) -> tuple[Job, dict[str, Any]]:
-        """The job, one replica whatever is asked for; and those of its fields that were stated.
+    def request(self) -> tuple[Request, dict[str, Any]]:
+        """What is asked for; and those of the job's fields that were stated.
 
         Raises:
             HexiError: an unknown model, no context, sizes that cannot be divided, or unknown words.
         """
+        from megatron_hexi.planner import CHOSEN, Request
+
         model, stated = read_model(self.model), self._stated(self.model)
         if "seq_length" not in stated:
             raise HexiError(f"--seq-length is missing, and {self.model} does not say it; add --seq-length N")
-        return Job(model=model, **stated), stated
+        replicas = self._replicas
+        if replicas is not None:
+            stated["data_parallel"] = replicas
+        return Request(Job(model=model, **stated), frozenset(stated.keys() & set(CHOSEN))), stated
 
     @property
-    def replicas(self) -> int | None:
+    def _replicas(self) -> int | None:
         """How many replicas; ``None``: as many as are best.
 
         Raises:

@@ -18,7 +18,6 @@ from megatron_hexi.cli.options import (
     PlannedJob,
     PlanOut,
     PlanPath,
-    Thorough,
     with_bundles,
 )
 from megatron_hexi.cli.output import (
@@ -40,22 +39,17 @@ if TYPE_CHECKING:
 # The planner, the simulator and matplotlib take a second to import: only the commands that use them do, and
 # not before their input was found to be right.
 
-#: Of a larger gap it is said that there may be more.
-_WORTH_LOOKING = 0.02
-
 app = typer.Typer()
 
 
 @app.command(
-    epilog="Example: hexi plan examples/clusters/mixed-16.yaml --model gpt-7b --seq-length 262144 "
-    "--recompute full -o plan.yaml"
+    epilog="Example: hexi plan examples/clusters/mixed-16.yaml --model gpt-7b --seq-length 262144 -o plan.yaml"
 )
 @with_bundles
 def plan(
     cluster: ClusterPath,
     job: NewJob,
     out: PlanOut,
-    thorough: Thorough = False,
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
@@ -64,7 +58,7 @@ def plan(
     Exit code 3 where nothing fits in memory.
     """
     check_outputs([cluster, model_file(job.model)], [out], picture)
-    planned, machines = _find(cluster, job, thorough)
+    planned, machines = _find(cluster, job)
     write_plan(planned.plan, out)
     say(f"wrote {out}")
     if picture is not None:
@@ -83,13 +77,12 @@ def plan(
 
 @app.command(
     epilog="Example: hexi compare examples/clusters/mixed-16.yaml --model gpt-7b --seq-length 262144 "
-    "--recompute full --picture compare.png"
+    "--picture compare.png"
 )
 @with_bundles
 def compare(
     cluster: ClusterPath,
     job: NewJob,
-    thorough: Thorough = False,
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
@@ -98,7 +91,7 @@ def compare(
     Exit code 3 where nothing fits in memory.
     """
     check_outputs([cluster, model_file(job.model)], [], picture)
-    planned, machines = _find(cluster, job, thorough, with_baselines=True)
+    planned, machines = _find(cluster, job, with_baselines=True)
     from megatron_hexi.report import comparison
     from megatron_hexi.report.planned import job_line
 
@@ -163,24 +156,15 @@ def simulate(
         print_report(timeline_report(found, cost, differences))
 
 
-def _find(
-    path: Path, options: NewJob, thorough: bool, *, with_baselines: bool = False
-) -> tuple[Planned, Cluster]:
-    (job, stated), replicas = options.job(), options.replicas
+def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple[Planned, Cluster]:
+    request, stated = options.request()
     cluster = read_cluster(path)
-    from megatron_hexi.planner import find_plan
+    from megatron_hexi.planner import CHOSEN, find_plan
 
     with progress_bar() as tell:
-        planned = find_plan(
-            job,
-            cluster,
-            data_parallel=replicas,
-            with_baselines=with_baselines,
-            thorough=thorough,
-            progress=tell,
-        )
-    if planned.gap > _WORTH_LOOKING and not thorough:
-        closer = "--thorough looks longer for a better plan and a closer proof"
-        say(f"note: a gap of {planned.gap:.1%} is left; {closer}")
-    terms = job_terms(stated, planned.plan)
+        planned = find_plan(request, cluster, with_baselines=with_baselines, progress=tell)
+    chosen = {field: getattr(planned.job, field) for field in (*CHOSEN, "global_batch_size")}
+    if not planned.plan.is_repeated:
+        del chosen["recompute"]  # stages say it
+    terms = job_terms(stated | chosen, planned.plan)
     return replace(planned, plan=replace(planned.plan, job=terms)), cluster

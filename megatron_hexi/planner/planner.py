@@ -143,4 +143,6 @@ def _notes(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
         return ()
     names = ", ".join(cluster.rank_name(gpu) for gpu in idle[:4])
     more = f" and {len(idle) - 4} more" if len(idle) > 4 else ""
-    return (f"{len(idle)} of {len(cluster.ranks)} GPUs left out ({names}{more}): no plan with them is faster",)
+    return (
+        f"{len(idle)} of {len(cluster.ranks)} GPUs left out ({names}{more}): no plan with them is faster",
+    )

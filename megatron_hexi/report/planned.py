@@ -14,7 +14,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job, ceiling_tokens_per_s
 from megatron_hexi.plan import plan_digest
 from megatron_hexi.report.estimate import phases_line, spell_seconds
-from megatron_hexi.report.shares import find_shares, shares_table
+from megatron_hexi.report.shares import find_shares, shares_table, spell_recompute
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need
     from megatron_hexi.planner import Planned
@@ -34,6 +34,7 @@ def planned_report(planned: Planned, cluster: Cluster) -> RenderableType:
     return Group(
         Text(job_line(planned.job, cluster)),
         Text(speed_line(planned, cluster)),
+        Text(layout_line(planned)),
         Text(bound_line(planned)),
         Text(phases_line(planned.cost)),
         shares_table(shares, planned.job),
@@ -91,19 +92,36 @@ def speed_line(planned: Planned, cluster: Cluster) -> str:
     )
 
 
+def layout_line(planned: Planned) -> str:
+    """What was chosen, in Megatron's terms."""
+    plan, job = planned.plan, planned.job
+    words = [f"{len(plan.replicas)} replica{'s' if len(plan.replicas) > 1 else ''}"]
+    if plan.is_repeated:
+        words += [f"PP {job.pipeline_parallel}", f"TP {job.tensor_parallel}"]
+        words.append(f"recompute {spell_recompute(job.recompute)}")
+    else:
+        depths = sorted({len(replica.stages) for replica in plan.replicas})
+        words.append(f"stages: {', '.join(map(str, depths))}")
+    return f"layout: {', '.join(words)}, micro-batch {job.micro_batch_size}"
+
+
 def bound_line(planned: Planned) -> str:
-    """How far from the best the plan can be at most, and why."""
+    """How far from the best of all layouts the plan can be at most, and why."""
     bound = planned.bound
     far = f"at most {planned.gap:.1%} longer" if planned.gap > _BEST else "no longer: it is the best"
     return (
-        f"lower bound: no plan takes less than {spell_seconds(bound.iteration_s)} s an iteration "
+        f"lower bound: no layout takes less than {spell_seconds(bound.iteration_s)} s an iteration "
         f"({bound.reason.rstrip('.')}); this one takes {far}"
     )
 
 
 def cluster_ceiling(job: Job, cluster: Cluster) -> float:
-    """Tokens/s if all GPUs of the cluster, used or not, worked at their best rates without communication."""
-    return ceiling_tokens_per_s(job, [rank.device for rank in cluster.ranks])
+    """Tokens/s if all GPUs of the cluster, used or not, worked at their best rates.
+
+    Without communication, and without recomputation, which is chosen.
+    """
+    alone = dataclasses.replace(job, recompute="none")
+    return ceiling_tokens_per_s(alone, [rank.device for rank in cluster.ranks])
 
 
 def _notes(planned: Planned) -> list[str]:

@@ -1,4 +1,4 @@
-"""Who gets what, by kind of GPU: groups that are alike, and their members on the same GPU, share a line."""
+"""Who gets what, by kind of GPU: stages and groups that are alike, and members on the same GPU, share a line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.text import Text
 
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import IterationCost, Job, RankCost
-from megatron_hexi.plan import Group, Member, Plan
+from megatron_hexi.plan import Group, Member, Plan, Stage
+from megatron_hexi.plan.model import Recompute
 
 _NODE = re.compile(r"(?P<base>.+)-(?P<number>\d+)")
 #: Nodes that a line names; more are counted.
@@ -25,12 +26,16 @@ class Share:
     Args:
         replicas: their numbers.
         micro_batches: of an iteration, each replica's.
-        groups: how many in each replica.
+        stages: their numbers in the replica, of those that are alike and follow each other.
+        layers: of each of these; ``None``: the job says.
+        recompute: what they compute again; ``None``: the job says.
+        tensor_parallel: GPUs of a member that share each weight.
+        groups: how many in each stage.
         members: on this kind of GPU, in each group.
         device: model of GPU; several where a member's pipeline stages differ.
         nodes: where all of them are.
         tokens: of a member, the least and the most.
-        share: part of the sequence that all of them in a replica hold, from 0 to 1.
+        share: part of the sequence that all of them in a stage hold, from 0 to 1.
         heads: of a member, the least and the most, on one tensor-parallel rank.
         memory_gib: of the fullest GPU.
         usable_gib: what that one has.
@@ -38,6 +43,10 @@ class Share:
 
     replicas: tuple[int, ...]
     micro_batches: int
+    stages: tuple[int, ...]
+    layers: int | None
+    recompute: Recompute | None
+    tensor_parallel: int
     groups: int
     members: int
     device: str
@@ -73,6 +82,57 @@ class _Kind:
 
 #: The kinds of one group, in member order.
 _Kinds = list[_Kind]
+#: The groups of a stage, by what they look like.
+_Cut = dict[tuple[object, ...], list[_Kinds]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What is known of a plan's ranks: by the first rank of a member, and by GPU."""
+
+    ranks: dict[int, list[RankCost]]
+    models: list[int]
+
+    @classmethod
+    def of(cls, plan: Plan, cost: IterationCost, cluster: Cluster) -> _Held:
+        lead = [member.lead for member in plan.members]
+        ranks: dict[int, list[RankCost]] = {}
+        for rank in cost.ranks:
+            ranks.setdefault(lead[rank.unit], []).append(rank)
+        return cls(ranks, _models(cluster))
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """Stages that look alike and follow each other, and all their groups."""
+
+    stages: tuple[int, ...]
+    look: tuple[object, ...]
+    groups: _Cut
+
+
+def _cut(stage: Stage, held: _Held, length: int) -> tuple[tuple[object, ...], _Cut]:
+    """What a stage looks like, and its groups."""
+    groups: _Cut = {}
+    for domain in stage.domains:
+        for group in domain.groups:
+            kinds = _kinds(group, held)
+            groups.setdefault(tuple(kind.look(length) for kind in kinds), []).append(kinds)
+    layers = None if stage.layers is None else stage.layers[1] - stage.layers[0]
+    width = len(stage.members[0].ranks)
+    return (layers, stage.recompute, width, *((key, len(same)) for key, same in groups.items())), groups
+
+
+def _runs(cuts: Sequence[tuple[tuple[object, ...], _Cut]]) -> list[_Run]:
+    runs: list[_Run] = []
+    for number, (look, groups) in enumerate(cuts):
+        if runs and runs[-1].look == look:
+            before = runs.pop()
+            joined = {key: before.groups[key] + same for key, same in groups.items()}
+            runs.append(_Run((*before.stages, number), look, joined))
+        else:
+            runs.append(_Run((number,), look, groups))
+    return runs
 
 
 def find_shares(plan: Plan, job: Job, cost: IterationCost, cluster: Cluster) -> tuple[Share, ...]:
@@ -84,37 +144,36 @@ def find_shares(plan: Plan, job: Job, cost: IterationCost, cluster: Cluster) -> 
         cost: what the cost model says of it.
         cluster: where it runs.
     """
-    models = _models(cluster)
-    ranks: dict[int, list[RankCost]] = {}
-    for rank in cost.ranks:
-        ranks.setdefault(rank.unit, []).append(rank)
+    held = _Held.of(plan, cost, cluster)
     equal = job.global_batch_size // job.micro_batch_size // len(plan.replicas)
     length = plan.workload.seq_length
     alike: dict[tuple[object, ...], list[int]] = {}
-    cuts: list[dict[tuple[object, ...], list[_Kinds]]] = []
+    cuts: list[list[_Run]] = []
     for number, replica in enumerate(plan.replicas):
-        groups: dict[tuple[object, ...], list[_Kinds]] = {}
-        for group in replica.domain.groups:
-            kinds = _kinds(group, ranks, models)
-            groups.setdefault(tuple(kind.look(length) for kind in kinds), []).append(kinds)
-        cuts.append(groups)
-        look = replica.micro_batches, *((key, len(same)) for key, same in groups.items())
+        runs = _runs([_cut(stage, held, length) for stage in replica.stages])
+        cuts.append(runs)
+        look = replica.micro_batches, *((run.stages, run.look) for run in runs)
         alike.setdefault(look, []).append(number)
     shares = []
     for replicas in alike.values():
-        turns = plan.replicas[replicas[0]].micro_batches or equal
-        for key in cuts[replicas[0]]:
-            groups_alike = [kinds for number in replicas for kinds in cuts[number][key]]
-            for place in range(len(key)):
-                same = [kinds[place] for kinds in groups_alike]
-                shares.append(_share(same, tuple(replicas), turns, length, ranks))
+        first = plan.replicas[replicas[0]]
+        turns = first.micro_batches or equal
+        for place, run in enumerate(cuts[replicas[0]]):
+            stage = first.stages[run.stages[0]]
+            same_runs = [cuts[number][place] for number in replicas]
+            for key in run.groups:
+                groups = [kinds for one in same_runs for kinds in one.groups[key]]
+                for kind in range(len(key)):
+                    same = [kinds[kind] for kinds in groups]
+                    shares.append(_share(same, tuple(replicas), turns, run.stages, stage, length, held))
     return tuple(shares)
 
 
 def shares_table(shares: Sequence[Share], job: Job) -> Table:
     """The lines."""
     several = len({share.replicas for share in shares}) > 1 or len(shares[0].replicas) > 1
-    unit = job.tensor_parallel * job.pipeline_parallel
+    staged = shares[0].layers is not None
+    unit = 1 if staged else job.tensor_parallel * job.pipeline_parallel
     caption = (
         "tokens: part of the sequence, and of each member; heads: of each member; memory: of the fullest GPU"
     )
@@ -124,12 +183,18 @@ def shares_table(shares: Sequence[Share], job: Job) -> Table:
     if several:
         table.add_column("replicas")
         table.add_column("micro-batches each", justify="right")
+    if staged:
+        for name in ("stages", "layers each", "recompute", "TP"):
+            table.add_column(name, justify="left" if name == "stages" else "right")
     for name in ("groups", "members of each", "on"):
         table.add_column(name, justify="right" if name == "groups" else "left", overflow="fold")
     for name in ("tokens", "of a member", "heads", "GiB", "usable"):
         table.add_column(name, justify="right", no_wrap=True)
     for share in shares:
         cells = [_spell_numbers(share.replicas), str(share.micro_batches)] if several else []
+        if staged:
+            again = "" if share.recompute is None else spell_recompute(share.recompute)
+            cells += [_spell_numbers(share.stages), str(share.layers), again, str(share.tensor_parallel)]
         table.add_row(
             *cells,
             str(share.groups),
@@ -144,6 +209,11 @@ def shares_table(shares: Sequence[Share], job: Job) -> Table:
     return table
 
 
+def spell_recompute(recompute: Recompute) -> str:
+    """What is computed again."""
+    return f"{recompute} layers" if isinstance(recompute, int) else recompute
+
+
 def spell_layout(shares: Sequence[Share]) -> str:
     """The same in a sentence: ``8 x H100 (61% of tokens, 4 heads each) + 8 x A100 (…)``."""
     sets: dict[tuple[int, ...], list[Share]] = {}
@@ -151,7 +221,10 @@ def spell_layout(shares: Sequence[Share]) -> str:
         sets.setdefault(share.replicas, []).append(share)
     spelt = []
     for replicas, same in sets.items():
-        whole = " + ".join(map(_spell_share, same))
+        stages: dict[tuple[int, ...], list[Share]] = {}
+        for share in same:
+            stages.setdefault(share.stages, []).append(share)
+        whole = " | ".join(_spell_stage(of_stage) for of_stage in stages.values())
         if len(sets) > 1:
             turns, each = same[0].micro_batches, " each" if len(replicas) > 1 else ""
             batches = f"{turns} micro-batch{'es' if turns > 1 else ''}{each}"
@@ -160,6 +233,16 @@ def spell_layout(shares: Sequence[Share]) -> str:
             whole = f"{len(replicas)} replicas, each {whole}"
         spelt.append(whole)
     return "; ".join(spelt)
+
+
+def _spell_stage(shares: Sequence[Share]) -> str:
+    """``2 stages of 12 layers, TP 4: 8 x H100 (…)``; without layers only who has what."""
+    first, who = shares[0], " + ".join(map(_spell_share, shares))
+    if first.layers is None:
+        return who
+    count = len(first.stages)
+    stages = f"{count} stages of {first.layers} layers" if count > 1 else f"{first.layers} layers"
+    return f"{stages}, TP {first.tensor_parallel}: {who}"
 
 
 def spell_nodes(nodes: Sequence[str]) -> str:
@@ -191,13 +274,13 @@ def _models(cluster: Cluster) -> list[int]:
     return [of_node[rank.node] for rank in cluster.ranks]
 
 
-def _kinds(group: Group, ranks: dict[int, list[RankCost]], models: Sequence[int]) -> _Kinds:
+def _kinds(group: Group, held: _Held) -> _Kinds:
     found: dict[tuple[int, ...], list[Member]] = {}
     for member in group.members:
-        found.setdefault(tuple(models[rank.gpu] for rank in ranks[member.number]), []).append(member)
+        found.setdefault(tuple(held.models[rank.gpu] for rank in held.ranks[member.lead]), []).append(member)
     kinds = []
     for model, members in found.items():
-        devices = dict.fromkeys(rank.device for rank in ranks[members[0].number])
+        devices = dict.fromkeys(rank.device for rank in held.ranks[members[0].lead])
         kinds.append(_Kind(model, " + ".join(devices), tuple(members)))
     return kinds
 
@@ -206,21 +289,28 @@ def _share(
     same: Sequence[_Kind],
     replicas: tuple[int, ...],
     micro_batches: int,
+    stages: tuple[int, ...],
+    stage: Stage,
     seq_length: int,
-    ranks: dict[int, list[RankCost]],
+    held: _Held,
 ) -> Share:
     members = [member for kind in same for member in kind.members]
-    held = [rank for member in members for rank in ranks[member.number]]
-    fullest = max(held, key=lambda rank: rank.memory_gib / rank.usable_gib)
+    ranks = [rank for member in members for rank in held.ranks[member.lead]]
+    fullest = max(ranks, key=lambda rank: rank.memory_gib / rank.usable_gib)
+    cuts = len(replicas) * len(stages)
     return Share(
         replicas=replicas,
         micro_batches=micro_batches,
-        groups=len(same) // len(replicas),
+        stages=stages,
+        layers=None if stage.layers is None else stage.layers[1] - stage.layers[0],
+        recompute=stage.recompute,
+        tensor_parallel=len(stage.members[0].ranks),
+        groups=len(same) // cuts,
         members=len(same[0].members),
         device=same[0].device,
-        nodes=tuple(dict.fromkeys(rank.name.rpartition("/")[0] for rank in held)),
+        nodes=tuple(dict.fromkeys(rank.name.rpartition("/")[0] for rank in ranks)),
         tokens=_extent(member.tokens for member in members),
-        share=sum(member.tokens for member in members) / len(replicas) / seq_length,
+        share=sum(member.tokens for member in members) / cuts / seq_length,
         heads=_extent(member.heads[1] - member.heads[0] for member in members),
         memory_gib=fullest.memory_gib,
         usable_gib=fullest.usable_gib,

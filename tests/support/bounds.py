@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_hexi.planner.bound import Bound, LowerBound
 from megatron_hexi.planner.budget import THOROUGH, Proof
+
+from megatron_hexi.planner.bound import Bound, LowerBound
 from megatron_hexi.planner.fleet.units import Fleet
 
 #: As a thorough look has it, but for the time that it takes.

@@ -12,12 +12,13 @@ import tempfile
 from pathlib import Path
 from random import Random
 
+from megatron_hexi.planner.bound.pieces.prices import token_prices
+from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
+
 from megatron_hexi.cluster import cluster_from_yaml
 from megatron_hexi.cost import Job, Model
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.layout import apportion
-from megatron_hexi.planner.bound.pieces.prices import token_prices
-from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.layout import Layout, Part
 from megatron_hexi.planner.layouts.trial import Judge

@@ -4,9 +4,9 @@ import itertools
 from collections import Counter
 
 import pytest
+from megatron_hexi.planner.fleet.choose import fleets, single_sites
 
 from megatron_hexi.errors import ClusterError
-from megatron_hexi.planner.fleet.choose import fleets, single_sites
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.layout import Layout, Part, build_plan
 from megatron_hexi.planner.search.groupings import (

@@ -69,9 +69,7 @@ def _rooms(fleet: Fleet, kind: Kind, window: int, shards: int, micro_batches: in
         part = fleet.part or ModelPart.of_job(job, stage)
         owned = part_params(job, part) / (shards if job.distributed_optimizer else 1)
 
-        def needed(
-            tokens: float, attended: float, part: ModelPart = part, owned: float = owned
-        ) -> float:
+        def needed(tokens: float, attended: float, part: ModelPart = part, owned: float = owned) -> float:
             own = np.full(1, attended)
             holdings = Holdings(
                 tokens=np.full(1, tokens),

@@ -16,13 +16,12 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, Job, Timing
 from megatron_hexi.cost.job import recompute_mode
 from megatron_hexi.cost.memory import ModelPart
-from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Exchange, Plan, Replica
 from megatron_hexi.plan import Stage as PlanStage
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.packing import Packed
-from megatron_hexi.planner.joint.pipeline_search import PipelineSearch, Pipe, Stage, least_longest
+from megatron_hexi.planner.joint.pipeline_search import Pipe, PipelineSearch, Stage, least_longest
 from megatron_hexi.planner.joint.placing import Place, Placed, find_gpus, number_ranks
 from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.layouts.layout import Layout, build_domain
@@ -106,7 +105,11 @@ class Assembly:
     ) -> _Assembled:
         trials = {
             place: self._domain(
-                fleets[place], place, pipes[place.replica].stages[place.stage], micro_batches[place.replica], len(pipes)
+                fleets[place],
+                place,
+                pipes[place.replica].stages[place.stage],
+                micro_batches[place.replica],
+                len(pipes),
             )
             for place in sorted(placed)
         }
@@ -116,7 +119,11 @@ class Assembly:
     def _domain(self, fleet: Fleet, place: Place, stage: Stage, micro_batches: int, replicas: int) -> Trial:
         """The best domain on a stage's GPUs."""
         count = stage.layers
-        again = min(count, stage.recompute) if isinstance(stage.recompute, int) else count * (stage.recompute != "none")
+        again = (
+            min(count, stage.recompute)
+            if isinstance(stage.recompute, int)
+            else count * (stage.recompute != "none")
+        )
         part = ModelPart(count, again, place.is_first, place.is_last, place.stages - place.stage)
         job = replace(
             fleet.job,
@@ -132,9 +139,7 @@ class Assembly:
             self.trials += judge.trials
         return replace(self._found[name], fleet=fleet)
 
-    def _dealt_again(
-        self, pipe: Pipe, micro_batches: int, shards: int, trials: Sequence[Trial]
-    ) -> Pipe:
+    def _dealt_again(self, pipe: Pipe, micro_batches: int, shards: int, trials: Sequence[Trial]) -> Pipe:
         """The layers by what stages really take, as far as their tables say what fits."""
         seconds, tables, last = [], [], len(trials) - 1
         for number, (stage, trial) in enumerate(zip(pipe.stages, trials, strict=True)):
@@ -176,7 +181,8 @@ class Assembly:
         for place, trial in sorted(trials.items()):
             units = [number[unit.gpus] for unit in trial.fleet.units]
             parts = tuple(
-                replace(part, units=tuple(units[unit] for unit in part.units)) for part in trial.layouts[0].parts
+                replace(part, units=tuple(units[unit] for unit in part.units))
+                for part in trial.layouts[0].parts
             )
             layouts.append(Layout(parts, micro_batches[place.replica]))
         judge = Judge(fleet)

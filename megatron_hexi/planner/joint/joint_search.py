@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import ceiling_tokens_per_s
+from megatron_hexi.planner.baselines.race import Progress
 from megatron_hexi.planner.joint.assembly import Assembly, Candidate
 from megatron_hexi.planner.joint.packing import Packed, pack
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
@@ -15,7 +16,6 @@ from megatron_hexi.planner.joint.pools import Pools
 from megatron_hexi.planner.joint.replica_columns import Column, ReplicaColumns
 from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.request import Request
-from megatron_hexi.planner.baselines.race import Progress
 
 #: Numbers of replicas that are told apart: optimizer state is shared by one, by two or three, by four to seven, …
 _CLASSES = (1, 2, 4, 8)

@@ -89,7 +89,9 @@ def _packed(
         most = min(total // own for total, own in zip(totals, column.counts, strict=True) if own)
         taken.append(model.new_int_var(0, min(most, replicas[-1]), ""))
     for pool, total in enumerate(totals):
-        model.add(sum(column.counts[pool] * var for (column, _), var in zip(offers, taken, strict=True)) <= total)
+        model.add(
+            sum(column.counts[pool] * var for (column, _), var in zip(offers, taken, strict=True)) <= total
+        )
     model.add(sum(count * var for (_, count), var in zip(offers, taken, strict=True)) >= micro_batches)
     model.add_linear_constraint(sum(taken), replicas[0], replicas[-1])
     solver = cp_model.CpSolver()
@@ -99,16 +101,12 @@ def _packed(
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     chosen = [
-        column
-        for (column, _), var in zip(offers, taken, strict=True)
-        for _ in range(solver.value(var))
+        column for (column, _), var in zip(offers, taken, strict=True) for _ in range(solver.value(var))
     ]
     return _dealt(chosen, micro_batches)
 
 
-def _undominated(
-    columns: Sequence[Column], seconds: float, micro_batches: int
-) -> list[tuple[Column, int]]:
+def _undominated(columns: Sequence[Column], seconds: float, micro_batches: int) -> list[tuple[Column, int]]:
     """Columns with what they take in so many seconds, but for those that another one does with fewer GPUs."""
     offers = [(column, min(micro_batches, column.micro_batches(seconds))) for column in columns]
     offers = [offer for offer in offers if offer[1]]
@@ -135,6 +133,8 @@ def _dealt(columns: Sequence[Column], micro_batches: int) -> Packed | None:
         ends = [column.seconds(count + 1) for column, count in zip(columns, counts, strict=True)]
         counts[ends.index(min(ends))] += 1
     # Gradients go round all replicas at the pace of the slowest.
-    longest = max(column.seconds(count) - column.sync_s for column, count in zip(columns, counts, strict=True))
+    longest = max(
+        column.seconds(count) - column.sync_s for column, count in zip(columns, counts, strict=True)
+    )
     longest += max(column.sync_s for column in columns)
     return Packed(tuple(columns), tuple(counts), longest)

@@ -202,9 +202,7 @@ class PipelineSearch:
     def _times(self) -> Floats:
         """The grid: from what all GPUs could do together to what one of the slowest takes."""
         rates = [self._tables.seconds_alone(pool) for pool in range(len(self._pools.pools))]
-        together = 1 / sum(
-            count / seconds for count, seconds in zip(self._pools.totals, rates, strict=True)
-        )
+        together = 1 / sum(count / seconds for count, seconds in zip(self._pools.totals, rates, strict=True))
         low, high = together / (2 * DEEPEST), 2 * max(rates)
         return low * _STEP ** np.arange(np.ceil(np.log(high / low) / np.log(_STEP)) + 1)
 
@@ -227,7 +225,9 @@ class PipelineSearch:
 
     def _memory(self, counts: Counts) -> float:
         pools = self._pools.pools
-        return sum(count * pool.device.usable_gib for count, pool in zip(counts, pools, strict=True)) / sum(counts)
+        return sum(count * pool.device.usable_gib for count, pool in zip(counts, pools, strict=True)) / sum(
+            counts
+        )
 
     def _block_options(self, counts: Counts, only: int | None) -> list[_Block]:
         """What stages a block may be cut into: alike, aligned with nodes, little left over."""
@@ -237,7 +237,8 @@ class PipelineSearch:
         for width in self._tables.widths if only is None else [only]:
             # Units lie inside nodes.
             units = [
-                count // width if count <= pool.size or pool.size % width == 0
+                count // width
+                if count <= pool.size or pool.size % width == 0
                 else count // pool.size * (pool.size // width)
                 for count, pool in zip(counts, pools, strict=True)
             ]
@@ -248,7 +249,7 @@ class PipelineSearch:
                 if any(not each[pool] for pool in kinds):
                     break
                 left = sum(counts) - depth * sum(each)
-                aligned = depth == 1 and len(kinds) > 1 or all(
+                aligned = (depth == 1 and len(kinds) > 1) or all(
                     self._pools.aligned(pool, each[pool]) for pool in kinds
                 )
                 if left <= _LEFT_OVER * sum(counts) and aligned:
@@ -318,7 +319,9 @@ class PipelineSearch:
             for behind, carried in levels[-1].items():
                 most = min(micro_batches, DEEPEST)
                 ends = place == 0, place == len(blocks) - 1
-                for depth, (layers, option) in self._carry(blocks[place], width, behind, most, *ends, shards).items():
+                for depth, (layers, option) in self._carry(
+                    blocks[place], width, behind, most, *ends, shards
+                ).items():
                     together, old = carried.layers + layers, following.get(behind + depth)
                     new = _Carried(together, option, np.full(size, behind))
                     if old is not None:

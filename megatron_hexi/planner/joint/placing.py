@@ -86,7 +86,9 @@ def _share(demands: Sequence[_Demand], size: int, nodes: Sequence[int]) -> dict[
     shared: dict[int, list[_Demand]] = {}
     for demand in sorted(demands, key=lambda demand: (-demand.gpus, demand.place)):
         rooms = [
-            node for node, others in shared.items() if size - sum(other.gpus for other in others) >= demand.gpus
+            node
+            for node, others in shared.items()
+            if size - sum(other.gpus for other in others) >= demand.gpus
         ]
         beside = [node for node in rooms if any(_are_neighbours(demand, other) for other in shared[node])]
         fresh = [node for node in nodes if node not in shared]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_hexi.planner.joint.pipeline_search import PipelineSearch, Pipe
+from megatron_hexi.planner.joint.pipeline_search import Pipe, PipelineSearch
 from megatron_hexi.planner.joint.pools import Counts, Pools
 from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
@@ -111,7 +111,9 @@ class ReplicaColumns:
 
     def _share(self, counts: Counts) -> float:
         """Part of all GPUs' speed."""
-        together = sum(count * speed for count, speed in zip(self._tables.pools.totals, self._speeds, strict=True))
+        together = sum(
+            count * speed for count, speed in zip(self._tables.pools.totals, self._speeds, strict=True)
+        )
         return sum(count * speed for count, speed in zip(counts, self._speeds, strict=True)) / together
 
     def _take(self, counts: Counts, shards: int) -> int:
@@ -153,7 +155,11 @@ def _choices(pools: Pools) -> Iterator[Counts]:
         whole = [[count for count in grids[pool] if count % pools.pools[pool].size == 0] for pool in some]
         if math.prod(map(len, whole)) > _MOST_PRODUCTS:
             whole = [
-                [count for count in grid if count // pools.pools[pool].size in (1, 2, 4, len(pools.pools[pool].nodes))]
+                [
+                    count
+                    for count in grid
+                    if count // pools.pools[pool].size in (1, 2, 4, len(pools.pools[pool].nodes))
+                ]
                 for grid, pool in zip(whole, some, strict=True)
             ]
         if math.prod(map(len, whole)) <= _MOST_PRODUCTS:

@@ -342,7 +342,9 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
         return float(1 / sum(1 / each for each in seconds))
 
     def joined(field: str) -> Floats:
-        return np.concatenate([getattr(one, field) * part for one, part in zip(layers, share, strict=True)], axis=-1)
+        return np.concatenate(
+            [getattr(one, field) * part for one, part in zip(layers, share, strict=True)], axis=-1
+        )
 
     return LayerTimes(
         forward=together([one.forward for one in layers]),
@@ -401,7 +403,7 @@ def _groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
     found = [whole(iter(sites)), (units,), whole((unit,) for unit in units)]
     for parts in (2,) if len(sites) > 1 else (2, 4):
         if all(len(site) % parts == 0 for site in sites):
-            found.append(whole(site[part :: parts] for site in sites for part in range(parts)))
+            found.append(whole(site[part::parts] for site in sites for part in range(parts)))
         if len(sites) >= 2 * parts or (len(sites) == parts and parts > 2):
             joined = [sites[place : place + parts] for place in range(0, len(sites), parts)]
             found.append(whole(tuple(unit for site in some for unit in site) for some in joined))

@@ -56,7 +56,9 @@ class Synchronisation:
         owned = params / owners if job.distributed_optimizer else params
         devices = {id(pool.device): pool.device for pool in (self._pools.pools[kind] for kind in shape.kinds)}
         step = max(
-            float(np.max(optimizer_seconds(device_speeds(device, job), job, np.array(params), np.array(owned))))
+            float(
+                np.max(optimizer_seconds(device_speeds(device, job), job, np.array(params), np.array(owned)))
+            )
             for device in devices.values()
         )
         sizes = GRADIENT_BYTES[job.precision], job.element_bytes

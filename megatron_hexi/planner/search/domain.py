@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.trial import Judge, Trial
