@@ -150,9 +150,13 @@ class PipelineSearch:
         """One stage of all layers, for each tensor-parallel size that fits. Arguments as of `best`."""
         if 1 not in self._depths:
             return []
-        shapes = [block.shape for block in self._options(counts, width) if block.stages == 1]
-        pipes = [self.layered((shape,), micro_batches, shards) for shape in shapes]
-        return sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
+        pipes = []
+        for block in self._options(counts, width):
+            found = self._tables.whole(block.shape, shards, False) if block.stages == 1 else None
+            if found is not None:
+                stage = Stage(block.shape, self._tables.layers, found[1], found[0])
+                pipes.append(Pipe((stage,), micro_batches, len(block.shape.kinds) == 1))
+        return sorted(pipes, key=lambda pipe: pipe.seconds)
 
     def layered(
         self, shapes: Sequence[Shape], micro_batches: int, shards: int, *, timed: bool = False

@@ -12,8 +12,8 @@ from megatron_hexi.planner.joint.pools import Counts, Pools
 from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
 
-#: Choices of GPUs that get pipelines, and that are tried as one stage.
-_WITH_PIPELINES, _WITH_ONE_STAGE = 40, 400
+#: Choices of GPUs that get pipelines, and that are tried as one stage: by one replica, by each of several.
+_WITH_PIPELINES, _WITH_ONE_STAGE = (40, 24), (100, 200)
 #: Parts of everything that replicas are made of.
 _PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 #: Products of whole nodes are all tried up to so many for each set of pools.
@@ -78,9 +78,10 @@ class ReplicaColumns:
         """
         found: list[Column] = []
         choices = [counts for counts in self._choices if self._take(counts, shards)]
+        tried = _WITH_PIPELINES[shards > 1], _WITH_ONE_STAGE[shards > 1]
         for some, pipes_of, most in (
-            (self._some(choices, _WITH_PIPELINES), self._search.best, 1),
-            (self._some(choices, _WITH_ONE_STAGE), self._search.alone, 2),
+            (self._some(choices, tried[0]), self._search.best, 1),
+            (self._some(choices, tried[1]), self._search.alone, 2),
         ):
             for counts in some:
                 pipes = pipes_of(counts, self._take(counts, shards), shards, width)

@@ -9,6 +9,7 @@ of several kinds, of which a table only knows the price.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ from megatron_hexi.planner.search.tried import WINDOW
 
 #: Stages of a pipeline at most.
 DEEPEST = 16
+#: Numbers of micro-batches under way that are told apart; of those between, the next.
+UNDER_WAY = (1, 2, 3, 4, 6, 8, 12, DEEPEST)
 #: Memory that forces units of several kinds away from the balance by more than this is too little.
 _MOST_STRETCH = 20.0
 #: Each kind must have room for so much of its share of the tokens; else it is left out of a stage.
@@ -270,16 +273,42 @@ class StageTables:
             timed: as of `layer`.
         """
         stack = self._stack(shape, is_first, is_last, shards, timed)
-        return None if stack is None else stack[under_way - 1]
+        return None if stack is None else stack[bisect.bisect_left(UNDER_WAY, under_way)]
+
+    def whole(self, shape: Shape, shards: int, timed: bool) -> tuple[float, Recompute] | None:
+        """A stage of all layers: its seconds, and what it computes again; ``None``: it does not fit."""
+        layer = self.layer(shape, timed)
+        if layer is None:
+            return None
+        table = Table(*self._best(layer, shape, np.array([self.layers]), np.ones((1, 1)), True, True, shards))
+        seconds = float(table.seconds[0, 0])
+        return (
+            (seconds, Table(table.seconds[0], table.modes[0]).recompute(1)) if np.isfinite(seconds) else None
+        )
 
     def _tables(
         self, shape: Shape, is_first: bool, is_last: bool, shards: int, timed: bool
     ) -> list[Table] | None:
-        """Those for 1 to `DEEPEST` micro-batches under way, at once; arrays are [F, L] or [pools, F, L]."""
+        """Those for `UNDER_WAY` micro-batches, at once."""
         layer = self.layer(shape, timed)
         if layer is None:
             return None
-        job, count = self._jobs[shape.width], np.arange(1, self.layers + 1)
+        count, under_way = np.arange(1, self.layers + 1), np.array(UNDER_WAY)[:, None]
+        best, modes = self._best(layer, shape, count, under_way, is_first, is_last, shards)
+        return [Table(*rows) for rows in zip(np.maximum.accumulate(best, axis=1), modes, strict=True)]
+
+    def _best(
+        self,
+        layer: LayerTimes,
+        shape: Shape,
+        count: Ints,
+        under_way: Ints | Floats,
+        is_first: bool,
+        is_last: bool,
+        shards: int,
+    ) -> tuple[Floats, Ints]:
+        """The least seconds by micro-batches under way and layers, and the modes; arrays are [F, L] or [pools, F, L]."""
+        job = self._jobs[shape.width]
         part = ModelPart(layers=count, again=count, is_first=is_first, is_last=is_last, ahead=1)
         params = np.asarray(part_params(job, part), dtype=float)
         owners = shape.units * shards if job.distributed_optimizer else 1
@@ -288,9 +317,8 @@ class StageTables:
         )
         # Bytes left for activations.
         room = (layer.usable - RESERVE_BYTES - is_last * layer.logits_bytes)[:, None, None] - static
-        under_way = np.arange(1, DEEPEST + 1)[:, None]
         base = layer.seconds * count + is_last * layer.logits
-        best = np.full((DEEPEST, self.layers), np.inf)
+        best = np.full((len(under_way), len(count)), np.inf)
         modes = np.zeros(best.shape, dtype=np.int64)
         for mode, again in self._choices(layer, room, count, under_way):
             kept = (count - again) * layer.kept[0][:, None, None] + again * layer.kept[mode][:, None, None]
@@ -299,11 +327,10 @@ class StageTables:
             partly = np.where((again < count) & (again > 0), len(RECOMPUTES) + again, mode)
             better = seconds < best
             best, modes = np.where(better, seconds, best), np.where(better, partly, modes)
-        best = np.maximum.accumulate(best, axis=1)
-        return [Table(*rows) for rows in zip(best, modes, strict=True)]
+        return best, modes
 
     def _choices(
-        self, layer: LayerTimes, room: Floats, count: Ints, under_way: Ints
+        self, layer: LayerTimes, room: Floats, count: Ints, under_way: Ints | Floats
     ) -> Iterator[tuple[int, Ints]]:
         """What may be computed again: a mode, and of how many layers, [L] or [F, L]."""
         if "recompute" in self.request.fixed:
