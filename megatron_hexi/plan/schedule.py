@@ -30,6 +30,7 @@ from megatron_hexi.plan.layout import shard_segments
 from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import Domain, Group, Range, Workload
 from megatron_hexi.plan.packing import packed_domain
+from megatron_hexi.plan.program import Batch, FarBlocks, Operation, OwnBlock, attention_program
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,27 @@ class Schedule:
     def own_kv(self) -> Range:
         """KV heads that it holds in attention."""
         return self.kv[self.position]
+
+    def program(self, backward: bool, window: int) -> tuple[Operation, ...]:
+        """What the rank does in one pass.
+
+        Args:
+            backward: the direction.
+            window: exchange steps under way ahead of the one in use.
+        """
+        parts, turn = tuple(len(step.parts) for step in self.steps), 0
+        if self.steps:
+            middle = self.halves[0][self.position][1] - self.heads[self.position][0]
+            turn = next(n for n, part in enumerate(self.steps[-1].parts) if part.heads[1] >= middle)
+        return attention_program(backward, parts, window, len(self.halves), turn)
+
+    def part(self, of: Batch | FarBlocks) -> Part:
+        """The part of the exchange that travels in a batch or is computed."""
+        return self.steps[of.step].parts[of.part]
+
+    def own_spans(self, block: OwnBlock) -> tuple[HeadSpan, ...]:
+        """The heads for which the own group's block is computed."""
+        return self.spans if block == (0, 2) else self.spans_in_two[block.first]
 
 
 def build_schedule(
