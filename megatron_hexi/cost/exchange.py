@@ -58,6 +58,14 @@ class Chunk:
         """Tokens that each group is sent of each KV head, [C, N]."""
         return self.keys.max(axis=2)
 
+    def messages(self, part: int) -> slice:
+        """Where those of a part are."""
+        return slice(self._bounds[part], self._bounds[part + 1])
+
+    @cached_property
+    def _bounds(self) -> Ints:
+        return np.searchsorted(self.part, np.arange(len(self.keys) + 1))
+
     @property
     def steps(self) -> Iterator[range]:
         """The parts of each step."""

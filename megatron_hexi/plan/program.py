@@ -17,6 +17,7 @@ their first keys, the other after them and hides their last gradients, and the f
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -39,19 +40,22 @@ class Batch(NamedTuple):
     part: int = 0
 
 
-class Post(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Post:
     """Start a batch, behind those that were posted before."""
 
     batch: Batch
 
 
-class Wait(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Wait:
     """Wait until a batch has arrived, what others are sent included."""
 
     batch: Batch
 
 
-class OwnBlock(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class OwnBlock:
     """Compute the own group's block for some halves of the heads.
 
     Args:
@@ -63,7 +67,8 @@ class OwnBlock(NamedTuple):
     stop: int
 
 
-class FarBlocks(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FarBlocks:
     """Compute a part of a step.
 
     Args:
@@ -81,7 +86,7 @@ class FarBlocks(NamedTuple):
 Operation = Post | Wait | OwnBlock | FarBlocks
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)  # a search asks for few shapes, over and over
 def attention_program(
     backward: bool, parts: tuple[int, ...], window: int, halves: int, turn: int
 ) -> tuple[Operation, ...]:

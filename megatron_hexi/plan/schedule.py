@@ -183,7 +183,7 @@ class Schedule:
 
     def own_spans(self, block: OwnBlock) -> tuple[HeadSpan, ...]:
         """The heads for which the own group's block is computed."""
-        return self.spans if block == (0, 2) else self.spans_in_two[block.first]
+        return self.spans if block == OwnBlock(0, 2) else self.spans_in_two[block.first]
 
 
 def build_schedule(

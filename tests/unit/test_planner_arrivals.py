@@ -1,13 +1,16 @@
 """When keys arrive, step by step, against the clock of the cost model."""
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.cost.overlap import ForwardClock, Part
+from megatron_hexi.cost import overlap
+from megatron_hexi.cost.compute import Times
+from megatron_hexi.cost.overlap import OwnBlocks, Part, pass_ends
 from megatron_hexi.planner.bound.groups.group_times import GroupTimes
 from megatron_hexi.planner.bound.pieces.prices import token_prices
 from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
@@ -24,16 +27,21 @@ from tests.support.rows import Recorder
 MANY = 1_000_000
 
 
-class Arriving(ForwardClock):
-    """The clock, which keeps when each step's keys have arrived."""
+def arrivals_by_the_clock(posted, own_block, window, steps):
+    """When each unit has the keys of each step, given by owners, seconds on the way and of the blocks."""
+    found = []
 
-    def __init__(self, posted, own_block, window):
-        super().__init__(posted, posted, own_block, window)
+    class Noting(overlap._Wire):
+        def carry(self, *batch):
+            arrived = super().carry(*batch)
+            found.append(self._free)
+            return arrived
 
-    def arrived(self, owners, seconds, compute):
-        users = np.arange(len(owners))
-        self.step([Part(compute, owners, users, seconds, seconds)])
-        return self._wire.free.copy()
+    nothing, users = np.zeros(len(posted)), np.arange(len(posted))
+    parts = [[Part(Times(compute, compute), owners, users, there, there)] for owners, there, compute in steps]
+    with mock.patch.object(overlap, "_Wire", Noting):
+        pass_ends(False, parts, OwnBlocks(posted, nothing, own_block, nothing), window, 1, nothing)
+    return found
 
 
 class Given(Blocks):
@@ -85,17 +93,19 @@ def test_of_single_units_they_arrive_when_the_clock_says(data, count, in_turn):
     arrivals = Arrivals(program, groups, keys, blocks, order, End(posted), in_turn)
     values = dict(zip(program.tokens, tokens, strict=True))
 
-    clock = Arriving(np.array(posted), seconds[:, 0], 1 if in_turn else MANY)
+    steps = []
     for step in range(1, count):
         owners = np.zeros(count, dtype=int)
         for turn, number in enumerate(order):
             owners[number] = blocks.sources(turn)[step - 1]
             assert owners[number] == order[turn - step]
         there = np.array([keys.between(by, 0, of) * tokens[of] for by, of in enumerate(owners)])
-        expected = clock.arrived(owners, there, seconds[:, step])
-        for number in range(count):
-            start, at_zero = arrivals.at[number, 0, step]
-            assert program.least(start, values) + at_zero == pytest.approx(expected[number])
+        steps.append((owners, there, seconds[:, step]))
+    window = 1 if in_turn else MANY
+    expected = arrivals_by_the_clock(np.array(posted), seconds[:, 0], window, steps)
+    for step, number in itertools.product(range(1, count), range(count)):
+        start, at_zero = arrivals.at[number, 0, step]
+        assert program.least(start, values) + at_zero == pytest.approx(expected[step - 1][number])
     for number, of in itertools.product(range(count), repeat=2):
         # Whoever is outside sees all of the keys, whoever is inside half of them.
         if number != of:
