@@ -22,6 +22,7 @@ from megatron_hexi.plan.heads import (
     head_parts,
     head_spans,
     heads_first,
+    kv_pieces,
     kv_range,
     overlap,
     spans_in_two,
@@ -314,11 +315,11 @@ def kv_owners(heads: Range, owners: tuple[Range, ...], ratio: int) -> tuple[tupl
         The position of an owner and the KV heads that it serves, in the order of the heads.
     """
     served: list[tuple[int, Range]] = []
-    for kv in range(*kv_range(heads, ratio)):
+    for queries in kv_pieces(heads, ratio):
         # A KV head held by several members comes from the one that shares the most of the user's query
         # heads of it: where both sides are cut alike, each owner then serves its own counterpart.
-        queries = (max(heads[0], kv * ratio), min(heads[1], (kv + 1) * ratio))
         owner = max(range(len(owners)), key=lambda position: overlap(owners[position], queries))
+        kv = queries[0] // ratio
         start = served.pop()[1][0] if served and served[-1][0] == owner else kv
         served.append((owner, (start, kv + 1)))
     return tuple(served)
