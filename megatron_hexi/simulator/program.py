@@ -108,8 +108,6 @@ class Mark(NamedTuple):
 Instruction = Compute | Sum | Post | Wait | Mark
 #: What travels together, as each unit's own batch of it.
 _Sets = dict[attention.Batch, dict[int, Batch]]
-#: What travels behind each other on the wire of the exchange.
-_EXCHANGED: tuple[attention.Cargo, ...] = ("keys", "gradients")
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,16 +170,7 @@ class _Builder:
                 program += [Mark(number, point) for point in range(len(POINTS))]
             return
         work, way = self._work, int(lap.way == "backward")
-        sets: _Sets = {}
-        for half, messages in enumerate(work.moves[2 * way]):
-            self._add_set(sets, number, attention.Batch("in", half), messages)
-        for cargo in _EXCHANGED[: 1 + way]:
-            for step, parts in enumerate(work.steps):
-                for place, part in enumerate(parts):
-                    messages = part.keys if cargo == "keys" else part.keys.home
-                    self._add_set(sets, number, attention.Batch(cargo, step, place), messages)
-        for half, messages in enumerate(work.moves[2 * way + 1]):
-            self._add_set(sets, number, attention.Batch("out", half), messages)
+        sets = {what: self._batches(number, what, sent) for what, sent in work.sent[way].items()}
         for unit, program in enumerate(self.units):
             if lap.whole:
                 program += _if_any(Compute("token", "token work", float(work.token[way][unit])))
@@ -192,10 +181,11 @@ class _Builder:
 
     def _attention(self, unit: int, lap: int, way: int, sets: _Sets) -> Iterator[Instruction]:
         work = self._work
-        parts = tuple(map(len, work.steps[: int(work.unit_steps[unit])]))
-        halves, turn = len(work.moves[0]), int(work.turn[unit])
-        first_in, last_out = attention.Batch("in", 0), attention.Batch("out", halves - 1)
-        for operation in attention.attention_program(way > 0, parts, self._window, halves, turn):
+        parts = tuple(map(len, work.blocks[: int(work.unit_steps[unit])]))
+        first_in, last_out = attention.Batch("in", 0), attention.Batch("out", work.halves - 1)
+        for operation in attention.attention_program(
+            way > 0, parts, self._window, work.halves, int(work.turn[unit])
+        ):
             match operation:
                 case attention.Post(batch):
                     if batch == last_out:
@@ -215,23 +205,20 @@ class _Builder:
                 case attention.FarBlocks(step, part, piece):
                     early = float(work.early[unit])
                     shares = 1.0 if piece is None else (early, 1 - early)[piece]
-                    seconds = float(work.steps[step][part].blocks[way][unit]) * shares
+                    seconds = float(work.blocks[step][part][way][unit]) * shares
                     yield from _if_any(Compute("attention", f"blocks {step + 1}", seconds))
 
-    def _add_set(self, sets: _Sets, lap: int, what: attention.Batch, messages: Messages) -> None:
+    def _batches(self, lap: int, what: attention.Batch, messages: Messages) -> dict[int, Batch]:
         """One batch for each unit that sends or receives any of the messages."""
-        is_exchange = what.cargo in _EXCHANGED
-        phase, carries = (
-            ("exchange", what.cargo) if is_exchange else ("all_to_all", f"all-to-all {what.cargo}")
-        )
-        place = (0, 0)
-        if is_exchange:
-            place = what.step + 1, what.part + 1 if len(self._work.steps[what.step]) > 1 else 0
+        phase, carries, step, part = "all_to_all", f"all-to-all {what.cargo}", 0, 0
+        if what.cargo in ("keys", "gradients"):
+            phase, carries, step = "exchange", what.cargo, what.step + 1
+            part = what.part + 1 if len(self._work.blocks[what.step]) > 1 else 0
         number = len(self.batches)
         found: dict[int, Batch] = {}
         for src, dst in zip(messages.src.tolist(), messages.dst.tolist(), strict=True):
             ends = tuple(
-                found.setdefault(unit, Batch(unit, lap, phase, carries, *place)) for unit in (src, dst)
+                found.setdefault(unit, Batch(unit, lap, phase, carries, step, part)) for unit in (src, dst)
             )
             for batch in ends:
                 batch.messages.append(number)
@@ -241,7 +228,7 @@ class _Builder:
         self._posted.append(messages)
         self.set_kinds.append(carries)
         self.set_laps.append(lap)
-        sets[what] = found
+        return found
 
 
 def build_program(

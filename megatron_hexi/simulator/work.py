@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Layer, Stage, chunk_times, message_bytes, unit_times
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.plan.program import Batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,19 +23,6 @@ class Messages:
     src: Ints
     dst: Ints
     size: Floats
-
-    @property
-    def home(self) -> Messages:
-        """As many bytes the other way."""
-        return Messages(self.dst, self.src, self.size)
-
-
-@dataclass(frozen=True, eq=False)
-class ExchangePart:
-    """Some heads of a step of the exchange: seconds of each unit's blocks, and the keys that travel."""
-
-    blocks: Times
-    keys: Messages
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,33 +34,29 @@ class LayerWork:
         sums: sums inside each unit, s, in each direction.
         own: the own group's block, s.
         share: of each unit's heads, the half that comes first.
-        steps: of the exchange, each in its parts.
+        blocks: of each step of the exchange in its parts, s.
         unit_steps: how many of them each unit's replica has.
         turn: the part of the last one in which the half that comes first ends.
         early: how much of this part's work is that half's.
-        moves: the all-to-alls: forward in and out, backward in and out, each of one or two halves.
+        halves: in how many all-to-alls query heads travel each way.
+        sent: what travels forward, and backward.
     """
 
     token: Times
     sums: Floats
     own: Times
     share: Floats
-    steps: tuple[tuple[ExchangePart, ...], ...]
+    blocks: tuple[tuple[Times, ...], ...]
     unit_steps: Ints
     turn: Ints
     early: Floats
-    moves: tuple[tuple[Messages, ...], ...]
-
-    @property
-    def parts(self) -> list[ExchangePart]:
-        """Of all steps."""
-        return [part for step in self.steps for part in step]
+    halves: int
+    sent: tuple[dict[Batch, Messages], dict[Batch, Messages]]
 
     def messages(self, again: bool) -> int:
-        """How many messages there are, forward and backward; `again`: part of it is recomputed."""
-        moves = sum(len(half.src) for half in self.moves[0])
-        keys = sum(len(part.keys.src) for part in self.parts)
-        return (2 + 2 + 2 * again) * moves + (1 + 2 + again) * keys
+        """How many messages there are, forward and backward; `again`: the forward ones are repeated."""
+        forward, backward = (sum(len(batch.src) for batch in sent.values()) for sent in self.sent)
+        return forward * (1 + again) + backward
 
 
 def layer_work(plan: PlanArrays, job: Job, stage: Stage, layer: Layer) -> LayerWork:
@@ -85,11 +68,6 @@ def layer_work(plan: PlanArrays, job: Job, stage: Stage, layer: Layer) -> LayerW
         stage: what the units run on.
         layer: what the cost model makes of it; sums inside units are taken from there.
     """
-    holder, taker = plan.all_to_all_pairs
-    moves: dict[tuple[str, bool], list[Messages]] = {}
-    for move in all_to_all_bytes(plan, job):
-        ends = (holder, taker) if move.inward else (taker, holder)
-        moves.setdefault((move.way, move.inward), []).append(Messages(*ends, move.size))
     token, own = unit_times(plan, job, stage)
     unit_steps = plan.groups_beside[plan.group] - 1
     first = plan.heads_first
@@ -99,25 +77,46 @@ def layer_work(plan: PlanArrays, job: Job, stage: Stage, layer: Layer) -> LayerW
     turn = np.where(unit_steps == 1, np.argmax(stops >= first, axis=0), 0)
     held = np.where(unit_steps == 1, plan.part_heads[turn, units], plan.heads)
     before = np.where(unit_steps == 1, stops[turn, units] - held, 0)
+    blocks, keys = _exchange(plan, job, stage)
+    home = {to._replace(cargo="gradients"): Messages(one.dst, one.src, one.size) for to, one in keys.items()}
+    there_in, there_out, back_in, back_out = _all_to_alls(plan, job).values()
     return LayerWork(
         token=token,
         sums=layer.forward.tensor_parallel,
         own=own,
         share=first / np.maximum(plan.heads, 1),
-        steps=tuple(_steps(plan, job, stage)),
+        blocks=blocks,
         unit_steps=unit_steps,
         turn=turn,
         early=(first - before) / np.maximum(held, 1),
-        moves=tuple(tuple(halves) for halves in moves.values()),
+        halves=1 + plan.in_halves,
+        sent=(there_in | keys | there_out, back_in | keys | home | back_out),
     )
 
 
-def _steps(plan: PlanArrays, job: Job, stage: Stage) -> Iterator[tuple[ExchangePart, ...]]:
+def _all_to_alls(plan: PlanArrays, job: Job) -> dict[tuple[str, bool], dict[Batch, Messages]]:
+    """Forward in and out, backward in and out, each of one or two halves."""
+    holder, taker = plan.all_to_all_pairs
+    found: dict[tuple[str, bool], dict[Batch, Messages]] = {}
+    for move in all_to_all_bytes(plan, job):
+        ends = (holder, taker) if move.inward else (taker, holder)
+        batch = Batch("in" if move.inward else "out", move.half)
+        found.setdefault((move.way, move.inward), {})[batch] = Messages(*ends, move.size)
+    return found
+
+
+def _exchange(
+    plan: PlanArrays, job: Job, stage: Stage
+) -> tuple[tuple[tuple[Times, ...], ...], dict[Batch, Messages]]:
+    """Seconds of the blocks of each step in its parts, and the keys that travel for them."""
+    blocks: list[tuple[Times, ...]] = []
+    keys: dict[Batch, Messages] = {}
     for chunk in exchange_chunks(plan):
         work, size = chunk_times(plan, job, stage, chunk), message_bytes(job, chunk)
-        parts = []
-        for part in range(len(chunk.keys)):
-            own = chunk.messages(part)
-            keys = Messages(chunk.owner[own], chunk.user[own], size[own])
-            parts.append(ExchangePart(Times(work.forward[part], work.backward[part]), keys))
-        yield from (tuple(parts[number] for number in numbers) for numbers in chunk.steps)
+        for numbers in chunk.steps:
+            for part, number in enumerate(numbers):
+                own = chunk.messages(number)
+                batch = Batch("keys", len(blocks), part)
+                keys[batch] = Messages(chunk.owner[own], chunk.user[own], size[own])
+            blocks.append(tuple(Times(work.forward[n], work.backward[n]) for n in numbers))
+    return tuple(blocks), keys
