@@ -1,9 +1,9 @@
 """What each step of the exchange moves and computes, for all groups of all replicas at once.
 
-The same rules as plan/schedule.py, in arrays: in step s a group uses the keys of the group s places before
-it in its replica, and each user gets each KV head from one owner. The first step may travel in several
-parts. Steps come in chunks, small enough that a chunk's arrays stay in the cache and large enough that
-Python's own time does not count.
+The split tables (`plan.schedule`) of a plan without windows and documents, in arrays, as a search asks for
+them thousands of times. In step s a group uses the keys of the group s places before it in its replica, and
+each user gets each KV head from one owner. The first step may travel in several parts. Steps come in chunks,
+small enough that a chunk's arrays stay in the cache and large enough that Python's own time does not count.
 
 Shape letters: C parts of all steps of a chunk, N groups, J segments, M messages, U units.
 """

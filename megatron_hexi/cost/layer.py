@@ -33,7 +33,7 @@ from megatron_hexi.cost.exchange import Chunk, exchange_chunks
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import Flights
 from megatron_hexi.cost.network import LinkTable
-from megatron_hexi.cost.overlap import OwnBlocks, Part, pass_ends
+from megatron_hexi.cost.overlap import Part, Start, pass_ends
 from megatron_hexi.cost.plan_arrays import PlanArrays
 
 
@@ -152,8 +152,8 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
     def assemble(way: int, whole: bool = True) -> Pass:
         start, halves = begin[way] if whole else enter[way], outward[way]
         first = own[way] * share
-        entered = OwnBlocks(start - late[way], late[way], first, own[way] - first)
-        ends = pass_ends(way > 0, steps, entered, window, 1 + plan.in_halves, last_step * (1 - share))
+        entry = Start(start - late[way], late[way], first, own[way] - first)
+        ends = pass_ends(way > 0, steps, entry, window, 1 + plan.in_halves, last_step * (1 - share))
         end = by_group(plan, ends.whole)
         first_out = by_group(plan, ends.first_half) + by_group(plan, halves.hidden)
         leave = np.maximum(first_out - end, 0.0) + by_group(plan, halves.shown)

@@ -36,7 +36,7 @@ class Part(NamedTuple):
     home: Floats
 
 
-class OwnBlocks(NamedTuple):
+class Start(NamedTuple):
     """What each unit knows when it enters attention, s, [U].
 
     Args:
@@ -80,7 +80,7 @@ class _Wire:
 def pass_ends(
     backward: bool,
     steps: Sequence[Sequence[Part]],
-    own: OwnBlocks,
+    start: Start,
     window: int,
     halves: int,
     last_rest: Floats,
@@ -90,14 +90,14 @@ def pass_ends(
     Args:
         backward: the direction.
         steps: of the exchange, each in its parts.
-        own: before them.
+        start: before them.
         window: steps under way ahead of the one in use.
         halves: in how many all-to-alls query heads travel each way.
         last_rest: seconds of each unit's last step that are the other half's, [U].
     """
     parts = tuple(map(len, steps))
-    wire, arrived = _Wire(len(own.posted)), dict[Batch, Floats]()
-    now = first_half = own.posted
+    wire, arrived = _Wire(len(start.posted)), dict[Batch, Floats]()
+    now = first_half = start.posted
     for operation in attention_program(backward, parts, window, halves, turn=parts[-1] - 1 if parts else 0):
         if isinstance(operation, FarBlocks):
             seconds = steps[operation.step][operation.part].compute[backward]
@@ -107,9 +107,9 @@ def pass_ends(
             now = now + seconds
         elif isinstance(operation, OwnBlock):
             if operation.first == 0:
-                now = now + own.late + own.first
+                now = now + start.late + start.first
             if operation.stop == 2:
-                now = now + own.rest
+                now = now + start.rest
         elif operation.batch.cargo in ("keys", "gradients"):
             if isinstance(operation, Wait):
                 now = np.maximum(now, arrived.pop(operation.batch))

@@ -142,7 +142,6 @@ def attend_backward(
     """
     schedule, halves = layer.schedule, layer.own_halves()
     query, key, value, output, log_sum_exp = saved
-    arrived: list[Tensor] = []
     leaving: list[Moving] = []
     apart: list[tuple[Tensor, Tensor, Tensor]] = []
     if schedule.steps:
@@ -155,9 +154,10 @@ def attend_backward(
         returns = GradientReturn(grad_keys, schedule, layer.domain_group)
     for operation in schedule.program(backward=True, window=layer.window):
         match operation:
+            case Wait(Batch("in", 0)):
+                grad_output = _heads_first(arriving[0].wait()[0][0])
             case Wait(Batch("in", half)):
-                arrived.append(_heads_first(arriving[half].wait()[0][0]))
-                grad_output = _cat(arrived)
+                grad_output = torch.cat([grad_output, _heads_first(arriving[half].wait()[0][0])], dim=1)
             case OwnBlock():
                 blocks = layer.blocks(schedule.own_spans(operation))
                 if schedule.steps:

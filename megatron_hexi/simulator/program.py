@@ -143,24 +143,11 @@ class _Builder:
         self._window = window
         self._logits = logits
         self._logits_sums = sums
-        self._posted: list[Messages] = []
+        self.sent: list[Messages] = []
         self.units: list[list[Instruction]] = [[] for _ in range(len(work.sums))]
         self.batches: list[tuple[Batch, Batch]] = []
         self.set_kinds: list[str] = []
         self.set_laps: list[int] = []
-
-    @property
-    def table(self) -> tuple[Ints, Ints, Floats, Ints]:
-        """Sender, receiver, bytes and set of all messages."""
-        if not self._posted:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64)
-        counts = [len(messages.src) for messages in self._posted]
-        return (
-            np.concatenate([messages.src for messages in self._posted]),
-            np.concatenate([messages.dst for messages in self._posted]),
-            np.concatenate([messages.size for messages in self._posted]),
-            np.repeat(np.arange(len(counts)), counts),
-        )
 
     def add(self, number: int, lap: Lap) -> None:
         if lap.way == "logits":
@@ -225,7 +212,7 @@ class _Builder:
                 batch.left += 1
             self.batches.append((ends[0], ends[1]))
             number += 1
-        self._posted.append(messages)
+        self.sent.append(messages)
         self.set_kinds.append(carries)
         self.set_laps.append(lap)
         return found
@@ -238,7 +225,7 @@ def build_program(
 
     Args:
         work: of one layer.
-        laps: what is done, in order.
+        laps: what is done, in order; a layer at least.
         window: exchange steps under way ahead of the one in use.
         logits: output matrix and loss of each unit, both directions, s, [U].
         logits_sums: the sum inside each unit that they need, s, [U].
@@ -246,17 +233,17 @@ def build_program(
     builder = _Builder(work, window, logits, logits_sums)
     for number, lap in enumerate(laps):
         builder.add(number, lap)
-    src, dst, size, sets = builder.table
+    counts = [len(messages.src) for messages in builder.sent]
     return Program(
-        builder.units,
-        tuple(laps),
-        src,
-        dst,
-        size,
-        sets,
-        builder.set_kinds,
-        builder.set_laps,
-        builder.batches,
+        units=builder.units,
+        laps=tuple(laps),
+        src=np.concatenate([messages.src for messages in builder.sent]),
+        dst=np.concatenate([messages.dst for messages in builder.sent]),
+        size=np.concatenate([messages.size for messages in builder.sent]),
+        sets=np.repeat(np.arange(len(counts)), counts),
+        set_kinds=builder.set_kinds,
+        set_laps=builder.set_laps,
+        batches=builder.batches,
     )
 
 

@@ -12,7 +12,7 @@ from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.compute import Times
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
-from megatron_hexi.cost.overlap import OwnBlocks, Part, pass_ends
+from megatron_hexi.cost.overlap import Part, Start, pass_ends
 from megatron_hexi.cost.plan_arrays import plan_arrays
 from megatron_hexi.plan import Group, Member, Workload, backward_traffic, build_schedule, forward_traffic
 from tests.support.costs import TINY, tiny_job
@@ -138,7 +138,7 @@ def carried_out(backward, window, posted, first, rest, steps):
     """Steps are lists of parts, or the one part of a step."""
     parts = [[part(*one) for one in step] if isinstance(step, list) else [part(*step)] for step in steps]
     nothing = np.zeros(len(posted))
-    own = OwnBlocks(units(*posted), nothing, units(*first), units(*rest))
+    own = Start(units(*posted), nothing, units(*first), units(*rest))
     return list(pass_ends(backward, parts, own, window, 1, nothing).whole)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost import overlap
 from megatron_hexi.cost.compute import Times
-from megatron_hexi.cost.overlap import OwnBlocks, Part, pass_ends
+from megatron_hexi.cost.overlap import Part, Start, pass_ends
 from megatron_hexi.planner.bound.groups.group_times import GroupTimes
 from megatron_hexi.planner.bound.pieces.prices import token_prices
 from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
@@ -40,7 +40,7 @@ def arrivals_by_the_clock(posted, own_block, window, steps):
     nothing, users = np.zeros(len(posted)), np.arange(len(posted))
     parts = [[Part(Times(compute, compute), owners, users, there, there)] for owners, there, compute in steps]
     with mock.patch.object(overlap, "_Wire", Noting):
-        pass_ends(False, parts, OwnBlocks(posted, nothing, own_block, nothing), window, 1, nothing)
+        pass_ends(False, parts, Start(posted, nothing, own_block, nothing), window, 1, nothing)
     return found
 
 
