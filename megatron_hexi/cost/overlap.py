@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.compute import Times
-from megatron_hexi.plan.program import Batch, FarBlocks, OwnBlock, Post, Wait, attention_program
+from megatron_hexi.plan.program import Batch, FarBlocks, OwnBlock, Wait, attention_program
 
 
 class Part(NamedTuple):
@@ -110,17 +110,16 @@ def pass_ends(
                 now = now + start.late + start.first
             if operation.stop == 2:
                 now = now + start.rest
-        elif operation.batch.cargo in ("keys", "gradients"):
-            if isinstance(operation, Wait):
+        elif isinstance(operation, Wait):
+            if operation.batch in arrived:
                 now = np.maximum(now, arrived.pop(operation.batch))
-                continue
-            part = steps[operation.batch.step][operation.batch.part]
-            ends = part.owner, part.user
-            arrived[operation.batch] = (
-                wire.carry(now, *ends, part.there)
-                if operation.batch.cargo == "keys"
-                else wire.carry(now, *ends[::-1], part.home)
+        elif operation.batch.cargo in ("keys", "gradients"):
+            cargo, step, number = operation.batch
+            part = steps[step][number]
+            way = (
+                (part.owner, part.user, part.there) if cargo == "keys" else (part.user, part.owner, part.home)
             )
-        elif operation == Post(Batch("out", 0)):
+            arrived[operation.batch] = wire.carry(now, *way)
+        elif operation.batch == Batch("out", 0):
             first_half = now
     return Ends(now, first_half)
