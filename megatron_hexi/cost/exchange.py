@@ -1,9 +1,9 @@
 """What each step of the exchange moves and computes, for all groups of all replicas at once.
 
-The same rules as plan/schedule.py, in arrays: in step s a group uses the keys of the group s places before
-it in its replica, and each user gets each KV head from one owner. The first step may travel in several
-parts. Steps come in chunks, small enough that a chunk's arrays stay in the cache and large enough that
-Python's own time does not count.
+The split tables (`plan.schedule`) of a plan without windows and documents, in arrays, as a search asks for
+them thousands of times. In step s a group uses the keys of the group s places before it in its replica, and
+each user gets each KV head from one owner. The first step may travel in several parts. Steps come in chunks,
+small enough that a chunk's arrays stay in the cache and large enough that Python's own time does not count.
 
 Shape letters: C parts of all steps of a chunk, N groups, J segments, M messages, U units.
 """
@@ -58,6 +58,14 @@ class Chunk:
         """Tokens that each group is sent of each KV head, [C, N]."""
         return self.keys.max(axis=2)
 
+    def messages(self, part: int) -> slice:
+        """Where those of a part are."""
+        return slice(self._bounds[part], self._bounds[part + 1])
+
+    @cached_property
+    def _bounds(self) -> Ints:
+        return np.searchsorted(self.part, np.arange(len(self.keys) + 1))
+
     @property
     def steps(self) -> Iterator[range]:
         """The parts of each step."""
@@ -81,7 +89,10 @@ def _chunk(plan: PlanArrays, distances: Ints) -> Chunk:
     source = plan.first_group + (numbers - plan.first_group - distances[:, None]) % plan.groups_beside
     queries, keys = _rectangles(plan, source, active)
     received = keys.max(axis=2)
-    step, user_group = np.nonzero(received)
+    # The first step may travel in parts.
+    parts = len(plan.part_heads) if distances[0] == 1 else 1
+    step, user_group = np.nonzero(received[parts > 1 :])
+    step += parts > 1
     owner_group = source[step, user_group]
     serving = plan.serving
     classes = plan.head_class[user_group], plan.head_class[owner_group]
@@ -90,58 +101,44 @@ def _chunk(plan: PlanArrays, distances: Ints) -> Chunk:
     pair = np.repeat(np.arange(len(step)), repeats)
     ends = np.cumsum(repeats)
     entry = serving.first[classes][pair] + np.arange(len(pair)) - (ends - repeats)[pair]
-    whole = Chunk(
-        parts=(1,) * len(distances),
-        queries=queries,
-        keys=keys,
-        heads=np.broadcast_to(plan.heads, (len(distances), len(plan.heads))),
-        kv_heads=np.broadcast_to(plan.kv, (len(distances), len(plan.kv))),
-        part=step[pair],
-        owner=plan.slots[plan.first_slot[owner_group[pair]] + serving.owner[entry]],
-        user=plan.slots[plan.first_slot[user_group[pair]] + serving.user[entry]],
-        kv=serving.kv[entry],
-        sent=received[step[pair], user_group[pair]],
-    )
-    return whole if distances[0] > 1 or len(plan.part_heads) == 1 else _first_in_parts(plan, whole, source[0])
+    messages = [
+        step[pair] + parts - 1,
+        plan.slots[plan.first_slot[owner_group[pair]] + serving.owner[entry]],
+        plan.slots[plan.first_slot[user_group[pair]] + serving.user[entry]],
+        serving.kv[entry],
+        received[step[pair], user_group[pair]],
+    ]
+    heads, kv_heads = (np.broadcast_to(held, (len(distances), len(held))) for held in (plan.heads, plan.kv))
+    counts = (parts, *(1,) * (len(distances) - 1))
+    if parts > 1:
+        rows = np.repeat(np.arange(len(distances)), counts)
+        queries, keys = queries[rows], keys[rows]
+        heads = np.concatenate([plan.part_heads, heads[1:]])
+        kv_heads = np.concatenate([plan.part_kv, kv_heads[1:]])
+        messages = [
+            np.concatenate(pair)
+            for pair in zip(_first_step(plan, source[0], received[0]), messages, strict=True)
+        ]
+    return Chunk(counts, queries, keys, heads, kv_heads, *messages)
 
 
-def _first_in_parts(plan: PlanArrays, chunk: Chunk, source: Ints) -> Chunk:
-    """A chunk that begins with the first step, with that step cut in parts."""
-    parts = len(plan.part_heads)
-    rows = [0] * parts + list(range(1, len(chunk.keys)))
-    using = np.flatnonzero(chunk.received[0])
+def _first_step(plan: PlanArrays, source: Ints, received: Ints) -> Ints:
+    """The messages of the first step in parts: part, owner, user, KV heads, tokens, [5, M]."""
+    using = np.flatnonzero(received)
     found = [
         serving_in_parts(
             plan.head_ranges[plan.head_class[group]],
             plan.head_ranges[plan.head_class[source[group]]],
             plan.queries_per_kv,
-            parts,
+            len(plan.part_heads),
         )
         for group in using
     ]
     user, owner, kv, part = np.concatenate([np.zeros((4, 0), dtype=np.int64), *found], axis=1)
-    user_group = np.repeat(using, [one.shape[1] for one in found])
-    later = chunk.part > 0
-    number = np.concatenate([part, chunk.part[later] + parts - 1])
-    order = np.argsort(number, kind="stable")
-
-    def with_first(first: Ints, others: Ints) -> Ints:
-        """Of the first step's messages and of the others, by part."""
-        values: Ints = np.concatenate([first, others[later]])[order]
-        return values
-
-    return Chunk(
-        parts=(parts, *chunk.parts[1:]),
-        queries=chunk.queries[rows],
-        keys=chunk.keys[rows],
-        heads=np.concatenate([plan.part_heads, chunk.heads[1:]]),
-        kv_heads=np.concatenate([plan.part_kv, chunk.kv_heads[1:]]),
-        part=number[order],
-        owner=with_first(plan.slots[plan.first_slot[source[user_group]] + owner], chunk.owner),
-        user=with_first(plan.slots[plan.first_slot[user_group] + user], chunk.user),
-        kv=with_first(kv, chunk.kv),
-        sent=with_first(chunk.received[0, user_group], chunk.sent),
-    )
+    group = np.repeat(using, [one.shape[1] for one in found])
+    owner = plan.slots[plan.first_slot[source[group]] + owner]
+    user = plan.slots[plan.first_slot[group] + user]
+    return np.stack([part, owner, user, kv, received[group]])[:, np.argsort(part, kind="stable")]
 
 
 def _rectangles(plan: PlanArrays, source: Ints, active: Bools) -> tuple[Ints, Ints]:

@@ -12,7 +12,7 @@ own block and exchange, all-to-all out. Assumed:
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,7 +33,7 @@ from megatron_hexi.cost.exchange import Chunk, exchange_chunks
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import Flights
 from megatron_hexi.cost.network import LinkTable
-from megatron_hexi.cost.overlap import BackwardClock, ForwardClock, Part
+from megatron_hexi.cost.overlap import Part, Start, pass_ends
 from megatron_hexi.cost.plan_arrays import PlanArrays
 
 
@@ -123,7 +123,7 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
         window: exchange steps under way ahead of the one in use.
     """
     rows = job.micro_batch_size * plan.tokens.astype(float)
-    token, own = _unit_times(plan, job, stage, rows)
+    token, own = unit_times(plan, job, stage)
     sums = 2 * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
     inward, outward = all_to_alls(plan, job, links, stage.gpus)
     share = plan.heads_first / np.maximum(plan.heads, 1)
@@ -134,72 +134,66 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
     ]
     enter = [by_group(plan, halves.shown) + rest for halves, rest in zip(inward, late, strict=True)]
     begin = [by_group(plan, part + sums) + way_in for part, way_in in zip(token, enter, strict=True)]
-    posted = [start - rest for start, rest in zip(begin, late, strict=True)]
-    forward = ForwardClock(posted[0], begin[0], own.forward, window)
-    first = own.backward * share
-    backward = BackwardClock(posted[1], begin[1], first, own.backward - first, window)
-    is_again = job.mode == "selective"
-    again = ForwardClock(enter[0] - late[0], enter[0], own.forward, window) if is_again else None
     attention = [own.forward.copy(), own.backward.copy()]
     received, sent, wire = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(2)
-    #: Each unit's work of its last step, or its own block where it has none.
-    last_step, steps, distance = own.forward.copy(), plan.groups_beside[plan.group] - 1, 0
-    last_ones = set(steps.tolist()) if plan.in_halves else set()
+    steps: list[list[Part]] = []
     for chunk in exchange_chunks(plan):
-        work = _chunk_times(plan, job, stage, chunk)
+        work = chunk_times(plan, job, stage, chunk)
         there, home = _message_seconds(job, stage, links, chunk)
-        bounds = np.searchsorted(chunk.part, np.arange(len(chunk.keys) + 1))
-        spans = [slice(low, high) for low, high in itertools.pairwise(bounds)]
-        for numbers in chunk.steps:
-            parts = [
-                (chunk.owner[spans[n]], chunk.user[spans[n]], there[spans[n]], home[spans[n]])
-                for n in numbers
-            ]
-            out, back = (
-                [Part(seconds[n], *messages) for n, messages in zip(numbers, parts, strict=True)]
-                for seconds in work
-            )
-            forward.step(out)
-            backward.step(back)
-            distance += 1
-            if distance in last_ones:
-                whole = sum((part.compute for part in out), start=np.zeros(len(rows)))
-                last_step = np.where(steps == distance, whole, last_step)
-            if again is not None:
-                again.step(out)
+        steps += _parts(chunk, work, there, home)
         out_s, home_s = (_longest(chunk, seconds) for seconds in (there, home))
         wire += (out_s, out_s + home_s)
         attention[0] += work.forward.sum(axis=0)
         attention[1] += work.backward.sum(axis=0)
         received = np.maximum(received, chunk.received.max(axis=0)[plan.group] * plan.kv)
         sent = np.maximum(sent, _most_sent(chunk, len(rows)))
-    steps_done = backward.end
-    backward.finish()
-    # The first half leaves before the rest of the last step (of the own block) is computed.
-    rest = last_step * (1 - share)
+    last_step = _last_step(plan, own, steps) if plan.in_halves else own.forward
 
-    def assemble(way: int, clock: ForwardClock | BackwardClock, whole: bool = True) -> Pass:
-        end, halves = by_group(plan, clock.end), outward[way]
-        first = by_group(plan, (clock.end - rest if way == 0 else steps_done)) + by_group(plan, halves.hidden)
-        leave = np.maximum(first - end, 0.0) + by_group(plan, halves.shown)
+    def assemble(way: int, whole: bool = True) -> Pass:
+        start, halves = begin[way] if whole else enter[way], outward[way]
+        first = own[way] * share
+        entry = Start(start - late[way], late[way], first, own[way] - first)
+        ends = pass_ends(way > 0, steps, entry, window, 1 + plan.in_halves, last_step * (1 - share))
+        end = by_group(plan, ends.whole)
+        first_out = by_group(plan, ends.first_half) + by_group(plan, halves.hidden)
+        leave = np.maximum(first_out - end, 0.0) + by_group(plan, halves.shown)
         return Pass(
             token=token[way] if whole else np.zeros(len(rows)),
             tensor_parallel=sums if whole else np.zeros(len(rows)),
             all_to_all_in=enter[way],
-            begin=begin[way] if whole else enter[way],
+            begin=start,
             attention=attention[way],
-            end=clock.end,
+            end=ends.whole,
             all_to_all_out=leave,
             finish=end + leave,
             wire=float(wire[way] + inward[way].both.max() + halves.both.max()),
         )
 
     return Layer(
-        assemble(0, forward),
-        assemble(1, backward),
-        assemble(0, again, whole=False) if again is not None else None,
+        assemble(0),
+        assemble(1),
+        assemble(0, whole=False) if job.mode == "selective" else None,
         Flights(received, sent),
     )
+
+
+def _parts(chunk: Chunk, work: Times, there: Floats, home: Floats) -> Iterator[list[Part]]:
+    """The parts of each step."""
+    for numbers in chunk.steps:
+        step = []
+        for n in numbers:
+            own = chunk.messages(n)
+            compute = Times(work.forward[n], work.backward[n])
+            step.append(Part(compute, chunk.owner[own], chunk.user[own], there[own], home[own]))
+        yield step
+
+
+def _last_step(plan: PlanArrays, own: Times, steps: Sequence[Sequence[Part]]) -> Floats:
+    """Each unit's forward work of its last step, or its own block where it has none."""
+    work, number = own.forward, plan.groups_beside[plan.group] - 1
+    for last in set(number.tolist()) - {0}:
+        work = np.where(number == last, sum(part.compute.forward for part in steps[last - 1]), work)
+    return work
 
 
 def by_group(plan: PlanArrays, values: Floats) -> Floats:
@@ -209,7 +203,9 @@ def by_group(plan: PlanArrays, values: Floats) -> Floats:
     return largest[plan.group]
 
 
-def _unit_times(plan: PlanArrays, job: Job, stage: Stage, rows: Floats) -> tuple[Times, Times]:
+def unit_times(plan: PlanArrays, job: Job, stage: Stage) -> tuple[Times, Times]:
+    """Seconds of each unit's token work, and of its own group's block, [U]."""
+    rows = job.micro_batch_size * plan.tokens.astype(float)
     token, own = (Times(np.zeros(len(rows)), np.zeros(len(rows))) for _ in range(2))
     for speeds, units in stage.by_kind:
         group_tokens = plan.group_tokens[plan.group[units]].astype(float)
@@ -221,7 +217,7 @@ def _unit_times(plan: PlanArrays, job: Job, stage: Stage, rows: Floats) -> tuple
     return token, own
 
 
-def _chunk_times(plan: PlanArrays, job: Job, stage: Stage, chunk: Chunk) -> Times:
+def chunk_times(plan: PlanArrays, job: Job, stage: Stage, chunk: Chunk) -> Times:
     """Seconds that each unit computes in each part, [C, U]."""
     work = Times(np.zeros(chunk.heads.shape), np.zeros(chunk.heads.shape))
     for speeds, units in stage.by_kind:

@@ -1,25 +1,21 @@
-"""What overlap hides: when each unit is done with its blocks while keys and values travel.
+"""What overlap hides: the program of a pass (`plan.program`), read with one clock for each unit.
 
-As the runtime does it (runtime/exchange.py): a step's transfer is posted when the block `window` steps
-before it starts; a unit's transfers go over its wire one batch after the other, in the order posted; a
-transfer begins when both ends have posted it and have their wire free; a block starts when the one before
-it is done and its own keys have arrived. Block 0 is the own group's. In the backward pass the gradients
-of a step start home when its block is done, behind the keys posted before, and are waited for before the
-block `window` + 1 steps later; block 0 is computed in two parts, one before the steps and one after them,
-behind which the last gradients travel. The parts of a step are posted together, and each is computed when its
-own keys have arrived.
+All units go through one program, that of the replica with the most groups; others have nothing to send or to
+compute in the steps that they lack. A unit's transfers go over its wire one batch after the other, in the
+order posted; a transfer begins when both ends have posted it and have their wire free. All-to-alls have wires
+of their own, and members of a group wait for each other there: what shows of them is worked out in `layer`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.compute import Times
+from megatron_hexi.plan.program import Batch, FarBlocks, OwnBlock, Wait, attention_program
 
 
 class Part(NamedTuple):
@@ -27,100 +23,103 @@ class Part(NamedTuple):
 
     Args:
         compute: seconds of its blocks, [U].
-        src: owner of each message, [M].
-        dst: user of each message, [M].
+        owner: unit that each message of keys comes from, [M].
+        user: unit that it goes to, [M].
         there: seconds of each message, [M].
-        home: seconds of its way back, [M].
+        home: seconds of its gradients' way back, [M].
     """
 
-    compute: Floats
-    src: Ints
-    dst: Ints
+    compute: Times
+    owner: Ints
+    user: Ints
     there: Floats
     home: Floats
+
+
+class Start(NamedTuple):
+    """What each unit knows when it enters attention, s, [U].
+
+    Args:
+        posted: when its group's first way in has arrived.
+        late: what it then waits for the second way in; counted before its own block.
+        first: seconds of its own group's block for the half of its heads that comes first.
+        rest: for the other half.
+    """
+
+    posted: Floats
+    late: Floats
+    first: Floats
+    rest: Floats
+
+
+class Ends(NamedTuple):
+    """When each unit is done with the pass, and with the half of the heads that leaves first, s, [U]."""
+
+    whole: Floats
+    first_half: Floats
 
 
 class _Wire:
     """One batch at a time on each unit's wire."""
 
     def __init__(self, units: int) -> None:
-        self.free = np.zeros(units)
+        self._free = np.zeros(units)
 
     def carry(self, posted: Floats, src: Ints, dst: Ints, seconds: Floats) -> Floats:
         """When each unit has its messages of a batch; 0 for units without any."""
-        arrived = np.zeros(len(self.free))
+        arrived = np.zeros(len(self._free))
         if len(src):
-            ready = np.maximum(posted, self.free)
+            ready = np.maximum(posted, self._free)
             ends = np.maximum(ready[src], ready[dst]) + seconds
             np.maximum.at(arrived, src, ends)
             np.maximum.at(arrived, dst, ends)
-            self.free = np.maximum(self.free, arrived)
+            self._free = np.maximum(self._free, arrived)
         return arrived
 
 
-class ForwardClock:
-    """The forward pass of the exchange.
+def pass_ends(
+    backward: bool,
+    steps: Sequence[Sequence[Part]],
+    start: Start,
+    window: int,
+    halves: int,
+    last_rest: Floats,
+) -> Ends:
+    """Read the clocks.
 
     Args:
-        posted: when each unit has its own keys, and posts them, s, [U].
-        begin: from when on it computes its own group's block without a break, s, [U].
-        own_block: seconds of that block, [U].
+        backward: the direction.
+        steps: of the exchange, each in its parts.
+        start: before them.
         window: steps under way ahead of the one in use.
+        halves: in how many all-to-alls query heads travel each way.
+        last_rest: seconds of each unit's last step that are the other half's, [U].
     """
-
-    def __init__(self, posted: Floats, begin: Floats, own_block: Floats, window: int) -> None:
-        self._wire = _Wire(len(begin))
-        self._starts = deque([posted] * window, maxlen=window)
-        self.end = begin + own_block
-
-    def step(self, parts: Sequence[Part]) -> None:
-        """One step."""
-        posted = self._starts[0]
-        arrived = [self._wire.carry(posted, part.src, part.dst, part.there) for part in parts]
-        self._starts.append(np.maximum(self.end, arrived[0]))
-        for part, here in zip(parts, arrived, strict=True):
-            self.end = np.maximum(self.end, here) + part.compute
-
-
-class BackwardClock:
-    """The backward pass: keys and values as in the forward pass, and their gradients on the way back.
-
-    Args:
-        posted: when each unit has its own keys, and posts them, s, [U].
-        begin: from when on it computes its own group's block without a break, s, [U].
-        first: seconds of the part of its own group's block that comes before the steps, [U].
-        last: of the part that comes after them, [U].
-        window: steps under way ahead of the one in use.
-    """
-
-    def __init__(self, posted: Floats, begin: Floats, first: Floats, last: Floats, window: int) -> None:
-        self._wire = _Wire(len(begin))
-        self._last = last
-        self._starts = deque([posted] * window, maxlen=window)
-        self._window = window
-        self._returns: deque[list[tuple[Floats, Ints, Ints, Floats]]] = deque()
-        self._home = np.zeros(len(begin))
-        self.end = begin + first
-
-    def step(self, parts: Sequence[Part]) -> None:
-        """One step."""
-        posted = self._starts[0]
-        arrived = [self._wire.carry(posted, part.src, part.dst, part.there) for part in parts]
-        self.end = np.maximum(self.end, self._home)
-        if len(self._returns) == self._window:
-            self._home = self._carry_home()
-        self._starts.append(np.maximum(self.end, arrived[0]))
-        self._returns.append([])
-        for part, here in zip(parts, arrived, strict=True):
-            self.end = np.maximum(self.end, here) + part.compute
-            self._returns[-1].append((self.end, part.dst, part.src, part.home))
-
-    def finish(self) -> None:
-        """The rest of the own block while the last gradients travel; `end` is complete after this."""
-        while self._returns:
-            self._carry_home()
-        self.end = np.maximum(self.end + self._last, self._wire.free)
-
-    def _carry_home(self) -> Floats:
-        """When each unit has the gradients of the oldest step under way."""
-        return reduce(np.maximum, [self._wire.carry(*batch) for batch in self._returns.popleft()])
+    parts = tuple(map(len, steps))
+    wire, arrived = _Wire(len(start.posted)), dict[Batch, Floats]()
+    now = first_half = start.posted
+    for operation in attention_program(backward, parts, window, halves, turn=parts[-1] - 1 if parts else 0):
+        if isinstance(operation, FarBlocks):
+            seconds = steps[operation.step][operation.part].compute[backward]
+            if operation.piece is not None:
+                # Taken to come after all the rest: what is before it cannot wait for a later part's keys.
+                seconds = last_rest if operation.piece else seconds - last_rest
+            now = now + seconds
+        elif isinstance(operation, OwnBlock):
+            if operation.first == 0:
+                now = now + start.late + start.first
+            if operation.stop == 2:
+                now = now + start.rest
+        elif isinstance(operation, Wait):
+            if operation.batch in arrived:
+                now = np.maximum(now, arrived.pop(operation.batch))
+        elif operation.batch.cargo in ("keys", "gradients"):
+            cargo, step, number = operation.batch
+            part = steps[step][number]
+            way = (
+                (part.owner, part.user, part.there) if cargo == "keys" else (part.user, part.owner, part.home)
+            )
+            arrived[operation.batch] = wire.carry(now, *way)
+        elif operation.batch == Batch("out", 0):
+            first_half = now
+    return Ends(now, first_half)

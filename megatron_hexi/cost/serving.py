@@ -13,12 +13,9 @@ from functools import lru_cache
 import numpy as np
 
 from megatron_hexi.cost.arrays import Ints
-from megatron_hexi.plan.heads import head_parts, kv_range
+from megatron_hexi.plan.heads import head_parts, kv_pieces
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import kv_owners
-
-#: Query heads that read one KV head, and may be a part of those that do: (first, last + 1).
-Piece = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +48,11 @@ def serving(classes: tuple[tuple[Range, ...], ...], queries_per_kv: int) -> Serv
         classes: for each class the query heads of its members.
         queries_per_kv: query heads that share a KV head.
     """
-    users = [_pieces(members, queries_per_kv) for members in classes]
-    numbers: dict[Piece, int] = {}
+    users = [
+        [(place, piece) for place, heads in enumerate(members) for piece in kv_pieces(heads, queries_per_kv)]
+        for members in classes
+    ]
+    numbers: dict[Range, int] = {}
     for member_pieces in users:
         for _, piece in member_pieces:
             numbers.setdefault(piece, len(numbers))
@@ -91,16 +91,7 @@ def serving_in_parts(
     return np.array(found, dtype=np.int64).reshape(-1, 4).T
 
 
-def _pieces(members: Sequence[Range], ratio: int) -> list[tuple[int, Piece]]:
-    """Each member's query heads, KV head by KV head."""
-    return [
-        (position, (max(heads[0], kv * ratio), min(heads[1], (kv + 1) * ratio)))
-        for position, heads in enumerate(members)
-        for kv in range(*kv_range(heads, ratio))
-    ]
-
-
-def _owners(pieces: Sequence[Piece], classes: Sequence[Sequence[Range]]) -> Ints:
+def _owners(pieces: Sequence[Range], classes: Sequence[Sequence[Range]]) -> Ints:
     """Position of the member that serves a piece, [pieces, classes]."""
     low, high = (np.array([piece[end] for piece in pieces])[:, None] for end in range(2))
     best = np.zeros((len(pieces), len(classes)), dtype=np.int64)

@@ -7,6 +7,7 @@ starts or ends inside a KV head's group of queries holds that KV head too, besid
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,6 +18,13 @@ def kv_range(heads: Range, ratio: int) -> Range:
     """The KV heads that the query heads need; empty for no heads."""
     start, stop = heads
     return (start // ratio, (stop - 1) // ratio + 1) if start < stop else (start // ratio, start // ratio)
+
+
+def kv_pieces(heads: Range, ratio: int) -> Iterator[Range]:
+    """The query heads by the KV head that they read; the first and the last may be some of its own."""
+    start, stop = heads
+    for kv in range(*kv_range(heads, ratio)):
+        yield max(start, kv * ratio), min(stop, (kv + 1) * ratio)
 
 
 @dataclass(frozen=True)
@@ -38,13 +46,12 @@ def head_spans(heads: Range, ratio: int, origin: int | None = None) -> tuple[Hea
         ratio: query heads that share one KV head.
         origin: the member's first head, where `heads` are not all that it has.
     """
-    start, stop = heads
-    origin = start if origin is None else origin
+    origin = heads[0] if origin is None else origin
     first_kv = origin // ratio
     spans: list[HeadSpan] = []
-    for kv in range(*kv_range(heads, ratio)):
-        low, high = max(start, kv * ratio), min(stop, (kv + 1) * ratio)
-        here = HeadSpan((low - origin, high - origin), (kv - first_kv, kv - first_kv + 1))
+    for low, high in kv_pieces(heads, ratio):
+        kv = low // ratio - first_kv
+        here = HeadSpan((low - origin, high - origin), (kv, kv + 1))
         if spans and _queries_per_kv(spans[-1]) == high - low:
             previous = spans.pop()
             here = HeadSpan((previous.queries[0], here.queries[1]), (previous.kv[0], here.kv[1]))

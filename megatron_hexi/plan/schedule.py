@@ -22,6 +22,7 @@ from megatron_hexi.plan.heads import (
     head_parts,
     head_spans,
     heads_first,
+    kv_pieces,
     kv_range,
     overlap,
     spans_in_two,
@@ -30,6 +31,7 @@ from megatron_hexi.plan.layout import shard_segments
 from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import Domain, Group, Range, Workload
 from megatron_hexi.plan.packing import packed_domain
+from megatron_hexi.plan.program import Batch, FarBlocks, Operation, OwnBlock, attention_program
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,27 @@ class Schedule:
         """KV heads that it holds in attention."""
         return self.kv[self.position]
 
+    def program(self, backward: bool, window: int) -> tuple[Operation, ...]:
+        """What the rank does in one pass.
+
+        Args:
+            backward: the direction.
+            window: exchange steps under way ahead of the one in use.
+        """
+        parts, turn = tuple(len(step.parts) for step in self.steps), 0
+        if self.steps:
+            middle = self.halves[0][self.position][1] - self.heads[self.position][0]
+            turn = next(n for n, part in enumerate(self.steps[-1].parts) if part.heads[1] >= middle)
+        return attention_program(backward, parts, window, len(self.halves), turn)
+
+    def part(self, of: Batch | FarBlocks) -> Part:
+        """The part of the exchange that travels in a batch or is computed."""
+        return self.steps[of.step].parts[of.part]
+
+    def own_spans(self, block: OwnBlock) -> tuple[HeadSpan, ...]:
+        """The heads for which the own group's block is computed."""
+        return self.spans if block == OwnBlock(0, 2) else self.spans_in_two[block.first]
+
 
 def build_schedule(
     workload: Workload, domain: Domain, index: int, parts: int, mask: Mask | None = None
@@ -292,11 +315,11 @@ def kv_owners(heads: Range, owners: tuple[Range, ...], ratio: int) -> tuple[tupl
         The position of an owner and the KV heads that it serves, in the order of the heads.
     """
     served: list[tuple[int, Range]] = []
-    for kv in range(*kv_range(heads, ratio)):
+    for queries in kv_pieces(heads, ratio):
         # A KV head held by several members comes from the one that shares the most of the user's query
         # heads of it: where both sides are cut alike, each owner then serves its own counterpart.
-        queries = (max(heads[0], kv * ratio), min(heads[1], (kv + 1) * ratio))
         owner = max(range(len(owners)), key=lambda position: overlap(owners[position], queries))
+        kv = queries[0] // ratio
         start = served.pop()[1][0] if served and served[-1][0] == owner else kv
         served.append((owner, (start, kv + 1)))
     return tuple(served)

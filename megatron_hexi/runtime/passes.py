@@ -1,10 +1,7 @@
 """Attention in the heads' layout, forward and backward: the own group's blocks, then the exchange's steps.
 
-The wire works while the kernels do. Heads may come in two halves (`Schedule.halves`): the second half's
-queries arrive while the own blocks of the first are computed, and the first half's outputs leave while the
-last blocks of the second are. In the backward pass the own blocks are cut in two: one part hides the second
-half's gradients and the first keys on their way in, the other the last gradients of keys on their way home
-and the first half's gradients of queries on their way out.
+Both passes carry out their program (`plan.program`) with tensors; the caller has posted the ways in, and
+waits for the ways out. Heads may come in two halves (`Schedule.halves`).
 
 Shape letters: G tokens of the group, B batch, h and k the rank's own query and KV heads, D head size.
 """
@@ -19,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hexi.plan.heads import HeadSpan
+from megatron_hexi.plan.program import Batch, FarBlocks, OwnBlock, Post, Wait
 from megatron_hexi.plan.schedule import Schedule
 from megatron_hexi.runtime.all_to_all import Moving, heads_to_tokens
 from megatron_hexi.runtime.blocks import BlockAttention, Merger
@@ -46,6 +45,10 @@ class Layer:
     domain_group: dist.ProcessGroup
     a2a_group: dist.ProcessGroup
     window: int
+
+    def blocks(self, spans: Sequence[HeadSpan]) -> BlockAttention:
+        """Attention of some of the rank's heads."""
+        return BlockAttention(self.kernel, spans, self.scale)
 
     def leave(self, half: int, query: Tensor, *keys: Tensor) -> Moving:
         """Start the way out of a half: of some [B, h, G, D] with query heads, and of some [B, k, G, D]."""
@@ -76,47 +79,50 @@ def attend(layer: Layer, arriving: Sequence[Moving], sinks: Tensor | None) -> tu
     Returns:
         What the backward pass needs, and the halves of the output on their way out.
     """
-    schedule = layer.schedule
-    query, key, value = (_heads_first(part) for (part,) in arriving[0].wait())
-    keys = _side_by_side(key, value) if schedule.steps or len(arriving) > 1 else None
-    if keys is not None and len(arriving) > 1:
-        # The buffer that arrived is not kept: its queries are copied to the others.
-        key, value = _apart(keys, query.shape[3])
-    exchange = KeyExchange(keys, schedule, layer.domain_group, layer.window) if keys is not None else ()
-    halves = layer.own_halves()
-    own, leaving = [], []
-    for number, spans in enumerate(schedule.spans_in_two if len(arriving) > 1 else [schedule.spans]):
-        if number > 0:
-            query = torch.cat([query, _heads_first(arriving[number].wait()[0][0])], dim=1)
-        output, log_sum_exp = _own_forward(
-            BlockAttention(layer.kernel, spans, layer.scale), schedule, query, key, value
-        )
-        if sinks is not None:
-            output, log_sum_exp = add_sinks(output, log_sum_exp, sinks[halves[number]])
-        if not schedule.steps:
-            output = output.to(query.dtype)
-            leaving.append(layer.leave(number, output))
-        own.append((output, log_sum_exp))
-    output, log_sum_exp = (_cat(parts) for parts in zip(*own, strict=True))
-    if not schedule.steps:
-        return (query, key, value, output, log_sum_exp), leaving
-    merger = Merger(output, log_sum_exp)
-    output = output.to(query.dtype)
-    for step, part, received in exchange:
-        for heads, spans in part.pieces:
-            if received is not None:
-                far = _apart(received, query.shape[3])
-                blocks = BlockAttention(layer.kernel, spans, layer.scale)
-                for block, out, lse in blocks.forward(query[:, slice(*part.heads)], *far, step.blocks):
-                    merger.add(heads, block.queries, out, lse)
-            if step is not schedule.steps[-1]:
-                continue
-            # What is done leaves, while the rest of the last step is computed.
-            for half in halves[len(leaving) :]:
-                if half.stop <= heads[1]:
-                    output[:, half] = merger.output[:, half]
-                    leaving.append(layer.leave(len(leaving), output[:, half]))
-    return (query, key, value, output, merger.log_sum_exp), leaving
+    schedule, halves = layer.schedule, layer.own_halves()
+    own: list[tuple[Tensor, Tensor]] = []
+    leaving: list[Moving] = []
+    for operation in schedule.program(backward=False, window=layer.window):
+        match operation:
+            case Wait(Batch("in", 0)):
+                query, key, value = (_heads_first(part) for (part,) in arriving[0].wait())
+                if schedule.steps or len(arriving) > 1:
+                    keys = _side_by_side(key, value)
+                    exchange = KeyExchange(keys, schedule, layer.domain_group)
+                if len(arriving) > 1:
+                    # The buffer that arrived is not kept: its queries are copied to the others.
+                    key, value = _apart(keys, query.shape[3])
+            case Wait(Batch("in", half)):
+                query = torch.cat([query, _heads_first(arriving[half].wait()[0][0])], dim=1)
+            case OwnBlock(first, stop):
+                blocks = layer.blocks(schedule.own_spans(operation))
+                output, log_sum_exp = _own_forward(blocks, schedule, query, key, value)
+                if sinks is not None:
+                    output, log_sum_exp = add_sinks(output, log_sum_exp, sinks[halves[first]])
+                own.append((output if schedule.steps else output.to(query.dtype), log_sum_exp))
+                if stop == 2:
+                    output, log_sum_exp = (_cat(parts) for parts in zip(*own, strict=True))
+                    if schedule.steps:
+                        merger = Merger(output, log_sum_exp)
+                        output, log_sum_exp = output.to(query.dtype), merger.log_sum_exp
+            case Post(Batch("keys")):
+                exchange.post(schedule.part(operation.batch))
+            case Wait(Batch("keys")):
+                received = exchange.wait(schedule.part(operation.batch))
+            case FarBlocks(step, _, piece):
+                part = schedule.part(operation)
+                for heads, spans in part.pieces[slice(piece, 1 if piece == 0 else None)]:
+                    if received is None:
+                        continue
+                    far = query[:, slice(*part.heads)], *_apart(received, query.shape[3])
+                    for block, out, lse in layer.blocks(spans).forward(*far, schedule.steps[step].blocks):
+                        merger.add(heads, block.queries, out, lse)
+            case Post(Batch("out", half)):
+                if schedule.steps:
+                    output[:, halves[half]] = merger.output[:, halves[half]]
+                done = output[:, halves[half]] if schedule.steps else own[half][0]
+                leaving.append(layer.leave(half, done))
+    return (query, key, value, output, log_sum_exp), leaving
 
 
 def attend_backward(
@@ -134,49 +140,61 @@ def attend_backward(
         Gradients on their way out, of the halves of query [B, h, G, D], with the last of key and value too;
         and the gradient of the sinks.
     """
-    schedule = layer.schedule
+    schedule, halves = layer.schedule, layer.own_halves()
     query, key, value, output, log_sum_exp = saved
-    if not schedule.steps:
-        return _own_backward(layer, arriving, saved, sinks)
-    head_dim = key.shape[3]
-    grad_output = _heads_first(arriving[0].wait()[0][0])
-    first, last = (BlockAttention(layer.kernel, spans, layer.scale) for spans in schedule.spans_in_two)
-    own = (*schedule.own, *schedule.own_beside)
-    own_keys = _side_by_side(key, value)
-    exchange = KeyExchange(own_keys, schedule, layer.domain_group, layer.window)
-    # Parts are added up in fp32 (fp64 for fp64), so that the number of groups costs no precision.
-    wide = log_sum_exp.dtype
-    grad_query = torch.zeros_like(query, dtype=wide)
-    grad_keys = torch.zeros_like(own_keys, dtype=wide)
-    own_sums = grad_query, *_apart(grad_keys, head_dim)
-    returns = GradientReturn(grad_keys, schedule, layer.domain_group, layer.window)
-    # Every step hides the transfers of its neighbours. Before the first there are only the own blocks to hide
-    # its keys and values behind, and after the last only the own blocks to hide its gradients.
-    first.add_backward(own_sums, grad_output, query, key, value, output, log_sum_exp, own)
-    if len(arriving) > 1:
-        grad_output = torch.cat([grad_output, _heads_first(arriving[1].wait()[0][0])], dim=1)
-    for step, part, received in exchange:
-        gradient = None
-        if received is not None:
-            sums = torch.zeros_like(received, dtype=wide)
-            rows = slice(None), slice(*part.heads)
-            BlockAttention(layer.kernel, part.spans, layer.scale).add_backward(
-                (grad_query[rows], *_apart(sums, head_dim)),
-                grad_output[rows],
-                query[rows],
-                *_apart(received, head_dim),
-                output[rows],
-                log_sum_exp[rows],
-                step.blocks,
-            )
-            gradient = sums.to(query.dtype)
-        returns.post(step, part, gradient, like=own_keys)
-    *early, late = layer.own_halves()
-    leaving = [layer.leave(0, grad_query[:, half].to(query.dtype)) for half in early]
-    last.add_backward(own_sums, grad_output, query, key, value, output, log_sum_exp, own)
-    returns.finish()
-    grad_own = _apart(grad_keys.to(query.dtype), head_dim)
-    leaving.append(layer.leave(len(leaving), grad_query[:, late].to(query.dtype), *grad_own))
+    leaving: list[Moving] = []
+    apart: list[tuple[Tensor, Tensor, Tensor]] = []
+    if schedule.steps:
+        own_keys = _side_by_side(key, value)
+        exchange = KeyExchange(own_keys, schedule, layer.domain_group)
+        # Parts are added up in fp32 (fp64 for fp64), so that the number of groups costs no precision.
+        wide = log_sum_exp.dtype
+        grad_query, grad_keys = (torch.zeros_like(tensor, dtype=wide) for tensor in (query, own_keys))
+        own_sums = grad_query, *_apart(grad_keys, key.shape[3])
+        returns = GradientReturn(grad_keys, schedule, layer.domain_group)
+    for operation in schedule.program(backward=True, window=layer.window):
+        match operation:
+            case Wait(Batch("in", 0)):
+                grad_output = _heads_first(arriving[0].wait()[0][0])
+            case Wait(Batch("in", half)):
+                grad_output = torch.cat([grad_output, _heads_first(arriving[half].wait()[0][0])], dim=1)
+            case OwnBlock():
+                blocks = layer.blocks(schedule.own_spans(operation))
+                if schedule.steps:
+                    own = (*schedule.own, *schedule.own_beside)
+                    blocks.add_backward(own_sums, grad_output, *saved, own)
+                else:
+                    apart.append(_own_gradients(blocks, schedule, grad_output, saved))
+            case Post(Batch("keys")):
+                exchange.post(schedule.part(operation.batch))
+            case Wait(Batch("keys")):
+                received, gradient = exchange.wait(schedule.part(operation.batch)), None
+            case FarBlocks(step) if received is not None:
+                part = schedule.part(operation)
+                sums = torch.zeros_like(received, dtype=wide)
+                rows = slice(None), slice(*part.heads)
+                layer.blocks(part.spans).add_backward(
+                    (grad_query[rows], *_apart(sums, key.shape[3])),
+                    grad_output[rows],
+                    query[rows],
+                    *_apart(received, key.shape[3]),
+                    output[rows],
+                    log_sum_exp[rows],
+                    schedule.steps[step].blocks,
+                )
+                gradient = sums.to(query.dtype)
+            case Post(Batch("gradients")):
+                returns.post(schedule.part(operation.batch), gradient, like=own_keys)
+            case Wait(Batch("gradients")):
+                returns.wait(schedule.part(operation.batch))
+            case Post(Batch("out", half)):
+                done = grad_query[:, halves[half]].to(query.dtype) if schedule.steps else apart[half][0]
+                keys: Sequence[Tensor] = ()
+                if half == len(halves) - 1 and schedule.steps:
+                    keys = _apart(grad_keys.to(query.dtype), key.shape[3])
+                elif half == len(halves) - 1:
+                    keys = [_both(parts, key.shape[1]) for parts in list(zip(*apart, strict=True))[1:]]
+                leaving.append(layer.leave(half, done, *keys))
     return leaving, None if sinks is None else sinks_gradient(grad_output, output, log_sum_exp, sinks)
 
 
@@ -202,27 +220,6 @@ def _own_forward(
     for block, out, lse in blocks.forward(query, key, value, schedule.own_beside):
         merger.add((0, heads), block.queries, out, lse)
     return merger.output, merger.log_sum_exp
-
-
-def _own_backward(
-    layer: Layer, arriving: Sequence[Moving], saved: Saved, sinks: Tensor | None
-) -> tuple[list[Moving], Tensor | None]:
-    """`attend_backward` where there is no other group."""
-    schedule = layer.schedule
-    _, key, _, output, log_sum_exp = saved
-    arrived: list[Tensor] = []
-    leaving: list[Moving] = []
-    grad_keys: list[Sequence[Tensor]] = []
-    for number, spans in enumerate(schedule.spans_in_two if len(arriving) > 1 else [schedule.spans]):
-        arrived.append(_heads_first(arriving[number].wait()[0][0]))
-        blocks = BlockAttention(layer.kernel, spans, layer.scale)
-        grad_query, *own = _own_gradients(blocks, schedule, _cat(arrived), saved)
-        grad_keys.append(own)
-        if number + 1 < len(arriving):
-            leaving.append(layer.leave(number, grad_query))
-    sums = [_both(halves, key.shape[1]) for halves in zip(*grad_keys, strict=True)]
-    leaving.append(layer.leave(len(leaving), grad_query, *sums))
-    return leaving, None if sinks is None else sinks_gradient(_cat(arrived), output, log_sum_exp, sinks)
 
 
 def _own_gradients(

@@ -1,20 +1,11 @@
-"""What each unit does, in the order in which the runtime does it.
+"""What each unit does: layer after layer its token work and sums, and the program of attention.
 
-One layer forward (runtime/attention.py, runtime/exchange.py):
-
-    token work, sums inside the unit, all-to-all in
-    post the keys of steps 1 to window; own block
-    each step: post the keys of the step `window` later; part by part wait for its own keys, its blocks
-    all-to-all out
-
-and backward the same, where each part also posts its gradients when its blocks are done; a step then waits
-for those of the step `window` before. Only a part of the own block comes before the steps; the rest comes
-after them, and then the gradients still under way are waited for. An all-to-all is posted and waited for.
+An operation of that program (`plan.program`) is an instruction to each unit that it concerns: its own
+messages to post or to wait for, its seconds to compute.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -22,7 +13,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.simulator.work import ExchangePart, LayerWork, Messages
+from megatron_hexi.plan import program as attention
+from megatron_hexi.simulator.work import LayerWork, Messages
 
 Way = Literal["forward", "logits", "again", "backward"]
 
@@ -114,8 +106,8 @@ class Mark(NamedTuple):
 
 
 Instruction = Compute | Sum | Post | Wait | Mark
-#: Of each part of a step, the batches of the units.
-_Batches = list[dict[int, Batch]]
+#: What travels together, as each unit's own batch of it.
+_Sets = dict[attention.Batch, dict[int, Batch]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,24 +143,11 @@ class _Builder:
         self._window = window
         self._logits = logits
         self._logits_sums = sums
-        self._posted: list[Messages] = []
+        self.sent: list[Messages] = []
         self.units: list[list[Instruction]] = [[] for _ in range(len(work.sums))]
         self.batches: list[tuple[Batch, Batch]] = []
         self.set_kinds: list[str] = []
         self.set_laps: list[int] = []
-
-    @property
-    def table(self) -> tuple[Ints, Ints, Floats, Ints]:
-        """Sender, receiver, bytes and set of all messages."""
-        if not self._posted:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, np.int64)
-        counts = [len(messages.src) for messages in self._posted]
-        return (
-            np.concatenate([messages.src for messages in self._posted]),
-            np.concatenate([messages.dst for messages in self._posted]),
-            np.concatenate([messages.size for messages in self._posted]),
-            np.repeat(np.arange(len(counts)), counts),
-        )
 
     def add(self, number: int, lap: Lap) -> None:
         if lap.way == "logits":
@@ -177,93 +156,51 @@ class _Builder:
                 program += _if_any(Sum(float(self._logits_sums[unit])))
                 program += [Mark(number, point) for point in range(len(POINTS))]
             return
-        way = int(lap.way == "backward")
-        steps = self._work.steps
-        enter = self._halves(number, "all-to-all in", self._work.moves[2 * way])
-        keys = [self._step(number, "keys", step, s) for s, step in enumerate(steps, start=1)]
-        home = [self._step(number, "gradients", step, s) for s, step in enumerate(steps, start=1) if way]
-        leave = self._halves(number, "all-to-all out", self._work.moves[2 * way + 1])
+        work, way = self._work, int(lap.way == "backward")
+        sets = {what: self._batches(number, what, sent) for what, sent in work.sent[way].items()}
         for unit, program in enumerate(self.units):
             if lap.whole:
-                program += _if_any(Compute("token", "token work", float(self._work.token[way][unit])))
-                program += _if_any(Sum(float(self._work.sums[unit])))
+                program += _if_any(Compute("token", "token work", float(work.token[way][unit])))
+                program += _if_any(Sum(float(work.sums[unit])))
             program.append(Mark(number, 0))
-            for half in enter:
-                program += _post(half, unit)
-            program += _wait(enter[0], unit)
-            program.append(Mark(number, 1))
-            program += self._attention(unit, way, (enter, leave), keys, home)
-            program.append(Mark(number, 2))
-            program += _post(leave[-1], unit)
-            for half in leave:
-                program += _wait(half, unit)
+            program += self._attention(unit, number, way, sets)
             program.append(Mark(number, 3))
 
-    def _attention(
-        self,
-        unit: int,
-        way: int,
-        moves: tuple[_Batches, _Batches],
-        keys: Sequence[_Batches],
-        home: Sequence[_Batches],
-    ) -> Iterator[Instruction]:
-        work, (enter, leave) = self._work, moves
-        steps = int(work.unit_steps[unit])
-        for posted in itertools.chain(*keys[: self._window]):
-            yield from _post(posted, unit)
-        own, first = float(work.own[way][unit]), float(work.own[way][unit] * work.share[unit])
-        rest = float(work.own_last[unit]) if way else 0.0
-        if len(enter) > 1:
-            yield from _if_any(Compute("attention", "own block", first))
-            if not steps:
-                yield from _post(leave[0], unit)
-            yield from _wait(enter[1], unit)
-            yield from _if_any(Compute("attention", "own block", own - rest - first))
-        else:
-            yield from _if_any(Compute("attention", "own block", own - rest))
-        for step in range(steps):
-            if step + self._window < steps:
-                for posted in keys[step + self._window]:
-                    yield from _post(posted, unit)
-            for number, part in enumerate(work.steps[step]):
-                yield from _wait(keys[step][number], unit)
-                seconds = float(part.blocks[way][unit])
-                if len(leave) > 1 and not way and step == steps - 1:
-                    before, ends_in = work.before[step]
-                    early = seconds * float(before[number, unit])
-                    yield from _if_any(Compute("attention", f"blocks {step + 1}", early))
-                    if number == ends_in[unit]:
-                        yield from _post(leave[0], unit)
-                    seconds -= early
-                yield from _if_any(Compute("attention", f"blocks {step + 1}", seconds))
-                if home:
-                    yield from _post(home[step][number], unit)
-            if home and self._window <= step < steps - 1:
-                for arrived in home[step - self._window]:
-                    yield from _wait(arrived, unit)
-        if len(leave) > 1 and way and steps:
-            yield from _post(leave[0], unit)
-        yield from _if_any(Compute("attention", "rest of own block", rest))
-        for last in itertools.chain(*home[max(0, steps - 1 - self._window) : steps]):
-            yield from _wait(last, unit)
+    def _attention(self, unit: int, lap: int, way: int, sets: _Sets) -> Iterator[Instruction]:
+        work = self._work
+        parts = tuple(map(len, work.blocks[: int(work.unit_steps[unit])]))
+        first_in, last_out = attention.Batch("in", 0), attention.Batch("out", work.halves - 1)
+        for operation in attention.attention_program(
+            way > 0, parts, self._window, work.halves, int(work.turn[unit])
+        ):
+            match operation:
+                case attention.Post(batch):
+                    if batch == last_out:
+                        yield Mark(lap, 2)
+                    if unit in sets[batch]:
+                        yield Post(sets[batch][unit])
+                case attention.Wait(batch):
+                    if unit in sets[batch]:
+                        yield Wait(sets[batch][unit])
+                    if batch == first_in:
+                        yield Mark(lap, 1)
+                case attention.OwnBlock(first, stop):
+                    share = float(work.share[unit])
+                    shares = share * (first == 0) + (1 - share) * (stop == 2)
+                    name = "rest of own block" if first and way else "own block"
+                    yield from _if_any(Compute("attention", name, float(work.own[way][unit]) * shares))
+                case attention.FarBlocks(step, part, piece):
+                    early = float(work.early[unit])
+                    shares = 1.0 if piece is None else (early, 1 - early)[piece]
+                    seconds = float(work.blocks[step][part][way][unit]) * shares
+                    yield from _if_any(Compute("attention", f"blocks {step + 1}", seconds))
 
-    def _halves(self, lap: int, carries: str, halves: Sequence[Messages]) -> _Batches:
-        """The batches of each half of an all-to-all."""
-        return [self._batches(lap, "all_to_all", carries, messages) for messages in halves]
-
-    def _step(self, lap: int, carries: str, step: Sequence[ExchangePart], number: int) -> _Batches:
-        """The batches of each part of a step, on the way to the users or home."""
-        found = []
-        for place, part in enumerate(step, start=1):
-            messages = part.keys.home if carries == "gradients" else part.keys
-            which = place if len(step) > 1 else 0
-            found.append(self._batches(lap, "exchange", carries, messages, number, which))
-        return found
-
-    def _batches(
-        self, lap: int, phase: str, carries: str, messages: Messages, step: int = 0, part: int = 0
-    ) -> dict[int, Batch]:
+    def _batches(self, lap: int, what: attention.Batch, messages: Messages) -> dict[int, Batch]:
         """One batch for each unit that sends or receives any of the messages."""
+        phase, carries, step, part = "all_to_all", f"all-to-all {what.cargo}", 0, 0
+        if what.cargo in ("keys", "gradients"):
+            phase, carries, step = "exchange", what.cargo, what.step + 1
+            part = what.part + 1 if len(self._work.blocks[what.step]) > 1 else 0
         number = len(self.batches)
         found: dict[int, Batch] = {}
         for src, dst in zip(messages.src.tolist(), messages.dst.tolist(), strict=True):
@@ -275,7 +212,7 @@ class _Builder:
                 batch.left += 1
             self.batches.append((ends[0], ends[1]))
             number += 1
-        self._posted.append(messages)
+        self.sent.append(messages)
         self.set_kinds.append(carries)
         self.set_laps.append(lap)
         return found
@@ -288,7 +225,7 @@ def build_program(
 
     Args:
         work: of one layer.
-        laps: what is done, in order.
+        laps: what is done, in order; a layer at least.
         window: exchange steps under way ahead of the one in use.
         logits: output matrix and loss of each unit, both directions, s, [U].
         logits_sums: the sum inside each unit that they need, s, [U].
@@ -296,27 +233,19 @@ def build_program(
     builder = _Builder(work, window, logits, logits_sums)
     for number, lap in enumerate(laps):
         builder.add(number, lap)
-    src, dst, size, sets = builder.table
+    counts = [len(messages.src) for messages in builder.sent]
     return Program(
-        builder.units,
-        tuple(laps),
-        src,
-        dst,
-        size,
-        sets,
-        builder.set_kinds,
-        builder.set_laps,
-        builder.batches,
+        units=builder.units,
+        laps=tuple(laps),
+        src=np.concatenate([messages.src for messages in builder.sent]),
+        dst=np.concatenate([messages.dst for messages in builder.sent]),
+        size=np.concatenate([messages.size for messages in builder.sent]),
+        sets=np.repeat(np.arange(len(counts)), counts),
+        set_kinds=builder.set_kinds,
+        set_laps=builder.set_laps,
+        batches=builder.batches,
     )
 
 
 def _if_any(step: Compute | Sum) -> tuple[Instruction, ...]:
     return (step,) if step.seconds > 0 else ()
-
-
-def _post(batches: dict[int, Batch], unit: int) -> tuple[Instruction, ...]:
-    return (Post(batches[unit]),) if unit in batches else ()
-
-
-def _wait(batches: dict[int, Batch], unit: int) -> tuple[Instruction, ...]:
-    return (Wait(batches[unit]),) if unit in batches else ()

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import all_to_all_bytes
-from megatron_hexi.cost.compute import (
-    Speeds,
-    Times,
-    keys_merge_times,
-    merge_times,
-    own_block_times,
-    rectangle_times,
-)
-from megatron_hexi.cost.exchange import Chunk, exchange_chunks
+from megatron_hexi.cost.compute import Times
+from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer import Layer, Stage, message_bytes
+from megatron_hexi.cost.layer import Layer, Stage, chunk_times, message_bytes, unit_times
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.plan.program import Batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,19 +24,6 @@ class Messages:
     dst: Ints
     size: Floats
 
-    @property
-    def home(self) -> Messages:
-        """As many bytes the other way."""
-        return Messages(self.dst, self.src, self.size)
-
-
-@dataclass(frozen=True, eq=False)
-class ExchangePart:
-    """Some heads of a step of the exchange: seconds of each unit's blocks, and the keys that travel."""
-
-    blocks: Times
-    keys: Messages
-
 
 @dataclass(frozen=True, eq=False)
 class LayerWork:
@@ -53,35 +33,30 @@ class LayerWork:
         token: work on tokens, s.
         sums: sums inside each unit, s, in each direction.
         own: the own group's block, s.
-        own_last: the part of it that comes after the exchange in the backward pass, s.
         share: of each unit's heads, the half that comes first.
-        steps: of the exchange, each in its parts.
-        before: of each step, what of each part's work is of the half that comes first, [parts, U], and the
-            part in which this half ends, [U].
+        blocks: of each step of the exchange in its parts, s.
         unit_steps: how many of them each unit's replica has.
-        moves: the all-to-alls: forward in and out, backward in and out, each of one or two halves.
+        turn: the part of the last one in which the half that comes first ends.
+        early: how much of this part's work is that half's.
+        halves: in how many all-to-alls query heads travel each way.
+        sent: what travels forward, and backward.
     """
 
     token: Times
     sums: Floats
     own: Times
-    own_last: Floats
     share: Floats
-    steps: tuple[tuple[ExchangePart, ...], ...]
-    before: tuple[tuple[Floats, Ints], ...]
+    blocks: tuple[tuple[Times, ...], ...]
     unit_steps: Ints
-    moves: tuple[tuple[Messages, ...], ...]
-
-    @property
-    def parts(self) -> list[ExchangePart]:
-        """Of all steps."""
-        return [part for step in self.steps for part in step]
+    turn: Ints
+    early: Floats
+    halves: int
+    sent: tuple[dict[Batch, Messages], dict[Batch, Messages]]
 
     def messages(self, again: bool) -> int:
-        """How many messages there are, forward and backward; `again`: part of it is recomputed."""
-        moves = sum(len(half.src) for half in self.moves[0])
-        keys = sum(len(part.keys.src) for part in self.parts)
-        return (2 + 2 + 2 * again) * moves + (1 + 2 + again) * keys
+        """How many messages there are, forward and backward; `again`: the forward ones are repeated."""
+        forward, backward = (sum(len(batch.src) for batch in sent.values()) for sent in self.sent)
+        return forward * (1 + again) + backward
 
 
 def layer_work(plan: PlanArrays, job: Job, stage: Stage, layer: Layer) -> LayerWork:
@@ -91,69 +66,57 @@ def layer_work(plan: PlanArrays, job: Job, stage: Stage, layer: Layer) -> LayerW
         plan: the plan.
         job: the job.
         stage: what the units run on.
-        layer: what the cost model makes of it; work on tokens is taken from there.
+        layer: what the cost model makes of it; sums inside units are taken from there.
     """
-    holder, taker = plan.all_to_all_pairs
-    moves: dict[tuple[str, bool], list[Messages]] = {}
-    for move in all_to_all_bytes(plan, job):
-        ends = (holder, taker) if move.inward else (taker, holder)
-        moves.setdefault((move.way, move.inward), []).append(Messages(*ends, move.size))
-    chunks = list(exchange_chunks(plan))
+    token, own = unit_times(plan, job, stage)
+    unit_steps = plan.groups_beside[plan.group] - 1
     first = plan.heads_first
-    own = _own_blocks(plan, job, stage.by_kind)
+    units = np.arange(len(first))
+    # Only the first step may have several parts.
+    stops = np.cumsum(plan.part_heads, axis=0)
+    turn = np.where(unit_steps == 1, np.argmax(stops >= first, axis=0), 0)
+    held = np.where(unit_steps == 1, plan.part_heads[turn, units], plan.heads)
+    before = np.where(unit_steps == 1, stops[turn, units] - held, 0)
+    blocks, keys = _exchange(plan, job, stage)
+    home = {to._replace(cargo="gradients"): Messages(one.dst, one.src, one.size) for to, one in keys.items()}
+    there_in, there_out, back_in, back_out = _all_to_alls(plan, job).values()
     return LayerWork(
-        token=Times(layer.forward.token, layer.backward.token),
+        token=token,
         sums=layer.forward.tensor_parallel,
         own=own,
-        own_last=own.backward * (1 - first / np.maximum(plan.heads, 1)),
         share=first / np.maximum(plan.heads, 1),
-        steps=tuple(step for chunk in chunks for step in _steps(plan, job, stage.by_kind, chunk)),
-        before=tuple(step for chunk in chunks for step in _before(first, chunk)),
-        unit_steps=plan.groups_beside[plan.group] - 1,
-        moves=tuple(tuple(halves) for halves in moves.values()),
+        blocks=blocks,
+        unit_steps=unit_steps,
+        turn=turn,
+        early=(first - before) / np.maximum(held, 1),
+        halves=1 + plan.in_halves,
+        sent=(there_in | keys | there_out, back_in | keys | home | back_out),
     )
 
 
-def _before(first: Ints, chunk: Chunk) -> list[tuple[Floats, Ints]]:
-    """Of each step: the share of each part's heads that are among each unit's first, and where these end."""
-    found = []
-    for numbers in chunk.steps:
-        heads = chunk.heads[numbers.start : numbers.stop]
-        ends = np.cumsum(heads, axis=0)
-        inside = np.clip(first - (ends - heads), 0, heads)
-        found.append((inside / np.maximum(heads, 1), np.argmax(ends >= first, axis=0)))
+def _all_to_alls(plan: PlanArrays, job: Job) -> dict[tuple[str, bool], dict[Batch, Messages]]:
+    """Forward in and out, backward in and out, each of one or two halves."""
+    holder, taker = plan.all_to_all_pairs
+    found: dict[tuple[str, bool], dict[Batch, Messages]] = {}
+    for move in all_to_all_bytes(plan, job):
+        ends = (holder, taker) if move.inward else (taker, holder)
+        batch = Batch("in" if move.inward else "out", move.half)
+        found.setdefault((move.way, move.inward), {})[batch] = Messages(*ends, move.size)
     return found
 
 
-def _own_blocks(plan: PlanArrays, job: Job, by_kind: list[tuple[Speeds, Ints]]) -> Times:
-    times = Times(np.zeros(len(plan.tokens)), np.zeros(len(plan.tokens)))
-    for speeds, units in by_kind:
-        tokens = plan.group_tokens[plan.group[units]].astype(float)
-        one_head = own_block_times(speeds, job, tokens, plan.causal)
-        for way in range(2):
-            times[way][units] = plan.heads[units] * one_head[way]
-    return times
-
-
-def _steps(
-    plan: PlanArrays, job: Job, by_kind: list[tuple[Speeds, Ints]], chunk: Chunk
-) -> list[tuple[ExchangePart, ...]]:
-    blocks = Times(np.zeros(chunk.heads.shape), np.zeros(chunk.heads.shape))
-    for speeds, units in by_kind:
-        groups = plan.group[units]
-        queries, keys = chunk.queries[:, groups].astype(float), chunk.keys[:, groups].astype(float)
-        work, sums = rectangle_times(speeds, job, queries, keys), merge_times(speeds, job, queries)
-        for way in range(2):
-            blocks[way][:, units] = chunk.heads[:, units] * (work[way] + sums[way]).sum(axis=2)
-        received = chunk.received[:, groups].astype(float)
-        blocks.backward[:, units] += chunk.kv_heads[:, units] * keys_merge_times(speeds, job, received)
-    size = message_bytes(job, chunk)
-    bounds = np.searchsorted(chunk.part, np.arange(len(chunk.keys) + 1))
-    parts = [
-        ExchangePart(
-            Times(blocks.forward[part], blocks.backward[part]),
-            Messages(chunk.owner[low:high], chunk.user[low:high], size[low:high]),
-        )
-        for part, (low, high) in enumerate(itertools.pairwise(bounds))
-    ]
-    return [tuple(parts[number] for number in numbers) for numbers in chunk.steps]
+def _exchange(
+    plan: PlanArrays, job: Job, stage: Stage
+) -> tuple[tuple[tuple[Times, ...], ...], dict[Batch, Messages]]:
+    """Seconds of the blocks of each step in its parts, and the keys that travel for them."""
+    blocks: list[tuple[Times, ...]] = []
+    keys: dict[Batch, Messages] = {}
+    for chunk in exchange_chunks(plan):
+        work, size = chunk_times(plan, job, stage, chunk), message_bytes(job, chunk)
+        for numbers in chunk.steps:
+            for part, number in enumerate(numbers):
+                own = chunk.messages(number)
+                batch = Batch("keys", len(blocks), part)
+                keys[batch] = Messages(chunk.owner[own], chunk.user[own], size[own])
+            blocks.append(tuple(Times(work.forward[n], work.backward[n]) for n in numbers))
+    return tuple(blocks), keys

@@ -17,6 +17,7 @@ from megatron_hexi.plan import (
     forward_traffic,
     proportional_plan,
 )
+from megatron_hexi.plan.program import Batch, OwnBlock, Post, Wait
 from megatron_hexi.runtime import exchange
 from megatron_hexi.runtime import wire as wire_room
 from megatron_hexi.runtime.all_to_all import heads_to_tokens, join_heads, tokens_to_heads
@@ -213,25 +214,32 @@ def test_the_exchange_brings_the_keys_of_each_step_and_runs_ahead_by_the_window(
     def parts_of(steps):
         return sum(len(step.parts) for step in steps)
 
+    def check(part, received):
+        assert (received is None) == (not part.receives)
+        for sent in part.receives:
+            assert received is not None
+            piece = received[sent.kv[0] - part.kv[0] : sent.kv[1] - part.kv[0]]
+            assert torch.equal(piece, keys_of(sent.peer, sent.kv, sent.keys))
+
     def work(rank):
         own = schedules[rank.rank]
         everyone = rank.new_group("domain", range(len(schedules)))
         count.under_way = 0
         keys = keys_of(rank.rank, own.own_kv, own.group_tokens)
-        steps = KeyExchange(keys, own, everyone, window)
-        assert count.under_way == parts_of(own.steps[:window])
-        expected = [(step, part) for step in own.steps for part in step.parts]
-        for (step, part), (found, same, received) in zip(expected, steps, strict=True):
-            assert found is step
-            assert same is part
-            number = own.steps.index(step)
-            rest = len(step.parts) - 1 - step.parts.index(part)
-            assert count.under_way == rest + parts_of(own.steps[number + 1 : number + 1 + window])
-            assert (received is None) == (not part.receives)
-            for sent in part.receives:
-                assert received is not None
-                piece = received[sent.kv[0] - part.kv[0] : sent.kv[1] - part.kv[0]]
-                assert torch.equal(piece, keys_of(sent.peer, sent.kv, sent.keys))
+        steps = KeyExchange(keys, own, everyone)
+        for operation in own.program(backward=False, window=window):
+            match operation:
+                case Post(Batch("keys")):
+                    steps.post(own.part(operation.batch))
+                case Wait(Batch("keys", number)):
+                    part = own.part(operation.batch)
+                    received = steps.wait(part)
+                    rest = len(own.steps[number].parts) - 1 - operation.batch.part
+                    ahead = own.steps[number + 1 : number + 1 + window]
+                    assert count.under_way == rest + parts_of(ahead)
+                    check(part, received)
+                case OwnBlock(0):
+                    assert count.under_way == parts_of(own.steps[:window])
         assert count.under_way == 0
         assert torch.equal(keys, keys_of(rank.rank, own.own_kv, own.group_tokens))
         return len(own.steps)

@@ -12,6 +12,7 @@ from megatron_hexi.plan import Mask
 from megatron_hexi.runtime import attention as attention_room
 from tests.support.nccl_rules import BrokenRuleError, Call, Posted, replay
 from tests.support.plans import RAGGED, RANDOMS, SPARSE, TORN, examples, masks, plans, workloads
+from tests.support.programmed import programmed
 from tests.support.training import RECOMPUTE, Job
 
 LENGTHS = (1, 2, 3, 5, 7, 11, 13, *range(1, 60))
@@ -37,8 +38,8 @@ def jobs(draw):
     )
 
 
-def one_layer(plan, stages=1):
-    mask = Mask(causal=plan.workload.causal)
+def one_layer(plan, stages=1, mask=None):
+    mask = Mask(causal=plan.workload.causal) if mask is None else mask
     return Job(plan, (mask,), stages, 1, (1,) * len(plan.replicas), "no", False, torch.float32)
 
 
@@ -53,6 +54,36 @@ def check(job):
 @examples(30)
 def test_any_job_ends_and_its_messages_and_collectives_match(job):
     assert check(job) > 0
+
+
+@st.composite
+def layers(draw, most_ranks=6):
+    """Any plan under any mask."""
+    workload = draw(workloads(lengths=LENGTHS, value_dims=(None, None, 2, 9)))
+    plan = draw(plans(st.just(workload), most_ranks=most_ranks, most_replicas=2))
+    return plan, draw(masks(plan.workload))
+
+
+@given(layer=layers())
+@examples(40)
+def test_the_runtime_posts_what_the_program_says(layer):
+    plan, mask = layer
+    job = one_layer(plan, mask=mask)
+    for recorded, expected in zip(job.post(), programmed(plan, mask, "float32"), strict=True):
+        attention = [call for call in recorded if call.messages or call.collective == "alltoall_base_"]
+        assert attention == expected
+
+
+@given(layer=layers(most_ranks=16))
+@examples(300)
+def test_the_program_of_any_plan_ends_and_its_messages_and_collectives_match(layer):
+    plan, mask = layer
+    posted = programmed(plan, mask, "float32")
+    made = sorted({(call.communicator, call.ranks) for calls in posted for call in calls})
+    for name, ranks in made:
+        for rank in ranks:
+            posted[rank].insert(0, Call(name, ranks, collective="connect"))
+    assert replay(posted) == replay(posted, one_queue=False)
 
 
 @pytest.mark.slow

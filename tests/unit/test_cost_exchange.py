@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost import exchange
 from megatron_hexi.cost.collectives import all_to_all_bytes
+from megatron_hexi.cost.compute import Times
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
-from megatron_hexi.cost.overlap import BackwardClock, ForwardClock, Part
+from megatron_hexi.cost.overlap import Part, Start, pass_ends
 from megatron_hexi.cost.plan_arrays import plan_arrays
 from megatron_hexi.plan import Group, Member, Workload, backward_traffic, build_schedule, forward_traffic
 from tests.support.costs import TINY, tiny_job
@@ -130,15 +131,19 @@ BOTH = (np.array([0, 1]), np.array([1, 0]))
 
 
 def part(compute, there, home=(0, 0)):
-    return Part(units(*compute), *BOTH, units(*there), units(*home))
+    return Part(Times(units(*compute), units(*compute)), *BOTH, units(*there), units(*home))
+
+
+def carried_out(backward, window, posted, first, rest, steps):
+    """Steps are lists of parts, or the one part of a step."""
+    parts = [[part(*one) for one in step] if isinstance(step, list) else [part(*step)] for step in steps]
+    nothing = np.zeros(len(posted))
+    own = Start(units(*posted), nothing, units(*first), units(*rest))
+    return list(pass_ends(backward, parts, own, window, 1, nothing).whole)
 
 
 def forward(window, begin, own, steps):
-    """Steps are lists of parts, or the one part of a step."""
-    clock = ForwardClock(units(*begin), units(*begin), units(*own), window)
-    for step in steps:
-        clock.step([part(*one) for one in step] if isinstance(step, list) else [part(*step)])
-    return list(clock.end)
+    return carried_out(False, window, begin, own, (0, 0), steps)
 
 
 def test_transfers_hide_behind_blocks():
@@ -164,9 +169,8 @@ def test_a_late_unit_delays_its_users():
 
 
 def test_units_without_messages_do_not_wait():
-    clock = ForwardClock(units(0, 0, 5), units(0, 0, 5), units(1, 1, 1), 1)
-    clock.step([part([1, 1, 1], [10, 10])])
-    assert list(clock.end) == [11, 11, 7]
+    steps = [([1, 1, 1], [10, 10])]
+    assert carried_out(False, 1, [0, 0, 5], [1, 1, 1], [0, 0, 0], steps) == [11, 11, 7]
 
 
 def test_of_a_step_in_parts_only_the_first_part_shows():
@@ -180,11 +184,7 @@ def test_of_a_step_in_parts_only_the_first_part_shows():
 
 
 def backward(window, own, steps, last=(0, 0)):
-    clock = BackwardClock(units(0, 0), units(0, 0), units(*own), units(*last), window)
-    for step in steps:
-        clock.step([part(*one) for one in step] if isinstance(step, list) else [part(*step)])
-    clock.finish()
-    return list(clock.end)
+    return carried_out(True, window, [0, 0], own, last, steps)
 
 
 def test_the_last_gradients_are_waited_for():
@@ -229,13 +229,9 @@ def test_keys_and_gradients_share_the_wire():
 @examples(100)
 def test_slower_work_or_wires_never_end_earlier(window, rows, more):
     def run(extra_work, extra_wire):
-        clock = BackwardClock(units(0, 0), units(0, 0), units(1, 2), units(3, 1), window)
-        for row in rows:
-            work = units(*row[:2]) + extra_work
-            there, home = units(*row[2:4]) + extra_wire, units(*row[4:]) + extra_wire
-            clock.step([Part(work, *BOTH, there, home)])
-        clock.finish()
-        return clock.end
+        extra = [extra_work] * 2 + [extra_wire] * 4
+        steps = [np.add(row, extra).reshape(3, 2) for row in rows]
+        return np.array(backward(window, [1, 2], steps, last=[3, 1]))
 
     assert (run(more, 0) >= run(0, 0) - 1e-9).all()
     assert (run(0, more) >= run(0, 0) - 1e-9).all()

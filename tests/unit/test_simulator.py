@@ -91,7 +91,7 @@ def check_traffic(plan, recompute):
     assert inside.sum() == inside_in.sum()
     assert between.sum() == between_in.sum()
     for way, direction in enumerate((cost.layer.forward, cost.layer.backward)):
-        attention = work.own[way] + sum(part.blocks[way] for part in work.parts)
+        attention = work.own[way] + sum(part[way] for step in work.blocks for part in step)
         assert attention == pytest.approx(direction.attention)
 
 
