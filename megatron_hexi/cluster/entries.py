@@ -141,6 +141,7 @@ class DeviceEntry:
         nominal: rates by datasheet.
         link: to the GPUs of its node.
         matmul: matrix products, against rows.
+        matmul_fp8: the same in fp8.
         attention: each kernel's curves, against tokens, with heads of 128.
         source: where its own figures come from.
         note: what a user should know besides.
@@ -153,6 +154,7 @@ class DeviceEntry:
     nominal: NominalEntry | None = None
     link: LinkEntry | None = None
     matmul: CurveEntry | None = None
+    matmul_fp8: CurveEntry | None = None
     attention: dict[Name, AttentionEntry] | None = None
     source: Text | None = None
     note: Text | None = None
@@ -192,7 +194,10 @@ class Builder:
         usable = need("usable_gib", entry.usable_gib, lambda d: d.usable_gib * memory_gb / d.memory_gb)
         bandwidth = need("memory_gb_s", entry.memory_gb_s, lambda d: d.memory_gb_s)
         nominal = Nominal(**vars(entry.nominal)) if entry.nominal else None
-        matmul = self._matmul(entry.matmul, bandwidth, (*place, "matmul")) if entry.matmul else None
+        matmul, in_fp8 = (
+            self._matmul(curve, bandwidth / size, (*place, name)) if curve else None
+            for name, curve, size in (("matmul", entry.matmul, 1.0), ("matmul_fp8", entry.matmul_fp8, 0.5))
+        )
         link = self._link(entry.link, (*place, "link")) if entry.link else None
         kernels = {item.kernel: item for item in base.attentions} if base else {}
         for kernel, item in (entry.attention or {}).items():
@@ -212,6 +217,7 @@ class Builder:
             attentions=tuple(sorted(kernels.values(), key=_speed, reverse=True)),
             source=self._cite(entry.source) or (base.source if base else "the cluster file"),
             note=entry.note or (base.note if base else ""),
+            matmul_fp8=in_fp8 or (base.matmul_fp8 if base else None),
         )
 
     def _cite(self, text: str | None) -> str:
@@ -243,7 +249,8 @@ class Builder:
 
     def _matmul(self, entry: CurveEntry, memory_gb_s: float, place: Place) -> Curve:
         # Rows from which a product computes for longer than it reads its two-byte weights:
-        # rows x 2 FLOPs a weight at the achieved rate = 2 bytes a weight at the memory's bandwidth.
+        # rows x 2 FLOPs a weight at the achieved rate = 2 bytes a weight at the memory's bandwidth, which
+        # is worth twice as much for weights of one byte.
         return self._curve(entry, max(1.0, entry.points[-1][1] * 1e3 / memory_gb_s), place)
 
     def _link(self, entry: LinkEntry, place: Place) -> Link:

@@ -39,6 +39,9 @@ WANTED = [
     "A10G-24GB",
     "L4-24GB",
     "GH200-96GB",
+    "H100-SXM-96GB",
+    "TitanRTX-24GB",
+    "RTX2080Ti-11GB",
 ]
 
 
