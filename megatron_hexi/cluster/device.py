@@ -154,6 +154,8 @@ class Device:
         source: the datasheet.
         note: what a user should know besides.
         matmul_fp8: achieved by matrix products in fp8; ``None`` where nobody measured it.
+        layer_share: what a training layer's matrices reach of both; 1 where they were measured as a layer
+            runs them.
     """
 
     name: str
@@ -168,6 +170,7 @@ class Device:
     source: str
     note: str = ""
     matmul_fp8: Curve | None = None
+    layer_share: float = 1.0
 
     @property
     def kernels(self) -> tuple[str, ...]:

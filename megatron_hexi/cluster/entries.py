@@ -20,6 +20,7 @@ Text = Annotated[str, Field(min_length=1, max_length=2000)]
 Rate = Annotated[float, Field(strict=True, gt=0, le=1e6, allow_inf_nan=False)]
 Latency = Annotated[float, Field(strict=True, ge=0, le=1e7, allow_inf_nan=False)]
 Memory = Annotated[float, Field(strict=True, gt=0, le=1e5, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 Size = Annotated[float, Field(strict=True, ge=1, le=2**40, allow_inf_nan=False)]
 Points = Annotated[tuple[tuple[Size, Rate], ...], Field(min_length=1, max_length=1000)]
 
@@ -171,12 +172,14 @@ class Builder:
         known: devices that an entry may extend or be `like`.
         halves: tokens at which attention reaches half its rate, by mask and direction.
         citations: texts that a one-word `source` stands for.
+        layer_share: of devices whose `matmul` stands in the document.
     """
 
     source: YamlFile
     known: Mapping[str, Device]
     halves: Mapping[Mask, Mapping[Pass, float]]
     citations: Mapping[str, str]
+    layer_share: float
 
     def device(self, name: str, entry: DeviceEntry) -> Device:
         """The device; raises ClusterError where a part is missing or a rule broken."""
@@ -218,6 +221,7 @@ class Builder:
             source=self._cite(entry.source) or (base.source if base else "the cluster file"),
             note=entry.note or (base.note if base else ""),
             matmul_fp8=in_fp8 or (base.matmul_fp8 if base else None),
+            layer_share=base.layer_share if base and not matmul else self.layer_share,
         )
 
     def _cite(self, text: str | None) -> str:

@@ -53,8 +53,9 @@ def device_speeds(device: Device, job: Job) -> Speeds:
     """What the GPU achieves in this job.
 
     Curves are in bf16 (fp16 where there is no bf16); both 16-bit types run alike. fp32 is slower by the
-    ratio of the nominal rates, matrix products and attention alike. fp8 is matrix products in fp8; attention
-    and the output matrix stay in bf16, as with Megatron's --fp8-format.
+    ratio of the nominal rates, matrix products and attention alike. fp8 is matrix products in fp8;
+    attention and the output matrix stay in bf16, as with Megatron's --fp8-format. Of the catalogue's matrix
+    products, the best of many shapes, a layer reaches a share (cluster/data/devices.yaml).
 
     Raises:
         ClusterError: the GPU lacks the precision, or has no curves for the kernel.
@@ -74,10 +75,10 @@ def device_speeds(device: Device, job: Job) -> Speeds:
     factor = rate / half if job.precision == "fp32" else 1.0
     heads = factor * head_size_factor(job.model.head_dim)
     attention = device.attention(job.kernel).map(lambda curve: curve.scaled(heads))
-    output = device.matmul.scaled(factor)
+    layer = device.matmul_fp8 if job.precision == "fp8" and device.matmul_fp8 else device.matmul
     return Speeds(
-        matmul=output if job.precision != "fp8" or device.matmul_fp8 is None else device.matmul_fp8,
-        output=output,
+        matmul=layer.scaled(factor * device.layer_share),
+        output=device.matmul.scaled(factor * device.layer_share),
         causal=attention.causal,
         full=attention.full,
         memory=device.memory_gb_s * 1e9 * HBM_SHARE,
