@@ -19,6 +19,8 @@ from benchmarks.published.predict import Comparison, compare
 from benchmarks.published.summary import errors
 from benchmarks.published.tables import tables
 
+PAGE = Path(__file__).parents[2] / "docs" / "results"
+
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run it.
@@ -44,9 +46,8 @@ def _print(results: Mapping[str, Sequence[Comparison]]) -> None:
     for table in tables():
         print(table.title)
         for row in results[table.name]:
-            print(
-                f"  {row.row:44} {row.published:10,.4g} {row.predicted:10,.4g} {row.unit:15} {row.error:+7.1%}"
-            )
+            numbers = f"{row.published:10,.4g} {row.predicted:10,.4g}"
+            print(f"  {row.row:44} {numbers} {row.unit:15} {row.error:+7.1%}")
     for what in ("time", "memory"):
         found = errors([row for rows in results.values() for row in rows if row.what == what])
         print(f"{what}: {found.rows} rows, median {found.median:.1%}, worst {found.worst:.1%}")
@@ -60,9 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         "--page",
         type=Path,
         nargs="?",
-        const=Path("docs/results"),
+        const=PAGE,
         metavar="FOLDER",
-        help="write the page and its picture (default %(const)s)",
+        help="write the page and its picture (default docs/results)",
     )
     return parser
 

@@ -2,20 +2,20 @@
 
 What others do otherwise than Megatron with a plan is carried over here, each by one rule:
 
-- an interleaved schedule of v chunks a stage fills and drains in one v-th (Narayanan et al., arXiv 2104.04473,
-  section 2.2): the bubble counts 1 / v;
+- an interleaved schedule of v chunks a stage fills and drains in one v-th (Narayanan et al., arXiv
+  2104.04473, section 2.2): the bubble counts 1 / v;
 - sums inside units that hide behind matrix products (`hidden_sums`) count nothing;
-- sends that block (DeepSpeed's pipeline: send and receive in line with compute) are part of both stages' time.
+- sends that block (DeepSpeed's pipeline: send and receive in line with compute) are in both stages' time.
 
 Memory, where others keep something else:
 
 - ``fsdp``: weights, gradients and Adam in fp32, 16 bytes a weight over all ranks, and two layers whole in
-  bf16; Float8 makes its copies as they are used. torch's cross entropy keeps bf16 logits, their fp32 copy, its
-  own output and that one's gradient: 14 bytes a logit where Megatron's keeps 8.
+  bf16; Float8 makes its copies as they are used. torch's cross entropy keeps bf16 logits, their fp32 copy,
+  its own output and that one's gradient: 14 bytes a logit where Megatron's keeps 8.
 - ``fsdp-pipeline``: with a pipeline weights stay whole in bf16 and gradients are added up whole in fp32, as
   Megatron's do; the logits as above.
-- ``deepspeed``: 8 bytes a weight more than Megatron's 16 (copies, a buffer for sums), 4.76 GB of fused kernels
-  and 0.3 GB besides (Sailor's own model: sailor/Planner/simulations/runtime_simulator.py), and plain
+- ``deepspeed``: 8 bytes a weight more than Megatron's 16 (copies, a buffer for sums), 4.76 GB of fused
+  kernels and 0.3 GB besides (Sailor's own model: sailor/Planner/simulations/runtime_simulator.py), and plain
   attention's scores, 4 bytes each.
 """
 
@@ -119,9 +119,7 @@ def _attention(table: Table, row: Row) -> Iterator[Comparison]:
     layer = timing.stages[0].layer
     one = layer.forward if row.way == "forward" else layer.backward
     seconds = float((one.finish - one.token).max())
-    predicted = mask_tflops(
-        wanted.model, wanted.seq_length, count, seconds, backward=row.way == "backward"
-    )
+    predicted = mask_tflops(wanted.model, wanted.seq_length, count, seconds, backward=row.way == "backward")
     yield _comparison(table, row, "TFLOP/s a GPU", row.published, predicted)
 
 

@@ -1,9 +1,9 @@
 """A GPU from what somebody measured of a model's parts on it, as `hexi probe` would have measured it.
 
-    matrix products   the head's backward pass: 4 rows x hidden x vocabulary FLOPs
-    attention         what a layer takes beside its matrices and its norms, residuals and activation; plain
-                      attention is bound by its scores, so a head takes as long whatever its size
-    links             the look-up in a unit of t is one all-reduce longer: 2 (t - 1) / t x rows x hidden x 4 bytes
+matrix products   the head's backward pass: 4 rows x hidden x vocabulary FLOPs
+attention         what a layer takes beside its matrices and its norms, residuals and activation; plain
+                  attention is bound by its scores, so a head takes as long whatever its size
+links             the look-up in a unit of t is one all-reduce longer: 2 (t - 1) / t x rows x hidden x 4 bytes
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from megatron_hexi.cost.compute import (
 CONTEXT = 2048
 #: Not a kernel of flash attention: its times are those of plain products and a softmax between.
 KERNEL = "profiled"
+#: TFLOP/s that leave only what is bound by memory.
+_FREE = 1e12
 
 
 def profiled_device(name: str, profile: Profile, model: Model, unit: int, head_dim: int) -> Device:
@@ -41,12 +43,11 @@ def profiled_device(name: str, profile: Profile, model: Model, unit: int, head_d
     """
     job = Job(model, CONTEXT, profile.samples, profile.samples, precision="fp32")
     rows = np.array([float(profile.samples * CONTEXT)])
-    plain = _device(name, profile, 1e6, (1e6, 1e6), 1.0)
-    # At 10^6 TFLOP/s: what neither products nor attention take.
-    still = device_speeds(plain, job)
-    head = profile.head - float(logits_times(still, job, rows).backward[0])
+    bare = _device(name, profile, _FREE, (_FREE, _FREE), 1.0)
+    head = profile.head - float(logits_times(device_speeds(bare, job), job, rows).backward[0])
     products = 4 * rows[0] * model.vocab_params() / head / 1e12
-    token = token_times(device_speeds(_device(name, profile, products, (1e6, 1e6), 1.0), job), job, rows)
+    working = device_speeds(_device(name, profile, products, (_FREE, _FREE), 1.0), job)
+    token = token_times(working, job, rows)
     flops = profile.samples * model.heads * 4 * head_dim * CONTEXT**2 / 2 / 1e12
     left = [seconds - float(one[0]) for seconds, one in zip(profile.layer, token, strict=True)]
     heads = flops / head_size_factor(head_dim)

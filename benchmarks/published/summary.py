@@ -10,7 +10,7 @@ from benchmarks.published.predict import Comparison
 
 
 class Errors(NamedTuple):
-    """Of some rows, without their signs: how many there are, the median, the worst, and the mean with signs."""
+    """Of some rows: how many there are, median and worst without signs, and the mean with them."""
 
     rows: int
     median: float
