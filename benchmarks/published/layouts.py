@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from benchmarks.published.profiles import profiled_device
 from benchmarks.published.tables import Row, model, profile, site
-from megatron_hexi.cluster import Cluster, Device, catalog
+from megatron_hexi.cluster import Cluster, Device, device
 from megatron_hexi.cluster.model import ClusterFile, Matrix, Network, NodeEntry
 from megatron_hexi.cluster.topology import build_cluster
 from megatron_hexi.cost import Job
@@ -52,7 +52,10 @@ def equal_cluster(row: Row) -> Cluster:
     """As many nodes of one kind as the row needs."""
     own = site(row.cluster)
     nodes = [NodeEntry("node", own.gpu, min(own.gpus, row.ranks), max(1, row.ranks // own.gpus))]
-    return _cluster(row, nodes, catalog())
+    known = device(own.gpu)
+    if row.layer_share is not None:
+        known = replace(known, layer_share=row.layer_share)
+    return _cluster(row, nodes, {own.gpu: known})
 
 
 def equal_plan(row: Row, job: Job) -> Plan:

@@ -1,4 +1,4 @@
-"""docs/results/published.md, from the comparisons alone; what explains the errors is in words.yaml."""
+"""docs/results/published.md, from the comparisons alone; what explains them is in words.yaml."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.published.picture import draw
-from benchmarks.published.predict import Comparison
+from benchmarks.published.predict import Comparison, misfit
 from benchmarks.published.summary import errors
 from benchmarks.published.tables import tables
+from benchmarks.published.variants import VARIANTS, changed, time_errors
 from megatron_hexi.text_file import write_text_atomically
 from megatron_hexi.yaml_file import read_yaml
 
@@ -47,6 +48,12 @@ def _parts(results: Mapping[str, Sequence[Comparison]], words: Mapping[str, str]
         yield f"Source: {table.source}. Assumed: {table.assumed}."
         yield "\n".join(_rows(results[table.name]))
         yield f"**What is left.** {words[table.name].strip()}"
+    yield "## What each assumption is worth"
+    yield "Errors of time, row by row."
+    yield "\n".join(_variants())
+    yield "## What does not fit"
+    yield words["memory"].strip()
+    yield "\n".join(_misfits())
     yield "## What bounds it"
     yield words["bounds"].strip()
     yield "## Again"
@@ -87,6 +94,26 @@ def _rows(rows: Sequence[Comparison]) -> Iterator[str]:
     for row in rows:
         numbers = f"{_number(row.published)} | {_number(row.predicted)} | {row.unit} | {row.error:+.1%}"
         yield f"| {row.row} | {numbers} |"
+
+
+def _variants() -> Iterator[str]:
+    yield "| table | as assumed | otherwise | errors then |"
+    yield "|---|---|---|---|"
+    for variant in VARIANTS:
+        then = changed(variant)
+        (now,) = (table for table in tables() if table.name == variant.table)
+        before, after = (" ".join(f"{error:+.0%}" for error in time_errors(one)) for one in (now, then))
+        yield f"| {now.name} | {before} | {variant.text} | {after} |"
+
+
+def _misfits() -> Iterator[str]:
+    yield "| table | row | needs, GiB | usable, GiB |"
+    yield "|---|---|---:|---:|"
+    for table in tables():
+        for row in table.rows if table.kind == "training" else ():
+            found = misfit(table, row)
+            if found is not None:
+                yield f"| {found.table} | {found.row} | {found.needed:.1f} | {found.usable:.1f} |"
 
 
 def _number(value: float) -> str:

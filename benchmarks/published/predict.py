@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -70,6 +70,15 @@ class Comparison:
         return self.predicted / self.published - 1
 
 
+class Misfit(NamedTuple):
+    """A row that ran, and that the cost model says needs more than its GPU has, GiB."""
+
+    table: str
+    row: str
+    needed: float
+    usable: float
+
+
 def compare(table: Table) -> list[Comparison]:
     """All rows of a table."""
     predict = {"training": _training, "attention": _attention, "stages": _stages}[table.kind]
@@ -93,10 +102,20 @@ def _training(table: Table, row: Row) -> Iterator[Comparison]:
     predicted = wanted.global_batch_size * wanted.seq_length / seconds / row.ranks
     yield _comparison(table, row, "tokens/s a GPU", published, predicted)
     if row.memory_gib is not None:
-        yield _comparison(table, row, "GiB", row.memory_gib, _fsdp_gib(row, wanted, timing))
+        yield _comparison(table, row, "GiB", row.memory_gib, _needed_gib(row, wanted, timing))
 
 
-def _fsdp_gib(row: Row, wanted: Job, timing: Timing) -> float:
+def misfit(table: Table, row: Row) -> Misfit | None:
+    """What the model says of a row that ran, where it says that it does not fit."""
+    wanted = job(row)
+    timing = CostModel(wanted, equal_cluster(row)).timing(equal_plan(row, wanted))
+    needed, usable = _needed_gib(row, wanted, timing), float(timing.usable[0].min()) / GIB
+    return Misfit(table.name, table.label.format(row=row), needed, usable) if needed > usable else None
+
+
+def _needed_gib(row: Row, wanted: Job, timing: Timing) -> float:
+    if not row.memory:
+        return max(float(needed.max()) for needed in timing.needed) / GIB
     largest = 0.0
     for stage, terms in enumerate(timing.memory):
         own = {name: float(values.max()) for name, values in terms.items()}
@@ -128,7 +147,8 @@ def _stages(table: Table, row: Row) -> Iterator[Comparison]:
     timing = CostModel(wanted, mixed_cluster(row)).timing(mixed_plan(row, wanted))
     waits = zip(timing.pipelines, timing.synchronisation, strict=True)
     step = max(float(times.max()) for times in timing.optimizer)
-    seconds = max(_blocking(pipeline).phases.total + wait for pipeline, wait in waits) + step
+    carried = _blocking if row.blocking else _under_way
+    seconds = max(carried(pipeline).phases.total + wait for pipeline, wait in waits) + step
     yield _comparison(table, row, "s", row.published, seconds)
     if row.memory_gb is not None:
         yield _comparison(table, row, "GB", row.memory_gb, _deepspeed_gb(row, timing))
@@ -143,6 +163,11 @@ def _blocking(pipeline: Pipeline) -> Pipeline:
     )
     nothing = np.zeros(len(between))
     return Pipeline(stages, nothing, nothing, pipeline.micro_batches)
+
+
+def _under_way(pipeline: Pipeline) -> Pipeline:
+    """As it is: sends hide as a plan's own stages let them."""
+    return pipeline
 
 
 def _deepspeed_gb(row: Row, timing: Timing) -> float:

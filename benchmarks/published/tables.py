@@ -34,6 +34,8 @@ class Row:
         kernel: as `Job`'s.
         chunks: of a stage, in an interleaved schedule.
         hidden_sums: whether the sums inside units hide behind matrix products.
+        blocking: of stages with layers of their own: whether sends are in both stages' time.
+        layer_share: what a layer's matrices reach of the catalogue's, in place of what that says.
         counting: how attention is counted in FLOPs: see convert.py.
         method: of attention alone.
         way: of attention alone.
@@ -56,10 +58,12 @@ class Row:
     batch: int = 1
     micro: int = 1
     precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "full"] | int = "none"
     kernel: str | None = None
     chunks: int = 1
     hidden_sums: bool = False
+    blocking: bool = True
+    layer_share: float | None = None
     counting: Literal["full", "half"] = "half"
     method: str = ""
     way: Literal["", "forward", "backward"] = ""
