@@ -20,12 +20,12 @@ from megatron_hexi.plan import validate_plan
 TABLES = {table.name: table for table in tables()}
 #: Of the page: the most that a row of each table is off, time and memory.
 BOUNDS = {
-    "nemo-h100": (0.03, None),
+    "nemo-h100": (0.04, None),
     "nemo-b200": (0.22, None),
     "bridge": (0.11, None),
     "internevo": (0.15, None),
-    "torchtitan-8b": (0.61, 0.08),
-    "torchtitan-405b": (0.54, 0.17),
+    "torchtitan-8b": (0.62, 0.08),
+    "torchtitan-405b": (0.55, 0.17),
     "magi": (0.25, None),
     "sailor-mixed": (0.26, None),
     "sailor-gh200": (0.22, 0.19),
