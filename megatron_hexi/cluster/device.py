@@ -173,6 +173,11 @@ class Device:
     layer_share: float = 1.0
 
     @property
+    def layer_matmul(self) -> Curve:
+        """What a training layer's matrices reach."""
+        return self.matmul.scaled(self.layer_share)
+
+    @property
     def kernels(self) -> tuple[str, ...]:
         """Names of the kernels with curves, the fastest first."""
         return tuple(attention.kernel for attention in self.attentions)

@@ -75,10 +75,11 @@ def device_speeds(device: Device, job: Job) -> Speeds:
     factor = rate / half if job.precision == "fp32" else 1.0
     heads = factor * head_size_factor(job.model.head_dim)
     attention = device.attention(job.kernel).map(lambda curve: curve.scaled(heads))
-    layer = device.matmul_fp8 if job.precision == "fp8" and device.matmul_fp8 else device.matmul
+    output = device.layer_matmul.scaled(factor)
+    in_fp8 = device.matmul_fp8 if job.precision == "fp8" else None
     return Speeds(
-        matmul=layer.scaled(factor * device.layer_share),
-        output=device.matmul.scaled(factor * device.layer_share),
+        matmul=output if in_fp8 is None else in_fp8.scaled(device.layer_share),
+        output=output,
         causal=attention.causal,
         full=attention.full,
         memory=device.memory_gb_s * 1e9 * HBM_SHARE,
