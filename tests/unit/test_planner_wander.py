@@ -77,6 +77,14 @@ def test_a_wander_finds_units_that_were_left_out():
     assert found.order <= DomainSearch(Judge(fleet), fleet, 1).run().order
 
 
+_SLOWER_BACKWARD = """
+devices:
+  H100-SXM-80GB:
+    attention:
+      flash-attn-3: {causal: {backward: {points: [[4096, 459], [16384, 531]], source: a test}}}
+"""
+
+
 def test_a_wander_never_ends_worse_and_ends_alike_twice():
     fleet = mixed_fleet(seq_length=2**15)
     ends = []
@@ -88,9 +96,12 @@ def test_a_wander_never_ends_worse_and_ends_alike_twice():
     assert ends[0].plan == ends[1].plan
 
 
-def test_what_the_bound_packs_is_a_plan_that_no_list_of_groupings_has(monkeypatch):
-    # 32 GPUs of three models, ten heads a rank: groups of three H100 and an A100, and of one of each kind.
-    known = read_cluster(Path("benchmarks/simulation/clusters/sim-32.yaml"))
+def test_what_the_bound_packs_is_a_plan_that_no_list_of_groupings_has(monkeypatch, tmp_path):
+    # 32 GPUs of three models, ten heads a rank: groups of three H100 and an A100, and of one of each kind. By
+    # how much they are faster hangs on the H100's curve, so it stands here and not in the catalogue.
+    file = tmp_path / "cluster.yaml"
+    file.write_text(Path("benchmarks/simulation/clusters/sim-32.yaml").read_text() + _SLOWER_BACKWARD)
+    known = read_cluster(file)
     job = Job(read_model("gpt-13b"), 2**20, tensor_parallel=4, recompute="full")
     with_bound = find_plan(job, known)
 
