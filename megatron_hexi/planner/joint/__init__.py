@@ -7,5 +7,6 @@
 
 from megatron_hexi.planner.joint.assembly import Candidate
 from megatron_hexi.planner.joint.joint_search import JointSearch
+from megatron_hexi.planner.joint.stage_tables import DEEPEST
 
-__all__ = ["Candidate", "JointSearch"]
+__all__ = ["DEEPEST", "Candidate", "JointSearch"]

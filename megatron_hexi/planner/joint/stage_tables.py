@@ -136,6 +136,8 @@ class StageTables:
             width: replace(
                 request.job,
                 tensor_parallel=width,
+                pipeline_parallel=1,
+                data_parallel=1,
                 micro_batch_size=micro_batch_size,
                 global_batch_size=micro_batch_size,
                 recompute="selective",
