@@ -29,7 +29,7 @@ def nothing_fits(request: Request, cluster: Cluster, fits: Callable[[Request], b
     job = request.job
     proven = not memory_fits(request, cluster)
     what = "no plan fits" if proven else "no plan was found that fits"
-    remedies = []
+    remedies: list[str] = []
     for words, changed in _others(request):
         if len(remedies) < _MOST and fits(changed):
             remedies.append(words)
