@@ -127,7 +127,7 @@ class ReplicaColumns:
         return max(1, min(round(share * all_of_them), all_of_them - shards + 1)) if share <= 2 / shards else 0
 
     def _find_choices(self) -> list[Counts]:
-        """GPUs that could hold the model and do at least half a micro-batch an iteration, many kinds first."""
+        """GPUs that could hold the model and do half a micro-batch an iteration, many kinds first."""
         pools, job = self._tables.pools, self._tables.request.job
         needed = job.model.total_params * 6.0
         found = []
