@@ -136,6 +136,7 @@ class StageTables:
             width: replace(
                 request.job,
                 tensor_parallel=width,
+                pipeline_parallel=1,  # stages are put together by the search
                 micro_batch_size=micro_batch_size,
                 global_batch_size=micro_batch_size,
                 recompute="selective",
