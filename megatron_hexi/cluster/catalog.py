@@ -13,7 +13,7 @@ from typing import ClassVar
 from pydantic import ConfigDict, TypeAdapter
 
 from megatron_hexi.cluster.device import Device
-from megatron_hexi.cluster.entries import STRICT, Builder, DeviceEntry, Mask, Name, Pass, Size, Text
+from megatron_hexi.cluster.entries import STRICT, Builder, DeviceEntry, Mask, Name, Pass, Share, Size, Text
 from megatron_hexi.cluster.schema import parse_file
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.yaml_file import YamlFile, read_yaml
@@ -26,6 +26,7 @@ class CatalogFile:
     """The spelling of data/devices.yaml."""
 
     sources: dict[Name, Text]
+    layer_share: Share
     attention_half: dict[Mask, dict[Pass, Size]]
     devices: dict[Name, DeviceEntry]
 
@@ -71,7 +72,7 @@ def catalog_with(entries: Mapping[str, DeviceEntry], source: YamlFile) -> Mappin
     if not entries:
         return catalog()
     file, known = _load()
-    builder = Builder(source, known, file.attention_half, {})
+    builder = Builder(source, known, file.attention_half, {}, 1.0)
     return dict(known) | {name: builder.device(name, entry) for name, entry in entries.items()}
 
 
@@ -80,7 +81,7 @@ def _load() -> tuple[CatalogFile, Mapping[str, Device]]:
     source = read_yaml(DATA)
     file = parse_file(TypeAdapter(CatalogFile), source, "a catalogue is a mapping with sources and devices")
     devices: dict[str, Device] = {}
-    builder = Builder(source, devices, file.attention_half, file.sources)
+    builder = Builder(source, devices, file.attention_half, file.sources, file.layer_share)
     for name, entry in file.devices.items():  # in order: an entry may be like an earlier one
         devices[name] = builder.device(name, entry)
     return file, MappingProxyType(devices)

@@ -153,6 +153,9 @@ class Device:
         attentions: kernels with curves, the fastest (causal, forward, 16k tokens) first.
         source: the datasheet.
         note: what a user should know besides.
+        matmul_fp8: achieved by matrix products in fp8; ``None`` where nobody measured it.
+        layer_share: what a training layer's matrices reach of both; 1 where they were measured as a layer
+            runs them.
     """
 
     name: str
@@ -166,6 +169,13 @@ class Device:
     attentions: tuple[Attention, ...]
     source: str
     note: str = ""
+    matmul_fp8: Curve | None = None
+    layer_share: float = 1.0
+
+    @property
+    def layer_matmul(self) -> Curve:
+        """What a training layer's matrices reach."""
+        return self.matmul.scaled(self.layer_share)
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -175,11 +185,16 @@ class Device:
     @property
     def curves(self) -> dict[str, Curve]:
         """All curves by name."""
-        return {"matmul": self.matmul} | {
-            f"{attention.kernel} {name}": curve
-            for attention in self.attentions
-            for name, curve in attention.curves.items()
-        }
+        in_fp8 = {} if self.matmul_fp8 is None else {"matmul fp8": self.matmul_fp8}
+        return (
+            {"matmul": self.matmul}
+            | in_fp8
+            | {
+                f"{attention.kernel} {name}": curve
+                for attention in self.attentions
+                for name, curve in attention.curves.items()
+            }
+        )
 
     def attention(self, kernel: str | None = None) -> Attention:
         """The curves of a kernel, by default the fastest.
@@ -205,6 +220,7 @@ class Device:
         return replace(
             self,
             matmul=self.matmul.scaled(factor),
+            matmul_fp8=None if self.matmul_fp8 is None else self.matmul_fp8.scaled(factor),
             attentions=tuple(item.map(lambda curve: curve.scaled(factor)) for item in self.attentions),
         )
 

@@ -20,6 +20,7 @@ Text = Annotated[str, Field(min_length=1, max_length=2000)]
 Rate = Annotated[float, Field(strict=True, gt=0, le=1e6, allow_inf_nan=False)]
 Latency = Annotated[float, Field(strict=True, ge=0, le=1e7, allow_inf_nan=False)]
 Memory = Annotated[float, Field(strict=True, gt=0, le=1e5, allow_inf_nan=False)]
+Share = Annotated[float, Field(strict=True, gt=0, le=1)]
 Size = Annotated[float, Field(strict=True, ge=1, le=2**40, allow_inf_nan=False)]
 Points = Annotated[tuple[tuple[Size, Rate], ...], Field(min_length=1, max_length=1000)]
 
@@ -141,6 +142,7 @@ class DeviceEntry:
         nominal: rates by datasheet.
         link: to the GPUs of its node.
         matmul: matrix products, against rows.
+        matmul_fp8: the same in fp8.
         attention: each kernel's curves, against tokens, with heads of 128.
         source: where its own figures come from.
         note: what a user should know besides.
@@ -153,6 +155,7 @@ class DeviceEntry:
     nominal: NominalEntry | None = None
     link: LinkEntry | None = None
     matmul: CurveEntry | None = None
+    matmul_fp8: CurveEntry | None = None
     attention: dict[Name, AttentionEntry] | None = None
     source: Text | None = None
     note: Text | None = None
@@ -169,12 +172,14 @@ class Builder:
         known: devices that an entry may extend or be `like`.
         halves: tokens at which attention reaches half its rate, by mask and direction.
         citations: texts that a one-word `source` stands for.
+        layer_share: of devices whose `matmul` stands in the document.
     """
 
     source: YamlFile
     known: Mapping[str, Device]
     halves: Mapping[Mask, Mapping[Pass, float]]
     citations: Mapping[str, str]
+    layer_share: float
 
     def device(self, name: str, entry: DeviceEntry) -> Device:
         """The device; raises ClusterError where a part is missing or a rule broken."""
@@ -192,7 +197,10 @@ class Builder:
         usable = need("usable_gib", entry.usable_gib, lambda d: d.usable_gib * memory_gb / d.memory_gb)
         bandwidth = need("memory_gb_s", entry.memory_gb_s, lambda d: d.memory_gb_s)
         nominal = Nominal(**vars(entry.nominal)) if entry.nominal else None
-        matmul = self._matmul(entry.matmul, bandwidth, (*place, "matmul")) if entry.matmul else None
+        matmul, in_fp8 = (
+            self._matmul(curve, bandwidth / size, (*place, name)) if curve else None
+            for name, curve, size in (("matmul", entry.matmul, 1.0), ("matmul_fp8", entry.matmul_fp8, 0.5))
+        )
         link = self._link(entry.link, (*place, "link")) if entry.link else None
         kernels = {item.kernel: item for item in base.attentions} if base else {}
         for kernel, item in (entry.attention or {}).items():
@@ -212,6 +220,8 @@ class Builder:
             attentions=tuple(sorted(kernels.values(), key=_speed, reverse=True)),
             source=self._cite(entry.source) or (base.source if base else "the cluster file"),
             note=entry.note or (base.note if base else ""),
+            matmul_fp8=in_fp8 or (base.matmul_fp8 if base else None),
+            layer_share=base.layer_share if base and not matmul else self.layer_share,
         )
 
     def _cite(self, text: str | None) -> str:
@@ -243,7 +253,8 @@ class Builder:
 
     def _matmul(self, entry: CurveEntry, memory_gb_s: float, place: Place) -> Curve:
         # Rows from which a product computes for longer than it reads its two-byte weights:
-        # rows x 2 FLOPs a weight at the achieved rate = 2 bytes a weight at the memory's bandwidth.
+        # rows x 2 FLOPs a weight at the achieved rate = 2 bytes a weight at the memory's bandwidth, which
+        # is worth twice as much for weights of one byte.
         return self._curve(entry, max(1.0, entry.points[-1][1] * 1e3 / memory_gb_s), place)
 
     def _link(self, entry: LinkEntry, place: Place) -> Link:

@@ -47,7 +47,7 @@ def ceiling_tokens_per_s(job: Job, devices: Sequence[Device], causal: bool = Tru
 def token_seconds(speeds: Speeds, job: Job) -> float:
     """Everything but attention, of one token through the whole model, on one GPU."""
     rows = np.array([_ROWS])
-    best = replace(speeds, matmul=_best(speeds.matmul))
+    best = replace(speeds, matmul=_best(speeds.matmul), output=_best(speeds.output))
     layer, logits = token_times(best, job, rows), logits_times(best, job, rows)
     again = float(layer.forward[0]) if job.mode == "full" else 0.0
     layers = job.model.layers * (float(layer.forward[0] + layer.backward[0]) + again)

@@ -37,9 +37,13 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Speeds:
-    """A GPU's curves in a job's precision and head size, and its memory's bandwidth (bytes/s)."""
+    """A GPU's curves in a job's precision and head size, and its memory's bandwidth (bytes/s).
+
+    `output` is of the vocabulary's matrix, which stays in 16 bits where the layers' are in fp8.
+    """
 
     matmul: Curve
+    output: Curve
     causal: Passes
     full: Passes
     memory: float
@@ -49,12 +53,19 @@ def device_speeds(device: Device, job: Job) -> Speeds:
     """What the GPU achieves in this job.
 
     Curves are in bf16 (fp16 where there is no bf16); both 16-bit types run alike. fp32 is slower by the
-    ratio of the nominal rates, matrix products and attention alike.
+    ratio of the nominal rates, matrix products and attention alike. fp8 is matrix products in fp8;
+    attention and the output matrix stay in bf16, as with Megatron's --fp8-format. Of the catalogue's matrix
+    products, the best of many shapes, a layer reaches a share (cluster/data/devices.yaml).
 
     Raises:
         ClusterError: the GPU lacks the precision, or has no curves for the kernel.
     """
     rate = getattr(device.nominal, job.precision)
+    if rate is not None and job.precision == "fp8" and device.matmul_fp8 is None:
+        raise ClusterError(
+            f"{device.name}: nobody measured fp8 on this GPU; use precision bf16, or give matmul_fp8 under "
+            "devices: in the cluster file"
+        )
     if rate is None:
         known = [name for name in ("bf16", "fp16", "fp32") if getattr(device.nominal, name) is not None]
         raise ClusterError(
@@ -64,8 +75,14 @@ def device_speeds(device: Device, job: Job) -> Speeds:
     factor = rate / half if job.precision == "fp32" else 1.0
     heads = factor * head_size_factor(job.model.head_dim)
     attention = device.attention(job.kernel).map(lambda curve: curve.scaled(heads))
+    output = device.layer_matmul.scaled(factor)
+    in_fp8 = device.matmul_fp8 if job.precision == "fp8" else None
     return Speeds(
-        device.matmul.scaled(factor), attention.causal, attention.full, device.memory_gb_s * 1e9 * HBM_SHARE
+        matmul=output if in_fp8 is None else in_fp8.scaled(device.layer_share),
+        output=output,
+        causal=attention.causal,
+        full=attention.full,
+        memory=device.memory_gb_s * 1e9 * HBM_SHARE,
     )
 
 
@@ -102,12 +119,19 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     backward: norms 6 h, gradients of residuals 6 h, activation 3 f (gated 5 f), rotary 2 (H + K) D
     (h hidden, f MLP width; kernels fused as in Megatron, no dropout). Tensor-parallel ranks share f, H
     and K, and with sequence parallelism h.
+
+    fp8 reads 2 bytes and writes 1 twice, by rows and by columns, of what no kernel before it can cast on its
+    way: the projection's input H D forward; the gradients of query, key and value (H + 2 K) D and of both
+    residual additions 2 h backward (Transformer Engine: norms and activations cast their own output).
     """
     model, tp = job.model, job.tensor_parallel
     hidden, mlp = model.hidden_size / job.row_parts, model.ffn_hidden_size / tp
-    rotary = 2 * model.head_dim * (model.heads / tp + max(1, model.kv_heads / tp))
-    forward = 10 * hidden + (3 if model.gated else 2) * mlp + rotary
-    backward = 12 * hidden + (5 if model.gated else 3) * mlp + rotary
+    heads, kv = model.head_dim * model.heads / tp, model.head_dim * max(1, model.kv_heads / tp)
+    forward = 10 * hidden + (3 if model.gated else 2) * mlp + 2 * (heads + kv)
+    backward = 12 * hidden + (5 if model.gated else 3) * mlp + 2 * (heads + kv)
+    if job.precision == "fp8":
+        cast = 4 / job.element_bytes
+        return forward + cast * heads, backward + cast * (heads + 2 * kv + 2 * hidden)
     return forward, backward
 
 
@@ -161,10 +185,10 @@ def logits_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None 
 
     Matrix: 2 rows h V forward, twice that backward. Loss, bytes a logit, as Megatron's
     vocab_parallel_cross_entropy: cast e + 4, max 4, subtract 8, exp 8, sum 4, divide 8 forward; scale 8,
-    cast 4 + e backward. `reached` as of `token_times`.
+    cast 4 + e backward. `reached` is rate(rows) of the matrix.
     """
     vocab = job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
-    reached = rates(speeds.matmul, rows) if reached is None else reached
+    reached = rates(speeds.output, rows) if reached is None else reached
     matrix = 2 * rows * job.model.hidden_size * vocab / reached
     loss = rows * vocab / speeds.memory
     element = job.element_bytes
@@ -176,7 +200,7 @@ def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, s
 
     Bytes: 4 (fp16: 2) a weight to clear its gradient; a weight of the rank's shard: gradient read for the
     norm 4 and for the step 4, master weight, first and second moment read and written 8 each, the
-    16-bit weight written.
+    16-bit weight written. fp8: a weight's two copies made of it, 4.
 
     Args:
         speeds: of the GPU.
@@ -184,7 +208,7 @@ def optimizer_seconds[N: (float, Floats)](speeds: Speeds, job: Job, params: N, s
         params: weights on this GPU.
         shard: those whose optimizer state it holds.
     """
-    clear = params * (2 if job.precision == "fp16" else 4)
+    clear = params * {"fp16": 2, "fp8": 8}.get(job.precision, 4)
     step = shard * (32 + (0 if job.precision == "fp32" else job.element_bytes))
     return (clear + step) / speeds.memory
 

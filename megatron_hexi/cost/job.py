@@ -14,6 +14,7 @@ from megatron_hexi.plan.model import Precision, Recompute
 #: How a layer is computed again, if it is.
 RecomputeMode = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
+#: What the runtime trains in.
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 _COUNTS = (
@@ -40,7 +41,8 @@ class Job:
            data_parallel: replicas of the plan.
            recompute: what the backward pass computes again: --recompute-granularity. ``selective`` is core
     layer, that is its all-to-alls and its exchange too.
-           precision: of weights and activations.
+           precision: of weights and activations; ``fp8``: matrices in fp8, all else in bf16, as Megatron's
+            --fp8-format, which the runtime refuses today: for estimates only.
            distributed_optimizer: --use-distributed-optimizer: optimizer state is cut over all replicas.
             Where stages have layers of their own it always is.
            overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
@@ -59,7 +61,7 @@ class Job:
     pipeline_parallel: int = 1
     data_parallel: int = 1
     recompute: Recompute = "none"
-    precision: Precision = "bf16"
+    precision: Precision | Literal["fp8"] = "bf16"
     distributed_optimizer: bool = True
     overlap_gradients: bool = True
     sequence_parallel: bool = True
@@ -72,7 +74,7 @@ class Job:
                 _refuse(field, value, "write a whole number above 0")
         if self.recompute not in RECOMPUTES and not (type(self.recompute) is int and self.recompute > 0):
             _refuse("recompute", self.recompute, f"use {', '.join(RECOMPUTES)}")
-        if self.precision not in PRECISIONS:
+        if self.precision not in (*PRECISIONS, "fp8"):
             _refuse("precision", self.precision, f"use {', '.join(PRECISIONS)}")
         self._check_division()
 

@@ -16,8 +16,11 @@ GIB = 2.0**30
 #: Bytes a weight of gradients, and of optimizer state where it is not sharded. Megatron's own table:
 #: 18 (bf16), 20 (fp16), 16 (fp32) together with the weight itself, or 6 + 12 / d, 4 + 16 / d, 8 + 8 / d
 #: (docs/source/api-guide/dist_optimizer.md of Megatron-LM).
-GRADIENT_BYTES = {"bf16": 4, "fp16": 2, "fp32": 4}
-OPTIMIZER_BYTES = {"bf16": 12, "fp16": 16, "fp32": 8}
+GRADIENT_BYTES = {"bf16": 4, "fp16": 2, "fp32": 4, "fp8": 4}
+OPTIMIZER_BYTES = {"bf16": 12, "fp16": 16, "fp32": 8, "fp8": 12}
+#: Bytes a weight of the fp8 copies of a layer's matrices that Transformer Engine keeps beside those in bf16:
+#: one by rows, one by columns (its docs, "Performance considerations", handling transposes).
+FP8_COPIES = 2
 
 #: What torch, NCCL and the kernels keep for themselves: buffers of channels, cuBLAS workspaces. An estimate.
 RESERVE_BYTES = 1.5 * GIB
@@ -140,12 +143,14 @@ def token_activation_bytes(job: Job) -> float:
     Inputs of both norms 2 h, their outputs 2 h, the projection's input H D, the MLP's first output f
     (gated 2 f) and its activation f; e bytes an element, flash attention, no dropout. For a GPT in 16 bits
     that is 26 h: the 34 h of Korthikanti et al. (arXiv 2205.05198, section 4.1) less dropout masks 2 h, and
-    less query, key and value 6 h, which are counted inside attention here.
+    less query, key and value 6 h, which are counted inside attention here. fp8 keeps in one byte what goes
+    into matrices: all but the norms' inputs and the MLP's first output.
     """
     model, tp = job.model, job.tensor_parallel
-    hidden = 4 * model.hidden_size / job.row_parts
-    mlp = (3 if model.gated else 2) * model.ffn_hidden_size / tp
-    return job.element_bytes * (hidden + model.heads * model.head_dim / tp + mlp)
+    hidden, width = 2 * model.hidden_size / job.row_parts, model.ffn_hidden_size / tp
+    whole = hidden + (2 if model.gated else 1) * width
+    inputs = hidden + model.heads * model.head_dim / tp + width
+    return job.element_bytes * whole + (1 if job.precision == "fp8" else job.element_bytes) * inputs
 
 
 def token_qkv_bytes(job: Job) -> float:
@@ -273,8 +278,10 @@ def part_memory(
         for kept, whole in ((outside_again, outside), (inside_again, inside))
     )
     logits = part.is_last * logits_bytes(job, rows)
+    copied = FP8_COPIES * job.model.matrix_params(job.tensor_parallel) if job.precision == "fp8" else 0
+    weights = params * float(job.element_bytes) + part.layers * copied
     return {
-        "weights": params * float(job.element_bytes),
+        "weights": weights,
         "gradients": params * float(GRADIENT_BYTES[job.precision]),
         "optimizer": owned * float(OPTIMIZER_BYTES[job.precision]) + np.zeros(params.shape),
         "activations": activations,

@@ -17,8 +17,8 @@ def cycle_seconds(device: Device) -> float:
     product = 2 * TOKENS * WIDTH**2
     attention = 4 * HEADS * HEAD_DIM * TOKENS**2 / 2
     causal = device.attention(KERNEL).causal
-    forward = device.matmul.time(product, TOKENS) + causal.forward.time(attention, TOKENS)
-    backward = 2 * device.matmul.time(product, TOKENS) + causal.backward.time(
+    forward = device.layer_matmul.time(product, TOKENS) + causal.forward.time(attention, TOKENS)
+    backward = 2 * device.layer_matmul.time(product, TOKENS) + causal.backward.time(
         ATTENTION_BACKWARD * attention, TOKENS
     )
     return (forward + backward) / fp32_factor(device)

@@ -79,5 +79,5 @@ def _check_one_speed(cluster: Cluster, source: YamlFile) -> None:
 
 def _top(device: Device) -> dict[str, float]:
     """The last rate of each curve, TFLOP/s."""
-    curves = {"matmul": device.matmul} | device.attention(KERNEL).curves
+    curves = {"matmul": device.layer_matmul} | device.attention(KERNEL).curves
     return {name: curve.rates[-1] for name, curve in curves.items()}

@@ -121,6 +121,7 @@ OPTIONS = {
     "more replicas than GPUs": ("--data-parallel 16 --global-batch-size 16", "data_parallel = 16"),
     "replicas that cannot share": ("--data-parallel 3", "data_parallel = 3 does not divide"),
     "an unknown precision": ("--precision int4", "precision = 'int4'; use bf16, fp16, fp32"),
+    "a precision for estimates alone": ("--precision fp8", "training in fp8 is refused by the runtime today"),
     "a precision that a GPU lacks": (
         "--cluster v100.yaml",
         "V100-SXM2-32GB: no bf16 on this GPU; use precision",

@@ -10,6 +10,7 @@ from megatron_hexi.cluster import Curve, device
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import (
     device_speeds,
+    elementwise_elements,
     head_size_factor,
     keys_merge_times,
     logits_times,
@@ -128,6 +129,41 @@ def test_precisions():
         device_speeds(device("T4-16GB"), tiny_job())
     with pytest.raises(ClusterError, match="no curves for kernel cudnn"):
         device_speeds(PLAIN, tiny_job(kernel="cudnn"))
+
+
+def test_a_layer_reaches_a_share_of_the_catalogues_best_products():
+    # Zorse's profile of a layer on an A100-80: 201 TFLOP/s forward, 200 backward, in 2 P S + 4 S^2 h FLOPs, P
+    # weights, of a 7B's layer (arXiv 2507.10392).
+    seven = dataclasses.replace(
+        TINY, hidden_size=4096, heads=32, kv_heads=32, ffn_hidden_size=11008, gated=True
+    )
+    job = tiny_job(model=seven, precision="fp16")
+    speeds = device_speeds(device("A100-SXM-80GB"), job)
+    rows = np.array([4096.0])
+    token, head = token_times(speeds, job, rows), own_block_times(speeds, job, rows, True)
+    flops = 2 * seven.matrix_params() * 4096 + 4 * 4096**2 * 4096
+    forward, backward = (float((t + 32 * h)[0]) for t, h in zip(token, head, strict=True))
+    assert flops / forward / 1e12 == pytest.approx(201, rel=0.02)
+    assert 2 * flops / backward / 1e12 == pytest.approx(200, rel=0.02)
+    # What a cluster file says of matrix products itself is taken as it is.
+    assert device_speeds(PLAIN, tiny_job()).matmul.rate(1) == 100
+
+
+def test_fp8_is_of_the_layers_matrices():
+    job, h100 = tiny_job(precision="fp8"), device("H100-SXM-80GB")
+    speeds, usual = device_speeds(h100, job), device_speeds(h100, tiny_job())
+    assert speeds.matmul.rate(4096) == pytest.approx(0.75 * 1402.6)
+    assert (speeds.output, speeds.causal, speeds.full) == (usual.matmul, usual.causal, usual.full)
+    # Casts: 4 bytes of the projection's input; of three gradients of 512 and of two residuals of 512.
+    forward, backward = elementwise_elements(tiny_job())
+    assert elementwise_elements(job) == (forward + 2 * 512, backward + 2 * (3 * 512 + 2 * 512))
+    # The optimizer makes two copies of the weights in fp8.
+    more = optimizer_seconds(speeds, job, 1000, 0.0) - optimizer_seconds(usual, tiny_job(), 1000, 0.0)
+    assert more == pytest.approx(4000 / usual.memory)
+    with pytest.raises(ClusterError, match="A100-SXM-80GB: no fp8 on this GPU; use precision bf16"):
+        device_speeds(device("A100-SXM-80GB"), job)
+    with pytest.raises(ClusterError, match="L40S-48GB: nobody measured fp8 on this GPU"):
+        device_speeds(device("L40S-48GB"), job)
 
 
 def test_ceiling_by_hand():

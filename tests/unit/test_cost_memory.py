@@ -77,6 +77,8 @@ def test_activations_by_hand():
     gated = tiny_job(model=dataclasses.replace(TINY, gated=True))
     assert token_activation_bytes(gated) == 2 * (4 * 512 + 512 + 3 * 2048)
     assert token_activation_bytes(tiny_job(tensor_parallel=2)) == 13 * 512
+    fp8 = tiny_job(precision="fp8")
+    assert token_activation_bytes(fp8) == 2 * (2 * 512 + 2048) + 2 * 512 + 512 + 2048
     rows = tiny_job(tensor_parallel=2, sequence_parallel=False)
     assert token_activation_bytes(rows) == 13 * 512 + 4 * 512
     assert alone().activations == 2 * 4096 * 26 * 512

@@ -45,6 +45,9 @@ KNOWN = (
     ("Tesla V100-SXM2-32GB", 31.7, "V100-SXM2-32GB"),
     ("Tesla V100-PCIE-16GB", 15.8, "V100-PCIe-16GB"),
     ("Tesla T4", 14.6, "T4-16GB"),
+    ("NVIDIA H100", 95.0, "H100-SXM-96GB"),
+    ("NVIDIA TITAN RTX", 23.6, "TitanRTX-24GB"),
+    ("NVIDIA GeForce RTX 2080 Ti", 10.75, "RTX2080Ti-11GB"),
 )
 
 

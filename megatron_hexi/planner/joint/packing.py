@@ -17,7 +17,7 @@ from megatron_hexi.planner.joint.pools import Counts
 from megatron_hexi.planner.joint.replica_columns import Column
 
 #: The bisection ends where the time is known to this factor.
-_CLOSE = 1.002
+_CLOSE = 1.003
 #: Of the solver, in its own deterministic units: about seconds.
 _EFFORT = 0.5
 _SEED = 1
@@ -81,7 +81,7 @@ def _packed(
     columns: Sequence[Column], seconds: float, micro_batches: int, totals: Counts, replicas: range
 ) -> Packed | None:
     offers = _undominated(columns, seconds, micro_batches)
-    if not offers:
+    if not offers or _most(offers, totals) < micro_batches * (1 - 1e-9):
         return None
     model = cp_model.CpModel()
     taken = []
@@ -104,6 +104,26 @@ def _packed(
         column for (column, _), var in zip(offers, taken, strict=True) for _ in range(solver.value(var))
     ]
     return _dealt(chosen, micro_batches)
+
+
+def _most(offers: Sequence[tuple[Column, int]], totals: Counts) -> float:
+    """No set of columns takes more: at any prices of GPUs, all are worth so much of the best value for money.
+
+    Prices are those at which each pool alone is worth the same: what its own best columns make of it.
+    """
+    prices = []
+    for pool in range(len(totals)):
+        alone = [(column, count) for column, count in offers if column.counts[pool] == sum(column.counts)]
+        prices.append(max((count / column.counts[pool] for column, count in alone), default=0.0))
+    bounds = []
+    for used in (prices, [1.0] * len(totals)):
+        costs = [
+            sum(price * gpus for price, gpus in zip(used, column.counts, strict=True)) for column, _ in offers
+        ]
+        if min(costs) > 0:
+            value = max(count / cost for (_, count), cost in zip(offers, costs, strict=True))
+            bounds.append(value * sum(price * total for price, total in zip(used, totals, strict=True)))
+    return min(bounds)
 
 
 def _undominated(columns: Sequence[Column], seconds: float, micro_batches: int) -> list[tuple[Column, int]]:

@@ -14,6 +14,8 @@ from megatron_hexi.planner.joint.synchronisation import Synchronisation
 
 #: Choices of GPUs that get pipelines, and that are tried as one stage: by one replica, by each of several.
 _WITH_PIPELINES, _WITH_ONE_STAGE = (40, 24), (100, 200)
+#: Pipelines whose gradients are looked at, the fastest.
+_WITH_GRADIENTS = 4
 #: Parts of everything that replicas are made of.
 _PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 #: Products of whole nodes are all tried up to so many for each set of pools.
@@ -90,7 +92,10 @@ class ReplicaColumns:
 
     def columns(self, counts: Counts, pipes: list[Pipe], shards: int, most: int) -> list[Column]:
         """The best of some pipelines with what their gradients cost."""
-        columns = [Column(counts, pipe, shards, self._sync.seconds(pipe.stages, shards)) for pipe in pipes]
+        columns = [
+            Column(counts, pipe, shards, self._sync.seconds(pipe.stages, shards))
+            for pipe in pipes[:_WITH_GRADIENTS]
+        ]
         columns.sort(key=lambda column: column.seconds(column.pipe.micro_batches))
         # What is only roughly known may turn out slower.
         timed = [column for column in columns if column.pipe.timed]

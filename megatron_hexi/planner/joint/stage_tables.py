@@ -215,12 +215,26 @@ class StageTables:
             return None
         judge = self._judges[shape.width]
         guess = FirstGuess(fleet, Rates(fleet, WINDOW))
-        best: Trial | None = None
-        for grouping in _groupings(fleet, self._jobs[shape.width].workload().local_heads):
-            trial = judge.try_out(fleet, [guess.layout(grouping, 1)], WINDOW)
-            if best is None or _layer_seconds(trial) < _layer_seconds(best):
-                best = trial
-        return None if best is None else self._read(shape, best)
+        groupings = _groupings(fleet, self._jobs[shape.width].workload().local_heads)
+        if not groupings:
+            return None
+
+        def timed(place: int) -> Trial:
+            return judge.try_out(fleet, [guess.layout(groupings[place], 1)], WINDOW)
+
+        # From groups of a node on to larger ones as long as that is faster, or else to smaller ones.
+        start = next((place for place, one in enumerate(groupings) if len(one) >= len(fleet.sites)), 0)
+        best = timed(start)
+        for step in (-1, 1):
+            place, before = start + step, best
+            while 0 <= place < len(groupings):
+                trial = timed(place)
+                if _layer_seconds(trial) >= _layer_seconds(best):
+                    break
+                best, place = trial, place + step
+            if best is not before:
+                break
+        return self._read(shape, best)
 
     def _stage_fleet(self, shape: Shape) -> Fleet | None:
         fleet = self._fleets[shape.width]
@@ -419,23 +433,22 @@ def _stretch(layer: LayerTimes, room: Floats, taken: Floats) -> Floats:
     return np.where((held >= 1) & (least >= _LEAST_ROOM) & (factor < _MOST_STRETCH), factor, np.inf)
 
 
-def _groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
-    """A few that are good somewhere: groups of a node, of a part of one, of several, of one unit, of all."""
-    units = tuple(range(len(fleet.units)))
-    sites = fleet.sites
-    seen: set[Grouping] = set()
+def _groupings(fleet: Fleet, heads: int) -> list[Grouping]:
+    """From one group of all units to groups of one: by nodes joined, whole, and cut.
 
-    def whole(groups: Iterator[tuple[int, ...]]) -> Grouping:
-        return tuple(sorted(groups))
-
-    found = [whole(iter(sites)), (units,), whole((unit,) for unit in units)]
-    for parts in (2,) if len(sites) > 1 else (2, 4):
-        if all(len(site) % parts == 0 for site in sites):
-            found.append(whole(site[part::parts] for site in sites for part in range(parts)))
-        if len(sites) >= 2 * parts or (len(sites) == parts and parts > 2):
-            joined = [sites[place : place + parts] for place in range(0, len(sites), parts)]
-            found.append(whole(tuple(unit for site in some for unit in site) for some in joined))
-    for grouping in found:
-        if grouping not in seen and max(map(len, grouping)) <= heads:
-            seen.add(grouping)
-            yield grouping
+    Args:
+        fleet: the units.
+        heads: a group has no more units than these.
+    """
+    sites, units = fleet.sites, tuple(range(len(fleet.units)))
+    found: list[Grouping] = [(units,)]
+    if len(sites) > 2:
+        pairs = [sites[place : place + 2] for place in range(0, len(sites), 2)]
+        found.append(tuple(tuple(unit for site in some for unit in site) for some in pairs))
+    found.append(sites)
+    for parts in (2, 4):
+        if all(len(site) % parts == 0 and len(site) > parts for site in sites):
+            found.append(tuple(site[part::parts] for site in sites for part in range(parts)))
+    found.append(tuple((unit,) for unit in units))
+    named = dict.fromkeys(tuple(sorted(map(tuple, grouping))) for grouping in found)
+    return [grouping for grouping in named if max(map(len, grouping)) <= heads]

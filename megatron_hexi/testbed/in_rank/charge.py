@@ -48,7 +48,7 @@ class Charger:
     """
 
     def __init__(self, device: Device) -> None:
-        self._matmul = device.matmul
+        self._matmul = device.layer_matmul
         self._attention = device.attention(KERNEL)
         self._fp32_factor = fp32_factor(device)
 

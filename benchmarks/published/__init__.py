@@ -1,0 +1,1 @@
+"""Tables that others published, predicted by the cost model."""

@@ -1,0 +1,184 @@
+"""What the cost model says of a published row.
+
+What others do otherwise than Megatron with a plan is carried over here, each by one rule:
+
+- an interleaved schedule of v chunks a stage fills and drains in one v-th (Narayanan et al., arXiv
+  2104.04473, section 2.2): the bubble counts 1 / v;
+- sums inside units that hide behind matrix products (`hidden_sums`) count nothing;
+- sends that block (DeepSpeed's pipeline: send and receive in line with compute) are in both stages' time.
+
+Memory, where others keep something else:
+
+- ``fsdp``: weights, gradients and Adam in fp32, 16 bytes a weight over all ranks, and two layers whole in
+  bf16; Float8 makes its copies as they are used. torch's cross entropy keeps bf16 logits, their fp32 copy,
+  its own output and that one's gradient: 14 bytes a logit where Megatron's keeps 8.
+- ``fsdp-pipeline``: with a pipeline weights stay whole in bf16 and gradients are added up whole in fp32, as
+  Megatron's do; the logits as above.
+- ``deepspeed``: 8 bytes a weight more than Megatron's 16 (copies, a buffer for sums), 4.76 GB of fused
+  kernels and 0.3 GB besides (Sailor's own model: sailor/Planner/simulations/runtime_simulator.py), and plain
+  attention's scores, 4 bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from benchmarks.published.convert import mask_tflops, tokens_per_s
+from benchmarks.published.layouts import K, equal_cluster, equal_plan, job, mixed_cluster, mixed_plan
+from benchmarks.published.tables import Row, Table
+from megatron_hexi.cost import CostModel, Job, Phases, Timing
+from megatron_hexi.cost.memory import GIB, stage_params
+from megatron_hexi.cost.pipeline import Pipeline
+
+#: Of MagiAttention's comparison.
+_TOKENS_A_GPU = 8192
+#: Bytes a logit that torch's cross entropy keeps.
+_TORCH_LOGIT = 14
+#: Bytes a weight in fp32 with its gradient and Adam's two moments.
+_FSDP_WEIGHT = 16
+_DEEPSPEED_WEIGHT = 8
+_FUSED_KERNELS = 4.76e9 + 0.3e9
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row, in the unit in which it is compared.
+
+    Args:
+        table: its table's name.
+        row: what it is, for people.
+        what: is compared.
+        unit: of both figures.
+        published: by the source, converted.
+        predicted: by the cost model.
+    """
+
+    table: str
+    row: str
+    what: Literal["time", "memory"]
+    unit: str
+    published: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, as a part of what was published; above 0: too much."""
+        return self.predicted / self.published - 1
+
+
+class Misfit(NamedTuple):
+    """A row that ran, and that the cost model says needs more than its GPU has, GiB."""
+
+    table: str
+    row: str
+    needed: float
+    usable: float
+
+
+def compare(table: Table) -> list[Comparison]:
+    """All rows of a table."""
+    predict = {"training": _training, "attention": _attention, "stages": _stages}[table.kind]
+    return [one for row in table.rows for one in predict(table, row)]
+
+
+def _comparison(table: Table, row: Row, unit: str, published: float, predicted: float) -> Comparison:
+    what: Literal["time", "memory"] = "memory" if unit in ("GiB", "GB") else "time"
+    return Comparison(table.name, table.label.format(row=row), what, unit, published, predicted)
+
+
+def _training(table: Table, row: Row) -> Iterator[Comparison]:
+    wanted = job(row)
+    timing = CostModel(wanted, equal_cluster(row)).timing(equal_plan(row, wanted))
+    phases = timing.phases
+    hidden = phases.tensor_parallel if row.hidden_sums else 0.0
+    seconds = phases.total - hidden - phases.bubble * (1 - 1 / row.chunks)
+    published = row.published
+    if table.unit == "TFLOP/s":
+        published = tokens_per_s(published, wanted.model, wanted.seq_length, row.counting)
+    predicted = wanted.global_batch_size * wanted.seq_length / seconds / row.ranks
+    yield _comparison(table, row, "tokens/s a GPU", published, predicted)
+    if row.memory_gib is not None:
+        yield _comparison(table, row, "GiB", row.memory_gib, _needed_gib(row, wanted, timing))
+
+
+def misfit(table: Table, row: Row) -> Misfit | None:
+    """What the model says of a row that ran, where it says that it does not fit."""
+    wanted = job(row)
+    timing = CostModel(wanted, equal_cluster(row)).timing(equal_plan(row, wanted))
+    needed, usable = _needed_gib(row, wanted, timing), float(timing.usable[0].min()) / GIB
+    return Misfit(table.name, table.label.format(row=row), needed, usable) if needed > usable else None
+
+
+def _needed_gib(row: Row, wanted: Job, timing: Timing) -> float:
+    if not row.memory:
+        return max(float(needed.max()) for needed in timing.needed) / GIB
+    largest = 0.0
+    for stage, terms in enumerate(timing.memory):
+        own = {name: float(values.max()) for name, values in terms.items()}
+        params = stage_params(wanted, stage)
+        shards = row.data * row.parallel
+        if row.memory == "fsdp":
+            layers = 2 * 2 * wanted.model.layer_params(wanted.tensor_parallel)
+            own |= {"weights": layers, "gradients": 0.0, "optimizer": _FSDP_WEIGHT * params / shards}
+        else:
+            own |= {"weights": 2.0 * params, "optimizer": _FSDP_WEIGHT * params / shards}
+        own["logits"] *= _TORCH_LOGIT / (2 * wanted.element_bytes + 4)
+        largest = max(largest, sum(own.values()))
+    return largest / GIB
+
+
+def _attention(table: Table, row: Row) -> Iterator[Comparison]:
+    count, row = row.gpus, replace(row, context=_TOKENS_A_GPU * row.gpus // K)
+    wanted = job(row)
+    timing = CostModel(wanted, equal_cluster(row)).timing(equal_plan(row, wanted))
+    layer = timing.stages[0].layer
+    one = layer.forward if row.way == "forward" else layer.backward
+    seconds = float((one.finish - one.token).max())
+    predicted = mask_tflops(wanted.model, wanted.seq_length, count, seconds, backward=row.way == "backward")
+    yield _comparison(table, row, "TFLOP/s a GPU", row.published, predicted)
+
+
+def _stages(table: Table, row: Row) -> Iterator[Comparison]:
+    wanted = job(row)
+    timing = CostModel(wanted, mixed_cluster(row)).timing(mixed_plan(row, wanted))
+    waits = zip(timing.pipelines, timing.synchronisation, strict=True)
+    step = max(float(times.max()) for times in timing.optimizer)
+    carried = _blocking if row.blocking else _under_way
+    seconds = max(carried(pipeline).phases.total + wait for pipeline, wait in waits) + step
+    yield _comparison(table, row, "s", row.published, seconds)
+    if row.memory_gb is not None:
+        yield _comparison(table, row, "GB", row.memory_gb, _deepspeed_gb(row, timing))
+
+
+def _blocking(pipeline: Pipeline) -> Pipeline:
+    """The same with every send in the time of both its stages."""
+    between = pipeline.there + pipeline.back
+    waits = np.concatenate([[0.0], between]) + np.concatenate([between, [0.0]])
+    stages = tuple(
+        phases + Phases(pipeline=float(wait)) for phases, wait in zip(pipeline.stages, waits, strict=True)
+    )
+    nothing = np.zeros(len(between))
+    return Pipeline(stages, nothing, nothing, pipeline.micro_batches)
+
+
+def _under_way(pipeline: Pipeline) -> Pipeline:
+    """As it is: sends hide as a plan's own stages let them."""
+    return pipeline
+
+
+def _deepspeed_gb(row: Row, timing: Timing) -> float:
+    largest = 0.0
+    for section, terms in zip(timing.sections, timing.memory, strict=True):
+        params = float(terms["weights"].max()) / 4
+        scores = 4 * row.micro * (section.job.model.heads / row.tensor) * (row.context * K) ** 2
+        kept = scores * section.part.layers * section.part.in_flight(timing.micro_batches[section.replica])
+        own = {name: float(values.max()) for name, values in terms.items()}
+        # State is whole on every rank, and libraries are in what Sailor counts as kernels.
+        own |= {"optimizer": 8 * params, "reserve": 0.0}
+        more = _DEEPSPEED_WEIGHT * params + float(np.max(kept)) + _FUSED_KERNELS
+        largest = max(largest, sum(own.values()) + more)
+    return largest / 1e9

@@ -1,0 +1,81 @@
+"""A GPU from what somebody measured of a model's parts on it, as `hexi probe` would have measured it.
+
+matrix products   the head's backward pass: 4 rows x hidden x vocabulary FLOPs
+attention         what a layer takes beside its matrices and its norms, residuals and activation; plain
+                  attention is bound by its scores, so a head takes as long whatever its size
+links             the look-up in a unit of t is one all-reduce longer: 2 (t - 1) / t x rows x hidden x 4 bytes
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.published.tables import Profile
+from megatron_hexi.cluster import Curve, Device, device
+from megatron_hexi.cluster.device import Attention, Link, Passes
+from megatron_hexi.cost import Job, Model
+from megatron_hexi.cost.compute import (
+    ATTENTION_BACKWARD,
+    device_speeds,
+    head_size_factor,
+    logits_times,
+    token_times,
+)
+
+CONTEXT = 2048
+#: Not a kernel of flash attention: its times are those of plain products and a softmax between.
+KERNEL = "profiled"
+#: TFLOP/s that leave only what is bound by memory.
+_FREE = 1e12
+
+
+def profiled_device(name: str, profile: Profile, model: Model, unit: int, head_dim: int) -> Device:
+    """The catalogue's GPU with measured curves.
+
+    Args:
+        name: what the profile calls it.
+        profile: seconds of the model's parts, in fp32.
+        model: the one that was profiled.
+        unit: tensor-parallel size, for the links.
+        head_dim: of the model that will run.
+    """
+    job = Job(model, CONTEXT, profile.samples, profile.samples, precision="fp32")
+    rows = np.array([float(profile.samples * CONTEXT)])
+    bare = _device(name, profile, _FREE, (_FREE, _FREE), 1.0)
+    head = profile.head - float(logits_times(device_speeds(bare, job), job, rows).backward[0])
+    products = 4 * rows[0] * model.vocab_params() / head / 1e12
+    working = device_speeds(_device(name, profile, products, (_FREE, _FREE), 1.0), job)
+    token = token_times(working, job, rows)
+    flops = profile.samples * model.heads * 4 * head_dim * CONTEXT**2 / 2 / 1e12
+    left = [seconds - float(one[0]) for seconds, one in zip(profile.layer, token, strict=True)]
+    heads = flops / head_size_factor(head_dim)
+    sent = 2 * (unit - 1) / unit * rows[0] * model.hidden_size * 4
+    return _device(
+        name,
+        profile,
+        products,
+        (heads / left[0], ATTENTION_BACKWARD * heads / left[1]),
+        sent / (profile.units[unit] - profile.embedding) / 1e9,
+    )
+
+
+def _device(
+    name: str, profile: Profile, products: float, attention: tuple[float, float], link_gb_s: float
+) -> Device:
+    passes = Passes(*(_curve(rate) for rate in attention))
+    known = device(profile.device)
+    return replace(
+        known,
+        name=name,
+        nominal=replace(known.nominal, bf16=None, fp16=None, fp32=products),
+        matmul=_curve(products),
+        attentions=(Attention(KERNEL, passes, passes),),
+        link=Link("profiled", link_gb_s, known.link.latency_us, "Sailor's profiles"),
+        layer_share=1.0,
+    )
+
+
+def _curve(rate: float) -> Curve:
+    return Curve((1.0,), (rate,), "Sailor's profiles")

@@ -1,0 +1,206 @@
+"""What was published, read from figures.yaml."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_hexi.cost import Model, presets
+from megatron_hexi.yaml_file import read_yaml
+
+FIGURES = Path(__file__).parent / "figures.yaml"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table; what a table does not state is as the defaults say.
+
+    Args:
+        published: in the table's unit.
+        model: its name in figures.yaml, or a preset's.
+        cluster: its name in figures.yaml.
+        context: tokens of a sequence, in K.
+        tensor: tensor-parallel size.
+        pipeline: stages that are alike.
+        data: replicas.
+        parallel: context-parallel size.
+        batch: sequences of an iteration.
+        micro: sequences of a micro-batch.
+        precision: as `Job`'s.
+        recompute: as `Job`'s.
+        kernel: as `Job`'s.
+        chunks: of a stage, in an interleaved schedule.
+        hidden_sums: whether the sums inside units hide behind matrix products.
+        blocking: of stages with layers of their own: whether sends are in both stages' time.
+        layer_share: what a layer's matrices reach of the catalogue's, in place of what that says.
+        counting: how attention is counted in FLOPs: see convert.py.
+        method: of attention alone.
+        way: of attention alone.
+        gpus: of attention alone.
+        stages: GPUs of each stage, one letter a replica: "R/TG"; empty: all of one kind.
+        layers: of each stage, where they are no equal parts.
+        memory: what the framework keeps otherwise than Megatron: see predict.py; empty: nothing is published.
+        memory_gib: peak of one GPU.
+        memory_gb: the same in 10^9 bytes.
+    """
+
+    published: float
+    model: str
+    cluster: str
+    context: int = 2
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    parallel: int = 1
+    batch: int = 1
+    micro: int = 1
+    precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
+    recompute: Literal["none", "full"] | int = "none"
+    kernel: str | None = None
+    chunks: int = 1
+    hidden_sums: bool = False
+    blocking: bool = True
+    layer_share: float | None = None
+    counting: Literal["full", "half"] = "half"
+    method: str = ""
+    way: Literal["", "forward", "backward"] = ""
+    gpus: int = 0
+    stages: str = ""
+    layers: tuple[int, ...] = ()
+    memory: Literal["", "fsdp", "fsdp-pipeline", "deepspeed"] = ""
+    memory_gib: float | None = None
+    memory_gb: float | None = None
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of the job."""
+        return self.gpus or self.tensor * self.pipeline * self.data * self.parallel
+
+    @property
+    def depth(self) -> int:
+        """Pipeline stages."""
+        return len(self.layers) or self.pipeline
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one source.
+
+    Args:
+        name: for people, and for the page.
+        label: of a row, with its fields in braces.
+        title: likewise.
+        kind: what is predicted.
+        source: where they were published.
+        assumed: of what the source leaves open.
+        unit: of `published`.
+        rows: all of them.
+    """
+
+    name: str
+    label: str
+    title: str
+    kind: Literal["training", "attention", "stages"]
+    source: str
+    assumed: str
+    unit: Literal["TFLOP/s", "tokens/s", "s"]
+    rows: tuple[Row, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A cluster.
+
+    Args:
+        gpu: of all nodes, where a row names none.
+        gpus: of a node.
+        network_gb_s: of a GPU or of a node, GB/s a direction.
+        per: which of them.
+        source: who says so.
+        slow: nodes of a GPU that are linked more slowly.
+    """
+
+    gpu: str
+    gpus: int
+    network_gb_s: float
+    per: Literal["gpu", "node"]
+    source: str
+    slow: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A GPU by seconds that somebody measured of a model's parts; see profiles.py.
+
+    Args:
+        device: the catalogue's, for all else.
+        samples: sequences of a micro-batch.
+        layer: of one layer, forward and backward.
+        embedding: of the look-up, forward.
+        head: of the output matrix, backward.
+        units: of the look-up at tensor-parallel sizes.
+    """
+
+    device: str
+    samples: int
+    layer: tuple[float, float]
+    embedding: float
+    head: float
+    units: Mapping[int, float]
+
+
+@functools.cache
+def tables() -> tuple[Table, ...]:
+    """All of them."""
+    return tuple(_table(dict(entry)) for entry in _data()["tables"])
+
+
+@functools.cache
+def model(name: str) -> Model:
+    """A model of figures.yaml, or a preset."""
+    known = _data()["models"]
+    return Model(name=name, **known[name]) if name in known else presets()[name]
+
+
+@functools.cache
+def site(name: str) -> Site:
+    """A cluster of figures.yaml."""
+    return Site(**_data()["clusters"][name])
+
+
+@functools.cache
+def profile(name: str) -> Profile:
+    """The profile of a GPU."""
+    entry = _data()["profiles"][name]
+    units = {int(size): seconds for size, seconds in entry["units"].items()}
+    return Profile(**{**entry, "layer": tuple(entry["layer"]), "units": units})
+
+
+@functools.cache
+def _data() -> Mapping[str, Any]:
+    data: Mapping[str, Any] = read_yaml(FIGURES).data
+    return data
+
+
+def _table(entry: dict[str, Any]) -> Table:
+    common, columns, gpus = dict(entry.pop("common")), entry.pop("columns"), entry.pop("gpus", [0])
+    unit = common.pop("unit")
+    rows = tuple(
+        row
+        for values in entry.pop("rows")
+        for row in _rows(common | dict(zip(columns, values, strict=True)), gpus)
+    )
+    return Table(unit=unit, rows=rows, **entry)
+
+
+def _rows(fields: dict[str, Any], gpus: list[int]) -> Iterator[Row]:
+    """One; or one for each number of GPUs."""
+    fields["layers"] = tuple(fields.get("layers", ()))
+    if gpus == [0]:
+        yield Row(**fields)
+        return
+    for count, published in zip(gpus, fields.pop("published"), strict=True):
+        yield Row(published=published, gpus=count, **fields)

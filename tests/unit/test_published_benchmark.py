@@ -1,0 +1,145 @@
+"""Published figures against the cost model: conversions by hand, errors within what the page says."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.published import __main__ as command
+from benchmarks.published.convert import flops_per_token, mask_tflops, tokens_per_s
+from benchmarks.published.layouts import equal_cluster, equal_plan, job, mixed_cluster, mixed_plan
+from benchmarks.published.page import write_page
+from benchmarks.published.predict import Comparison, compare
+from benchmarks.published.profiles import KERNEL, profiled_device
+from benchmarks.published.summary import errors
+from benchmarks.published.tables import model, profile, tables
+from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.cost.compute import device_speeds, logits_times, own_block_times, token_times
+from megatron_hexi.plan import validate_plan
+
+TABLES = {table.name: table for table in tables()}
+#: Of the page: the most that a row of each table is off, time and memory.
+BOUNDS = {
+    "nemo-h100": (0.04, None),
+    "nemo-b200": (0.22, None),
+    "bridge": (0.11, None),
+    "internevo": (0.15, None),
+    "torchtitan-8b": (0.62, 0.08),
+    "torchtitan-405b": (0.55, 0.17),
+    "magi": (0.25, None),
+    "sailor-mixed": (0.26, None),
+    "sailor-gh200": (0.22, 0.19),
+}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return {name: compare(table) for name, table in TABLES.items()}
+
+
+def test_flops_by_hand():
+    # Llama-2-7B: 4 x 4096^2 + 3 x 4096 x 11008 weights a layer, 32 layers, 32000 words.
+    weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
+    attention = 4096 * 32 * 4096
+    llama = model("llama2-7b")
+    assert flops_per_token(llama, 4096, "full") == 6 * weights + 12 * attention
+    assert flops_per_token(llama, 4096, "half") == 6 * weights + 6 * attention
+    # NeMo's 768 TFLOP/s, and Bridge's own pair of figures: 14451 tokens/s and 744 TFLOP/s.
+    assert tokens_per_s(768, llama, 4096, "full") == pytest.approx(16665, abs=1)
+    assert tokens_per_s(744, model("llama3-8b"), 8192, "half") == pytest.approx(14451, rel=0.001)
+    # Both conventions say the same tokens/s of what took the same time.
+    full, half = (flops_per_token(llama, 2**20, way) for way in ("full", "half"))
+    assert tokens_per_s(full / 1e12, llama, 2**20, "full") == pytest.approx(
+        tokens_per_s(half / 1e12, llama, 2**20, "half")
+    )
+
+
+def test_attention_alone_by_hand():
+    # 64 heads of 128 over 2 GPUs, 1024 tokens, a second.
+    area = 1024 * 1024 / 2
+    one = mask_tflops(model("attention"), 1024, 2, 1.0, backward=False)
+    assert one == pytest.approx(4 * 64 * 128 * area / 2 / 1e12)
+    assert mask_tflops(model("attention"), 1024, 2, 1.0, backward=True) == pytest.approx(2.5 * one)
+
+
+@pytest.mark.parametrize("name", ["GH-96", "RTX-3090", "Titan-RTX", "RTX-2080"])
+def test_a_profiled_gpu_takes_what_was_profiled(name):
+    known, opt = profile(name), model("opt-350m")
+    unit = max(known.units)
+    device = profiled_device(name, known, opt, unit, opt.head_dim)
+    profiled = Job(opt, 2048, known.samples, known.samples, precision="fp32", kernel=KERNEL)
+    speeds, rows = device_speeds(device, profiled), np.array([2048.0 * known.samples])
+    token, heads = (
+        token_times(speeds, profiled, rows),
+        own_block_times(speeds, profiled, np.array([2048.0]), True),
+    )
+    for way in range(2):
+        assert float(token[way][0] + 16 * heads[way][0]) == pytest.approx(known.layer[way])
+    assert float(logits_times(speeds, profiled, rows).backward[0]) == pytest.approx(known.head)
+    # A ring over the unit: each GPU sends all but one part, twice.
+    size = 2048 * known.samples * 1024 * 4
+    ring = 2 * (unit - 1) / unit * size / (device.link.bandwidth_gb_s * 1e9)
+    assert ring == pytest.approx(known.units[unit] - known.embedding)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_plans_are_those_of_the_rows(name):
+    for row in TABLES[name].rows:
+        wanted = job(row)
+        if row.layers:
+            plan, cluster = mixed_plan(row, wanted), mixed_cluster(row)
+            first = [stage.layers or (0, 0) for stage in plan.replicas[0].stages]
+            assert [stop - start for start, stop in first] == list(row.layers)
+            assert sum(row.layers) == wanted.model.layers
+            ranks = plan.ranks
+        else:
+            plan, cluster = equal_plan(row, wanted), equal_cluster(row)
+            ranks = plan.ranks * row.pipeline
+        validate_plan(plan)
+        assert ranks == len(cluster.ranks)
+
+
+def test_what_blocks_and_what_hides_is_counted(results):
+    # Sends of 16.8 MB at 0.115 GB/s, there and back, in every micro-batch of the slower stage.
+    mixed = TABLES["sailor-mixed"]
+    row = mixed.rows[0]
+    (found,) = [one for one in results["sailor-mixed"] if one.row == "R/T, TP2"]
+    timing = CostModel(job(row), mixed_cluster(row)).timing(mixed_plan(row, job(row)))
+    send = 4096 * 1024 * 4 / 0.115e9
+    slower = max(phases.total for phases in timing.pipelines[0].stages)
+    assert found.predicted == pytest.approx(128 * (slower + 2 * send), rel=0.02)
+
+
+def test_errors_are_within_what_the_page_says(results):
+    assert results.keys() == BOUNDS.keys()
+    for name, rows in results.items():
+        for what, bound in zip(("time", "memory"), BOUNDS[name], strict=True):
+            own = [row for row in rows if row.what == what]
+            assert bool(own) == (bound is not None)
+            if bound is not None:
+                assert errors(own).worst <= bound, (name, what)
+    for what in ("time", "memory"):
+        found = errors([row for rows in results.values() for row in rows if row.what == what])
+        assert found.median <= 0.10
+
+
+def test_errors_by_hand():
+    rows = [Comparison("t", "r", "time", "s", 10.0, predicted) for predicted in (11.0, 8.0, 10.5)]
+    assert tuple(errors(rows)) == pytest.approx((3, 0.1, 0.2, -0.05 / 3))
+
+
+def test_the_command_prints_every_row(capsys, tmp_path, results):
+    assert command.main(["--json", "--picture", str(tmp_path / "errors.png")]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == sum(len(own) for own in results.values())
+    assert rows[0]["error"] == pytest.approx(rows[0]["predicted"] / rows[0]["published"] - 1)
+    assert (tmp_path / "errors.png").stat().st_size > 10_000
+    assert command.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(row["row"] in shown for row in rows)
+
+
+def test_the_page_is_current(tmp_path, results):
+    write_page(results, tmp_path)
+    made, kept = ((folder / "published.md").read_text() for folder in (tmp_path, command.PAGE))
+    assert made == kept, "stale; run: python -m benchmarks.published --page"
