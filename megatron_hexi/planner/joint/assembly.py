@@ -72,10 +72,17 @@ class Assembly:
     def __init__(self, tables: StageTables, search: PipelineSearch, cluster: Cluster) -> None:
         self._tables, self._search, self._cluster = tables, search, cluster
         self._found: dict[tuple[object, ...], Trial] = {}
+        self._polished = True
         self.trials = 0
 
-    def run(self, packed: Packed) -> Candidate | None:
-        """The plan of packed replicas; ``None`` where its parts of nodes do not add up."""
+    def run(self, packed: Packed, *, polished: bool) -> Candidate | None:
+        """The plan of packed replicas; ``None`` where its parts of nodes do not add up.
+
+        Args:
+            packed: the replicas.
+            polished: with the last small changes of every domain, and CP-SAT's; without, plans are compared.
+        """
+        self._polished = polished
         pipes = [column.pipe for column in packed.columns]
         placed = find_gpus(self._tables.pools, [pipe.shapes for pipe in pipes])
         if placed is None:
@@ -131,11 +138,20 @@ class Assembly:
             global_batch_size=micro_batches * fleet.job.micro_batch_size,
         )
         shards = len(fleet.units) * replicas
-        name = (_alike(fleet), job.tensor_parallel, job.recompute, part, micro_batches, shards)
+        name = (
+            _alike(fleet),
+            job.tensor_parallel,
+            job.recompute,
+            part,
+            micro_batches,
+            shards,
+            self._polished,
+        )
         fleet = replace(fleet, job=job, part=part)
         if name not in self._found:
             judge = Judge(fleet, shards)
-            self._found[name] = refine(judge, DomainSearch(judge, fleet, micro_batches).run()).trial
+            trial = DomainSearch(judge, fleet, micro_batches).run(self._polished)
+            self._found[name] = refine(judge, trial).trial if self._polished else trial
             self.trials += judge.trials
         return replace(self._found[name], fleet=fleet)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,8 +22,6 @@ _CLASSES = (1, 2, 4, 8)
 _ROUNDS = 12
 #: Plans that are put together.
 _FINALISTS = 8
-#: A finalist whose columns take longer than this part of the best plan so far is left out.
-_NEAR = 1.0
 
 
 class JointSearch:
@@ -68,15 +65,20 @@ class JointSearch:
                     packed = self._packed(some, replicas)
                     found += [] if packed is None else [packed]
         found.sort(key=lambda packed: (len(packed.columns) > 1, packed.seconds))
-        best = math.inf
+        best: tuple[tuple[float, float], Packed] | None = None
         for number, packed in enumerate(found[:_FINALISTS]):
-            tell("finalists", number, min(len(found), _FINALISTS))
-            if packed.seconds > _NEAR * best:
+            tell("finalists", number, min(len(found), _FINALISTS) + 1)
+            if best is not None and packed.seconds > best[0][1]:
                 continue
-            candidate = self._assembly.run(packed)
+            candidate = self._assembly.run(packed, polished=False)
             if candidate is not None:
-                best = min(best, candidate.iteration_s) if candidate.fits else best
+                best = min(
+                    [(candidate.order, packed), *([] if best is None else [best])], key=lambda one: one[0]
+                )
                 yield candidate
+        polished = None if best is None else self._assembly.run(best[1], polished=True)
+        if polished is not None:
+            yield polished
 
     def _replicas(self, shards: int) -> range:
         """Numbers of replicas of a class; none where another is fixed, or there is no batch for them."""

@@ -7,6 +7,7 @@ bisection.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -149,9 +150,12 @@ def _dealt(columns: Sequence[Column], micro_batches: int) -> Packed | None:
     counts = [1] * len(columns)
     if len(columns) > micro_batches:
         return None
+    ends = [(column.seconds(2), number) for number, column in enumerate(columns)]
+    heapq.heapify(ends)
     for _ in range(micro_batches - len(columns)):
-        ends = [column.seconds(count + 1) for column, count in zip(columns, counts, strict=True)]
-        counts[ends.index(min(ends))] += 1
+        _, number = ends[0]
+        counts[number] += 1
+        heapq.heapreplace(ends, (columns[number].seconds(counts[number] + 1), number))
     # Gradients go round all replicas at the pace of the slowest.
     longest = max(
         column.seconds(count) - column.sync_s for column, count in zip(columns, counts, strict=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -71,12 +71,12 @@ class Pipe:
         """What its stages run on."""
         return tuple(stage.shape for stage in self.stages)
 
-    @property
+    @cached_property
     def period_s(self) -> float:
         """Seconds of its slowest stage."""
         return max(stage.seconds for stage in self.stages)
 
-    @property
+    @cached_property
     def fill_s(self) -> float:
         """What the first micro-batch takes more than a period."""
         return sum(stage.seconds for stage in self.stages) - self.period_s

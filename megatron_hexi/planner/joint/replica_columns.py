@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_hexi.planner.joint.pipeline_search import Pipe, PipelineSearch
 from megatron_hexi.planner.joint.pools import Counts, Pools
@@ -13,7 +14,7 @@ from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
 
 #: Choices of GPUs that get pipelines, and that are tried as one stage: by one replica, by each of several.
-_WITH_PIPELINES, _WITH_ONE_STAGE = (40, 24), (100, 200)
+_WITH_PIPELINES, _WITH_ONE_STAGE = (24, 16), (60, 150)
 #: Pipelines whose gradients are looked at, the fastest.
 _WITH_GRADIENTS = 4
 #: Parts of everything that replicas are made of.
@@ -70,6 +71,7 @@ class ReplicaColumns:
         self._sync = Synchronisation(tables)
         self._speeds = [1 / tables.seconds_alone(pool) for pool in range(len(tables.pools.pools))]
         self._choices = self._find_choices()
+        self._pipelines = cache(search.best)
 
     def find(self, shards: int, width: int | None) -> list[Column]:
         """All of them.
@@ -80,14 +82,15 @@ class ReplicaColumns:
         """
         found: list[Column] = []
         choices = [counts for counts in self._choices if self._take(counts, shards)]
-        tried = _WITH_PIPELINES[shards > 1], _WITH_ONE_STAGE[shards > 1]
-        for some, pipes_of, most in (
-            (self._some(choices, tried[0]), self._search.best, 1),
-            (self._some(choices, tried[1]), self._search.alone, 2),
-        ):
-            for counts in some:
-                pipes = pipes_of(counts, self._take(counts, shards), shards, width)
-                found += self.columns(counts, pipes, shards, most)
+        several = shards > 1
+        # Pipelines differ little by who shares their optimizer state: those of two replicas do for more.
+        sharing = min(shards, 2)
+        for counts in self._some(choices, _WITH_PIPELINES[several]):
+            pipes = self._pipelines(counts, self._take(counts, shards), sharing, width)
+            found += self.columns(counts, pipes, sharing, 1)
+        for counts in self._some(choices, _WITH_ONE_STAGE[several]):
+            pipes = self._search.alone(counts, self._take(counts, shards), shards, width)
+            found += self.columns(counts, pipes, shards, 2)
         return found
 
     def columns(self, counts: Counts, pipes: list[Pipe], shards: int, most: int) -> list[Column]:

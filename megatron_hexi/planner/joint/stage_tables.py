@@ -194,10 +194,10 @@ class StageTables:
         Args:
             kinds: its pools.
             width: tensor-parallel size.
-            size: units, as a power of 4.
+            size: units, as a power of 8.
         """
         pools = self.pools.pools
-        most = max(1, 4**size * width // len(kinds))
+        most = max(1, 8**size * width // len(kinds))
         counts = tuple(
             self.pools.rounded(pool, min(most, pools[pool].gpus), width) if pool in kinds else 0
             for pool in range(len(pools))
@@ -371,8 +371,8 @@ def _only(shape: Shape, pool: int) -> Shape:
 
 
 def _class_of(shape: Shape) -> tuple[tuple[int, ...], int, int]:
-    """Stages that wait alike: pools, tensor-parallel size, units as a power of 4."""
-    return tuple(shape.kinds), shape.width, math.ceil(math.log(shape.units, 4))
+    """Stages that wait alike: pools, tensor-parallel size, units as a power of 8."""
+    return tuple(shape.kinds), shape.width, math.ceil(math.log(shape.units, 8))
 
 
 def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
