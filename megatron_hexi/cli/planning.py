@@ -43,7 +43,8 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="Example: hexi plan examples/clusters/mixed-16.yaml --model gpt-7b --seq-length 262144 -o plan.yaml"
+    epilog="Example: hexi plan examples/clusters/mixed-16.yaml --model gpt-7b --seq-length 262144 "
+    "-o plan.yaml"
 )
 @with_bundles
 def plan(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.errors import HexiError, NothingFitsError
+from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.planner.bound import memory_fits
 from megatron_hexi.planner.request import Request
 
-#: Parts of the context that are tried, where nothing else helps.
-_SHORTER = (1 / 2, 1 / 4, 1 / 8, 1 / 16)
 #: Contexts are proposed as multiples of this.
 _ROUND = 1024
 #: Proposals that are made.
@@ -29,10 +28,12 @@ def nothing_fits(request: Request, cluster: Cluster, fits: Callable[[Request], b
     job = request.job
     proven = not memory_fits(request, cluster)
     what = "no plan fits" if proven else "no plan was found that fits"
-    remedies = []
-    for words, changed in _others(request):
-        if len(remedies) < _MOST and fits(changed):
-            remedies.append(words)
+
+    def found(proposals: Iterable[tuple[str, Request]]) -> Iterator[str]:
+        return (words for words, other in proposals if memory_fits(other, cluster) and fits(other))
+
+    shortened = itertools.islice(found(_shortened(request)), 1)
+    remedies = list(itertools.islice(itertools.chain(found(_freed(request)), shortened), _MOST))
     remedy = "; or ".join(remedies) if remedies else "take GPUs with more memory, or a smaller model"
     return NothingFitsError(
         f"{what} on cluster {cluster.name} at {job.seq_length} tokens"
@@ -40,27 +41,21 @@ def nothing_fits(request: Request, cluster: Cluster, fits: Callable[[Request], b
     )
 
 
-def _others(request: Request) -> Iterator[tuple[str, Request]]:
-    """Requests that ask for less, with what to change."""
+def _freed(request: Request) -> Iterator[tuple[str, Request]]:
+    """Requests that leave more to the planner, with what to change."""
     fixed = sorted(request.fixed)
     for name in fixed:
         yield f"leave --{_option(name)} to the planner", replace(request, fixed=request.fixed - {name})
     if len(fixed) > 1:
         free = replace(request, fixed=frozenset())
         yield "leave " + ", ".join(f"--{_option(name)}" for name in fixed) + " to the planner", free
-    for part in _SHORTER:
-        length = int(request.job.seq_length * part) // _ROUND * _ROUND
-        if length:
-            shorter = _with_length(request, length)
-            if shorter is not None:
-                yield f"--seq-length {length}", shorter
 
 
-def _with_length(request: Request, length: int) -> Request | None:
-    try:
-        return replace(request, job=replace(request.job, seq_length=length))
-    except HexiError:
-        return None
+def _shortened(request: Request) -> Iterator[tuple[str, Request]]:
+    """Requests for half the context, and half of that, and so on."""
+    length = request.job.seq_length
+    while length := length // 2 // _ROUND * _ROUND:
+        yield f"--seq-length {length}", replace(request, job=replace(request.job, seq_length=length))
 
 
 def _spell_fixed(request: Request) -> str:

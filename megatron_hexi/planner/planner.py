@@ -44,7 +44,7 @@ def find_plan(
     _check_fixed(request, cluster)
     best, trials = _search(request, cluster, tell)
     baselines: tuple[Baseline, ...] = ()
-    if with_baselines:
+    if with_baselines or best is None:  # what the search passes over for its speed may be all that fits
         baselines, timed = find_baselines(request, cluster, progress=tell)
         trials += timed
         best = min([*([] if best is None else [best]), *_candidates(baselines)], key=_order, default=None)
@@ -52,7 +52,7 @@ def find_plan(
         raise nothing_fits(request, cluster, lambda other: _search(other, cluster, tell)[0] is not None)
     tell("bound", 0, 1)
     bound = joint_bound(request, cluster, best.iteration_s)
-    return _planned(best, cluster, bound, baselines, trials, begun)
+    return _planned(best, cluster, bound, baselines if with_baselines else (), trials, begun)
 
 
 def _check_fixed(request: Request, cluster: Cluster) -> None:

@@ -22,7 +22,7 @@ class Request:
     """A job to plan.
 
     Args:
-        job: the job; what is not fixed is as `Job` has it by default.
+        job: the job; what is not fixed becomes as `Job` has it by default.
         fixed: those of `CHOSEN` that must stay as the job says.
 
     Raises:
@@ -36,6 +36,8 @@ class Request:
         unknown = sorted(self.fixed.difference(CHOSEN))
         if unknown:
             raise HexiError(f"fixed: {unknown[0]} is not the planner's to choose; give some of {CHOSEN}")
+        free = {name: getattr(Job, name) for name in CHOSEN if name not in self.fixed}
+        object.__setattr__(self, "job", replace(self.job, **free))
 
     def widths(self, most: int) -> list[int]:
         """Tensor-parallel sizes to try: those that the model can be cut into, of at most so many GPUs."""

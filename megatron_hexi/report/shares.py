@@ -1,4 +1,4 @@
-"""Who gets what, by kind of GPU: stages and groups that are alike, and members on the same GPU, share a line."""
+"""Who gets what, by kind of GPU: stages and groups that are alike, and members on one GPU, share a line."""
 
 from __future__ import annotations
 

@@ -12,16 +12,12 @@ import tempfile
 from pathlib import Path
 from random import Random
 
-from megatron_hexi.planner.bound.pieces.prices import token_prices
-from megatron_hexi.planner.bound.site_classes import classes_of, sites_of
-
 from megatron_hexi.cluster import cluster_from_yaml
 from megatron_hexi.cost import Job, Model
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.layout import Layout, Part
-from megatron_hexi.planner.layouts.trial import Judge
 from megatron_hexi.yaml_file import read_yaml
 
 
@@ -220,26 +216,6 @@ def random_fleets(first, last, **changes):
             continue
 
 
-def layouts_of(fleet, plan):
-    """A plan as layouts of the fleet's units."""
-    width, job = fleet.job.tensor_parallel, fleet.job
-    gpus = plan.gpus or range(len(fleet.cluster.ranks))
-    number = {unit.gpus[0]: place for place, unit in enumerate(fleet.units)}
-    unit = [number[tuple(gpus[rank * width : (rank + 1) * width])] for rank in range(plan.units)]
-    share = job.global_batch_size // job.micro_batch_size // len(plan.replicas)
-    layouts = []
-    for replica in plan.replicas:
-        parts = []
-        for group in replica.domain.groups:
-            # A layout's heads go by the order of its units.
-            members = sorted(group.members, key=lambda member: member.heads)
-            units = tuple(unit[member.number] for member in members)
-            heads = tuple(member.heads[1] - member.heads[0] for member in members)
-            parts.append(Part(units, tuple(member.tokens for member in members), heads))
-        layouts.append(Layout(tuple(parts), replica.micro_batches or share))
-    return layouts
-
-
 def random_layouts(random, fleet, data_parallel):
     """Layouts of any kind on some of a fleet's units, one a replica.
 
@@ -297,83 +273,3 @@ def _random_layout(random, fleet, units, micro_batches):
         ),
         micro_batches,
     )
-
-
-def random_change(random, layouts):
-    """One step: tokens or a head from one unit to another, or a unit to another group."""
-    replica = random.randrange(len(layouts))
-    parts = [[list(part.units), list(part.tokens), list(part.heads)] for part in layouts[replica].parts]
-    places = [(group, member) for group, part in enumerate(parts) for member in range(len(part[0]))]
-    (a, i), (b, k) = random.choice(places), random.choice(places)
-    kind = random.choice(["tokens", "tokens", "groups", "head", "unit", "order"])
-    if kind == "tokens":
-        moved = int(parts[a][1][i] * random.choice([0.02, 0.1, 0.3, 1]))
-        parts[a][1][i] -= moved
-        parts[b][1][k] += moved
-    elif kind == "groups":
-        part = random.choice([0.02, 0.1, 0.3])
-        for member, held in enumerate(parts[a][1]):
-            moved = int(held * part)
-            parts[a][1][member] -= moved
-            parts[b][1][member % len(parts[b][1])] += moved
-    elif kind == "head" and len(parts[a][0]) > 1:
-        k = random.randrange(len(parts[a][0]))
-        if parts[a][2][i]:
-            parts[a][2][i] -= 1
-            parts[a][2][k] += 1
-    elif kind == "unit" and len(parts[a][0]) > 1:
-        unit, tokens, heads = (held.pop(i) for held in parts[a])
-        parts[a][2][random.randrange(len(parts[a][2]))] += heads
-        if a == b:
-            parts.append([[unit], [tokens], [sum(parts[a][2])]])
-        else:
-            for held, value in zip(parts[b], (unit, tokens, 0), strict=True):
-                held.append(value)
-    elif kind == "unit" and a != b:
-        unit, tokens, _ = (held.pop() for held in parts[a])
-        for held, value in zip(parts[b], (unit, tokens, 0), strict=True):
-            held.append(value)
-        del parts[a]
-    elif kind == "order":
-        parts[a], parts[b] = parts[b], parts[a]
-    changed = Layout(
-        tuple(Part(tuple(units), tuple(tokens), tuple(heads)) for units, tokens, heads in parts),
-        layouts[replica].micro_batches,
-    )
-    return [changed if number == replica else layout for number, layout in enumerate(layouts)]
-
-
-def trials_of(seed, steps, **changes):
-    """Layouts of one cluster, of several groups on several sites, which fit in memory.
-
-    Random ones, and changes of the best.
-    """
-    text, known, job = random_parallel_case(seed, **changes)
-    random = Random(seed)
-    try:
-        fleet = find_units(job, known)
-    except ClusterError:  # too few GPUs for a unit
-        return
-    judge = Judge(fleet)
-    best = judge.try_out(fleet, random_layouts(random, fleet, 1), 2)
-    for step in range(steps):
-        layouts = random_layouts(random, fleet, 1) if step < 3 else random_change(random, best.layouts)
-        trial = judge.try_out(fleet, layouts, random.randint(1, 3))
-        best = min(best, trial, key=lambda trial: trial.order)
-        groups = sum(part.total > 0 for part in trial.layouts[0].parts)
-        if trial.fits and len(fleet.sites) > 1 and groups > 1:
-            yield fleet, trial, reproduce(text, job)
-
-
-def shapes_of_trial(fleet, trial):
-    """Classes of sites, and the shapes of the groups of a trial's only replica that hold any tokens."""
-    classes = classes_of(sites_of(fleet, True, token_prices(fleet)))
-    place = {unit: number for number, one in enumerate(classes) for site in one.sites for unit in site}
-    shapes = []
-    for part in trial.layouts[0].parts:
-        sites: dict[tuple[int, int], list[int]] = {}
-        for unit in part.units if part.total else ():
-            sites.setdefault((place[unit], fleet.units[unit].site), []).append(unit)
-        if sites:
-            shapes.append(tuple((number, len(units)) for (number, _), units in sorted(sites.items())))
-    return classes, shapes

@@ -1,10 +1,12 @@
 """Baselines: what their rules allow, by hand; and that the best of it is found without timing all of it."""
 
+import contextlib
 import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -12,9 +14,11 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import Job, presets
+from megatron_hexi.errors import ClusterError, HexiError
 from megatron_hexi.plan import validate_plan
 from megatron_hexi.plan.layout import apportion
-from megatron_hexi.planner.baselines import find_baselines
+from megatron_hexi.planner import CHOSEN, Request
+from megatron_hexi.planner.baselines import find_baselines, race
 from megatron_hexi.planner.baselines.arrange import models
 from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.rules import NAMES, UNIFORM, candidates, replica_counts
@@ -32,8 +36,19 @@ def fleet_of(nodes, job=None, **network):
     return find_units(job or tiny_job(), cluster(nodes, **network))
 
 
+def all_fixed(job, data_parallel=1):
+    """A request with none of Megatron's flags left to choose; replicas are, where they are ``None``."""
+    if data_parallel is None:
+        return Request(job, frozenset(CHOSEN) - {"data_parallel"})
+    return Request(replace(job, data_parallel=data_parallel), frozenset(CHOSEN))
+
+
+def by_name(request, known, **limits):
+    return {one.name: one for one in find_baselines(request, known, **limits)[0]}
+
+
 def found(fleet, data_parallel=1, **limits):
-    return {one.name: one for one in find_baselines(Judge(fleet), fleet, data_parallel, **limits)}
+    return by_name(all_fixed(fleet.job, data_parallel), fleet.cluster, **limits)
 
 
 def shapes(fleet, name, data_parallel=1):
@@ -57,9 +72,7 @@ def groups(fleet, name):
 class CountingJudge(Judge):
     """Remembers what it timed."""
 
-    def __init__(self, fleet):
-        super().__init__(fleet)
-        self.timed: Counter = Counter()
+    timed: ClassVar[Counter] = Counter()
 
     def try_out(self, fleet, layouts, window):
         trial = super().try_out(fleet, layouts, window)
@@ -90,7 +103,7 @@ def test_a_ring_over_a_fast_and_a_slow_gpu_is_paced_by_the_slow_one():
     slow = fleet_of([("a", "PLAIN", 1), ("b", "PLAIN", 1)], bandwidth=1e5)
     fast = fleet_of([("a", "DOUBLE", 1), ("b", "DOUBLE", 1)], bandwidth=1e5)
     ring = found(mixed)["ring"]
-    assert ring.layout.startswith("2 groups of one")
+    assert ring.layout.startswith("TP 1, PP 1: 2 groups of one")
     assert ring.uniform
     # Half the tokens each; two layers of PLAIN's token work, forward and backward.
     moved = (10 + 12) * 512 + (2 + 3) * 2048 + 2 * 2048
@@ -182,7 +195,7 @@ def test_a_length_that_does_not_divide_is_apportioned_and_said():
     fleet = fleet_of([("a", "PLAIN", 3)], tiny_job(seq_length=4097))
     ring = found(fleet)["ring"]
     assert [part.tokens for part in ring.trial.layouts[0].parts] == [(1366,), (1366,), (1365,)]
-    assert ring.layout.startswith("3 groups of one, 2 ranks with one token more")
+    assert ring.layout.startswith("TP 1, PP 1: 3 groups of one, 2 ranks with one token more")
 
 
 def test_proportion_follows_speed_alone():
@@ -215,7 +228,7 @@ def test_proportion_may_deal_heads_by_speed_too():
 def test_homogeneous_takes_the_best_model_of_gpu_alone():
     fleet = fleet_of([("a", "PLAIN", 2), ("b", "DOUBLE", 2)], bandwidth=0.01)
     alone = found(fleet)["homogeneous"]
-    assert alone.layout == "2 DOUBLE alone: one group of 2"
+    assert alone.layout == "2 DOUBLE alone: TP 1, PP 1: one group of 2"
     assert not alone.uniform
     assert alone.trial.plan.gpus == (2, 3)
     many = fleet_of([("a", "PLAIN", 4), ("b", "DOUBLE", 1)], bandwidth=0.01)
@@ -250,7 +263,54 @@ def test_replicas_are_consecutive_or_of_one_mix():
     dealt = {tuple(layout.units for layout in one.layouts) for one in candidates(fleet, 2)}
     assert dealt == {((0, 1), (2, 3)), ((0, 2), (1, 3))}
     # A replica of slow ones alone paces everything; in proportion, replicas of one mix do not.
-    assert found(fleet, 2)["proportion"].layout.startswith("2 replicas of one mix, each ")
+    assert found(fleet, 2)["proportion"].layout.startswith("TP 1, PP 1: 2 replicas of one mix, each ")
+
+
+# Megatron's flags
+
+
+def every_choice(request, known):
+    """What baselines do with each choice of the flags that are free, by the choice."""
+    choices = {
+        "tensor_parallel": (1, 2, 4, 8),
+        "pipeline_parallel": (1, 2, 4, 8),
+        "recompute": ("none", "selective", "full"),
+    }
+    free = {name: values for name, values in choices.items() if name not in request.fixed}
+    for values in itertools.product(*free.values()):
+        flags = dict(zip(free, values, strict=True))
+        with contextlib.suppress(HexiError):  # heads, layers or units that do not divide
+            one = Request(replace(request.job, **flags), request.fixed | flags.keys() | {"micro_batch_size"})
+            yield flags, by_name(one, known)
+
+
+@pytest.mark.parametrize("fixed", [(), ("tensor_parallel",), ("pipeline_parallel", "recompute")])
+@pytest.mark.parametrize("memory", [80, 2.4])
+def test_flags_that_are_not_fixed_are_the_best_of_all(fixed, memory):
+    known = cluster(
+        [("a", f"DOUBLE, memory_gb: {memory}", 2), ("b", "PLAIN", 2), ("c", "PLAIN", 2)], bandwidth=1
+    )
+    model = replace(TINY, layers=4)
+    job = tiny_job(model=model, seq_length=8192, global_batch_size=2, pipeline_parallel=2, recompute="full")
+    request = Request(job, frozenset(fixed))
+    every = list(every_choice(request, known))
+    for name, one in by_name(request, known).items():
+        fitting = [(found[name].trial, flags) for flags, found in every if found[name].trial is not None]
+        if one.trial is None:
+            assert not fitting
+            continue
+        best, _ = min(fitting, key=lambda pair: pair[0].iteration_s)
+        assert one.trial.iteration_s == pytest.approx(best.iteration_s, rel=1e-8)
+        chosen = one.trial.fleet.job
+        assert all(getattr(chosen, name) == getattr(job, name) for name in fixed)
+        assert f"TP {chosen.tensor_parallel}, PP {chosen.pipeline_parallel}" in one.layout
+        assert (f", recompute {chosen.recompute}:" in one.layout) == (chosen.recompute != "none")
+
+
+def test_flags_that_no_unit_can_have_are_refused():
+    request = Request(tiny_job(tensor_parallel=4), frozenset(["tensor_parallel"]))
+    with pytest.raises(ClusterError, match=r"tensor_parallel = 4.*give smaller sizes"):
+        find_baselines(request, cluster([("a", "PLAIN", 2)]))
 
 
 # Finding the best
@@ -267,21 +327,24 @@ def test_where_nothing_fits_the_shortage_is_named():
         assert one.layout
 
 
-def test_each_plan_is_timed_once():
+def test_each_plan_is_timed_once(monkeypatch):
+    monkeypatch.setattr(race, "Judge", CountingJudge)
+    monkeypatch.setattr(CountingJudge, "timed", Counter())
     fleet = fleet_of([("a", "DOUBLE", 4), ("b", "PLAIN", 4)], tiny_job(global_batch_size=4), bandwidth=1)
-    judge = CountingJudge(fleet)
-    find_baselines(judge, fleet, 1)
-    assert set(judge.timed.values()) == {1}
-    assert {plan.exchange.window for plan in judge.timed} == {1, 2, 4}
+    _, trials = find_baselines(all_fixed(fleet.job), fleet.cluster)
+    timed = CountingJudge.timed
+    assert set(timed.values()) == {1}
+    assert len(timed) == trials
+    assert {plan.exchange.window for plan in timed} == {1, 2, 4}
     # With two groups there is one step, and a window changes nothing.
-    for plan in judge.timed:
+    for plan in timed:
         if len(plan.replicas[0].domain.groups) <= 2:
             assert plan.exchange.window == 1
 
 
 def test_progress_is_told():
     told, fleet = [], fleet_of([("a", "PLAIN", 4)])
-    find_baselines(Judge(fleet), fleet, 1, progress=lambda *words: told.append(words))
+    found(fleet, progress=lambda *words: told.append(words))
     assert told == [("baselines", done, len(told)) for done in range(len(told))]
 
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from megatron_hexi.planner.tuning.solver import _Build, refine
 from ortools.sat.python import cp_model
 
 from megatron_hexi.planner.fleet.rates import Rates
@@ -15,6 +14,7 @@ from megatron_hexi.planner.search.balance import balance
 from megatron_hexi.planner.search.groupings import all_partitions, site_classes
 from megatron_hexi.planner.search.guess import FirstGuess
 from megatron_hexi.planner.search.polish import polish
+from megatron_hexi.planner.search.solver import _Build, refine
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.fleets import device_text, random_fleets, random_layouts, read_text
 

@@ -1,10 +1,9 @@
-"""What a plan is made of, by hand: units, stacks, sites, their order; groupings and fleets that are tried."""
+"""What a plan is made of, by hand: units, stacks, sites, their order; groupings that are tried."""
 
 import itertools
 from collections import Counter
 
 import pytest
-from megatron_hexi.planner.fleet.choose import fleets, single_sites
 
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.planner.fleet.units import find_units
@@ -19,7 +18,7 @@ from megatron_hexi.planner.search.groupings import (
     unequal_choices,
 )
 from tests.support.costs import cluster, tiny_job
-from tests.support.fleets import random_parallel_case, read_text
+from tests.support.fleets import random_parallel_case
 
 
 def fleet_of(nodes, **changes):
@@ -257,63 +256,3 @@ def test_every_choice_and_every_mix_has_each_unit_once():
     # A head a unit, and two heads.
     assert ((0, 1, 2, 3, 4, 5, 6, 7), (8, 9)) in mixed
     assert ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9)) in mixed
-
-
-# Which units at all
-
-
-def chosen(fleet):
-    return [tuple(sorted(unit.gpus for unit in part.units)) for part in fleets(fleet)]
-
-
-def test_nodes_with_many_cards_are_tried_by_themselves():
-    # Rings are as fast as the node with the fewest cards lets them be.
-    nodes = [("a", "PLAIN", 4), ("b", "PLAIN", 2), ("c", "PLAIN", 4), ("d", "DOUBLE", 2), ("e", "PLAIN", 1)]
-    found = [{gpu for unit in part for stage in unit for gpu in stage} for part in chosen(fleet_of(nodes))]
-    assert {0, 1, 2, 3, 6, 7, 8, 9} in found
-    assert set(range(12)) in found
-
-
-def test_all_units_are_tried_first_and_none_twice():
-    for seed in range(20):
-        _, known, job = random_parallel_case(seed)
-        try:
-            fleet = find_units(job, known)
-        except ClusterError:
-            continue
-        found = chosen(fleet)
-        assert found[0] == tuple(sorted(gpus(fleet)))
-        assert all(found)
-
-
-def test_each_kind_and_each_kind_of_node_is_tried_alone():
-    fleet = fleet_of(NODES)
-    found = chosen(fleet)
-    everything = gpus(fleet)
-    assert tuple(sorted(everything[:8])) in found  # DOUBLE
-    assert tuple(sorted(everything[8:])) in found  # PLAIN
-    assert tuple(sorted(everything[:4])) in found  # one node
-    assert {len(part.units) for part in single_sites(fleet)} == {4, 2}
-
-
-def test_racks_are_tried_alone():
-    text = RACKS.replace("a, c", "a").replace("b, d", "b, c")
-    fleet = fleet_of(NODES, extra=text)
-    assert tuple(sorted(gpus(fleet)[4:])) in chosen(fleet)
-
-
-@pytest.mark.parametrize("matrix", [True, False])
-def test_nodes_whose_links_differ_are_each_tried_alone(matrix):
-    # GPUs of b reach each other ten times faster than those of a; or b is near to c, and a is not.
-    text = "name: links\nnodes:\n- {name: a, gpu: A100-SXM-80GB, gpus: 2, intra: {bandwidth_gb_s: 10}}\n"
-    text += "- {name: b, gpu: A100-SXM-80GB, gpus: 2, intra: {bandwidth_gb_s: 100}}\n"
-    if matrix:
-        text += (
-            "matrix: {nodes: [a-0, b-0], bandwidth_gb_s: [[0, 9], [9, 0]], latency_us: [[0, 9], [9, 0]]}\n"
-        )
-    else:
-        text += "network: {bandwidth_gb_s: 5}\n"
-    fleet = find_units(tiny_job(), read_text(text))
-    found = chosen(fleet)
-    assert (((0,),), ((1,),)) in found
-    assert (((2,),), ((3,),)) in found

@@ -108,7 +108,7 @@ def _fleets(request: Request, cluster: Cluster) -> Iterator[Fleet]:
             yield find_units(flags, cluster)
             none = False
         except HexiError as found:
-            problem = found
+            problem = problem or found  # the others are about flags that nobody asked for
     if none and problem is not None:
         raise problem
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost import Job, attention_seconds, token_seconds
+from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import GIB, Flights, Holdings, ModelPart, part_memory, part_params
 from megatron_hexi.planner.fleet.units import Fleet, Kind
@@ -69,7 +70,9 @@ def _rooms(fleet: Fleet, kind: Kind, window: int, shards: int, micro_batches: in
         part = fleet.part or ModelPart.of_job(job, stage)
         owned = part_params(job, part) / (shards if job.distributed_optimizer else 1)
 
-        def needed(tokens: float, attended: float, part: ModelPart = part, owned: float = owned) -> float:
+        def needed(
+            tokens: float, attended: float, part: ModelPart = part, owned: Floats | float = owned
+        ) -> float:
             own = np.full(1, attended)
             holdings = Holdings(
                 tokens=np.full(1, tokens),

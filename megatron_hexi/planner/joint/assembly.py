@@ -1,4 +1,4 @@
-"""From packed replicas to a plan: GPUs, every stage's domain searched, layers dealt again, and all of it timed.
+"""From packed replicas to a plan: GPUs, each stage's domain, layers dealt again, and all of it timed.
 
 Tables decide which stages there are. Here each gets its own layout, under the memory that its layers and its
 place in the pipeline leave. As it may be faster or slower than its table said, layers are dealt once more.

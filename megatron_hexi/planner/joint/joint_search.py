@@ -16,7 +16,7 @@ from megatron_hexi.planner.joint.replica_columns import Column, ReplicaColumns
 from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.request import Request
 
-#: Numbers of replicas that are told apart: optimizer state is shared by one, by two or three, by four to seven, …
+#: Numbers of replicas that are told apart: one shares optimizer state, two or three do, four to seven, …
 _CLASSES = (1, 2, 4, 8)
 #: Times that columns which are only roughly known are timed and packed again.
 _ROUNDS = 12
@@ -81,7 +81,7 @@ class JointSearch:
             yield polished
 
     def _replicas(self, shards: int) -> range:
-        """Numbers of replicas of a class; none where another number is fixed, or there is no batch for them."""
+        """Numbers of replicas of a class; none where another is fixed, or there is no batch for them."""
         most = min(self._micro_batches, sum(self._pools.totals))
         if "data_parallel" in self._request.fixed:
             fixed = self._request.job.data_parallel

@@ -86,7 +86,7 @@ def _packed(
         return None
     model = cp_model.CpModel()
     taken = []
-    for column, count in offers:
+    for column, _ in offers:
         most = min(total // own for total, own in zip(totals, column.counts, strict=True) if own)
         taken.append(model.new_int_var(0, min(most, replicas[-1]), ""))
     for pool, total in enumerate(totals):

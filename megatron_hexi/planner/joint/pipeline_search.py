@@ -1,10 +1,10 @@
 """The best pipeline on a replica's GPUs: which stages, in which order, with how many layers each.
 
 Pools of GPUs are joined to blocks: a block's stages all have the same part of each of its pools. For a time
-that no stage may pass, a table says how many layers a stage carries. So, block by block from the last stage to
-the first, a dynamic program finds for each number of stages, and for each time of a geometric grid, the most
-layers that are carried; the first time at which the model is makes a candidate. The best candidates then get
-whole layers, exactly: the least time of the slowest stage, by bisection over the tables' own values.
+that no stage may pass, a table says how many layers a stage carries. So, block by block from the last stage
+to the first, a dynamic program finds for each number of stages, and for each time of a geometric grid, the
+most layers that are carried; the first time at which the model is makes a candidate. The best candidates then
+get whole layers, exactly: the least time of the slowest stage, by bisection over the tables' own values.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ def _are_neighbours(one: _Demand, other: _Demand) -> bool:
 def number_ranks(cluster: Cluster, placed: Placed) -> list[int]:
     """The cluster's GPU of each rank of the job.
 
-    A node's GPUs follow each other, and nodes do as in the cluster file, but for two rules of the runtime: the
-    first rank stands at an end of a pipeline, where data is read, and the last one computes the loss.
+    A node's GPUs follow each other, and nodes do as in the cluster file, but for two rules of the runtime:
+    the first rank stands at an end of a pipeline, where data is read, and the last one computes the loss.
     """
     place_of = {gpu: place for place, gpus in placed.items() for gpu in gpus}
     by_node: dict[int, list[int]] = {}

@@ -81,13 +81,13 @@ class Pools:
         self.pools = found if len(found) <= _MOST_POOLS else self._found({}, speeds)
 
     def _found(self, site_of: dict[int, int], speeds: Sequence[float]) -> tuple[Pool, ...]:
-        alike: dict[tuple[object, ...], list[int]] = {}
+        alike: dict[tuple[int, int, float, float, int], list[int]] = {}
         for number, node in enumerate(self.cluster.nodes):
             name = (id(node.device), len(node.ranks), node.bandwidth, node.latency_s)
             alike.setdefault((*name, site_of.get(node.ranks[0], 0)), []).append(number)
         pools = [
             Pool(self.cluster.nodes[nodes[0]].device, size, tuple(nodes), site)
-            for (_, size, _, _, site), nodes in alike.items()  # type: ignore[misc]
+            for (_, size, _, _, site), nodes in alike.items()
         ]
         first = [(-speeds[pool.nodes[0]], pool.device.name, -pool.gpus, pool.nodes[0]) for pool in pools]
         return tuple(pools[place] for place in sorted(range(len(pools)), key=first.__getitem__))

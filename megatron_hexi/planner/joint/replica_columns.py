@@ -21,11 +21,11 @@ _WITH_GRADIENTS = 4
 _PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 #: Products of whole nodes are all tried up to so many for each set of pools.
 _MOST_PRODUCTS = 300
-#: A replica that is good for less than this part of a micro-batch an iteration is left out.
+#: One of several replicas that is good for less than this part of a micro-batch an iteration is left out.
 _LEAST_SHARE = 0.45
 #: Kinds of GPU in a replica that is one of several.
 _MOST_KINDS = 2
-#: What of all speed a replica must have that is the only one.
+#: What of all speed a replica must have that is the only one, where there are more choices than are tried.
 _LEAST_ALONE = 1 / 4
 #: Choices that have at least this part of all speed are single replicas, in any case kept.
 _NEARLY_ALL = 0.97
@@ -71,6 +71,7 @@ class ReplicaColumns:
         self._sync = Synchronisation(tables)
         self._speeds = [1 / tables.seconds_alone(pool) for pool in range(len(tables.pools.pools))]
         self._choices = self._find_choices()
+        self._least_alone = _LEAST_ALONE if len(self._choices) > _WITH_PIPELINES[0] else 0.0
         self._pipelines = cache(search.best)
 
     def find(self, shards: int, width: int | None) -> list[Column]:
@@ -129,13 +130,13 @@ class ReplicaColumns:
         """Micro-batches that a replica will take, about, beside so many; 0: it is none of them."""
         share, all_of_them = self._share(counts), self._micro_batches
         if shards == 1:
-            return all_of_them if share > _LEAST_ALONE else 0
-        if sum(map(bool, counts)) > _MOST_KINDS:
+            return all_of_them if share > self._least_alone else 0
+        if sum(map(bool, counts)) > _MOST_KINDS or share * all_of_them < _LEAST_SHARE:
             return 0
         return max(1, min(round(share * all_of_them), all_of_them - shards + 1)) if share <= 2 / shards else 0
 
     def _find_choices(self) -> list[Counts]:
-        """GPUs that could hold the model and do at least half a micro-batch an iteration, many kinds first."""
+        """GPUs that could hold the model, many kinds first."""
         pools, job = self._tables.pools, self._tables.request.job
         needed = job.model.total_params * 6.0
         found = []
@@ -144,7 +145,7 @@ class ReplicaColumns:
                 count * pool.device.usable_gib * 2**30
                 for count, pool in zip(counts, pools.pools, strict=True)
             )
-            if room >= needed and self._share(counts) * self._micro_batches >= _LEAST_SHARE:
+            if room >= needed:
                 found.append(counts)
         return sorted(found, key=lambda counts: (-sum(map(bool, counts)), -self._share(counts), counts))
 

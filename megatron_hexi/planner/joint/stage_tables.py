@@ -2,8 +2,8 @@
 
 A layer's time does not depend on how many layers its stage has, so one domain, laid out for speed and timed
 by the cost model, gives the time of them all. Memory then says how much each must compute again: its terms
-grow with layers and with micro-batches under way, and are the cost model's too. So a table holds what a domain
-that exists would take; the domain search makes finalists faster, and mends what memory forces on units
+grow with layers and with micro-batches under way, and are the cost model's too. So a table holds what a
+domain that exists would take; the domain search makes finalists faster, and mends what memory forces on units
 of several kinds, of which a table only knows the price.
 """
 
@@ -136,7 +136,7 @@ class StageTables:
             width: replace(
                 request.job,
                 tensor_parallel=width,
-                pipeline_parallel=1,
+                pipeline_parallel=1,  # stages are put together by the search
                 data_parallel=1,
                 micro_batch_size=micro_batch_size,
                 global_batch_size=micro_batch_size,
@@ -159,7 +159,7 @@ class StageTables:
         return sum(judge.trials for judge in self._judges.values())
 
     def seconds_alone(self, pool: int) -> float:
-        """What a micro-batch takes on one GPU of a pool at its best rates, all layers, without recomputation."""
+        """What a micro-batch takes on one GPU at its best rates, all layers, without recomputation."""
         width = self.widths[0]
         job = replace(self._jobs[width], recompute="none")
         speeds = device_speeds(self.pools.pools[pool].device, job)
@@ -323,7 +323,7 @@ class StageTables:
         is_last: bool,
         shards: int,
     ) -> tuple[Floats, Ints]:
-        """The least seconds by micro-batches under way and layers, and the modes; arrays are [F, L] or [pools, F, L]."""
+        """The least seconds by micro-batches under way and layers, and the modes, both [F, L]."""
         job = self._jobs[shape.width]
         part = ModelPart(layers=count, again=count, is_first=is_first, is_last=is_last, ahead=1)
         params = np.asarray(part_params(job, part), dtype=float)

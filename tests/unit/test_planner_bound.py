@@ -7,12 +7,12 @@ from collections import defaultdict
 from random import Random
 
 import pytest
-from megatron_hexi.planner.joint_bound import joint_bound, memory_fits
 
 from megatron_hexi.cost import CostModel, Model, job_of_plan
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan import Domain, Group, Member, Replica, Stage, Workload, validate_plan
+from megatron_hexi.planner.bound import joint_bound, memory_fits
 from megatron_hexi.planner.request import CHOSEN, Request
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.stage_plans import job_plan, stage_plan
