@@ -1,9 +1,9 @@
 """`python -m benchmarks.layouts`: what the planner's choice of the whole layout is worth, cell by cell.
 
 A cell is a cluster of GPUs that differ, a model, a context and a batch; nothing is fixed. The plan stands
-beside what one would run without a planner, each with the best of Megatron's flags: the best layout that gives
-every rank the same, and the best that gives tokens in proportion to speed. All of it is prediction by the cost
-model. `--page` writes docs/results/planner.md.
+beside what one would run without a planner, each with the best of Megatron's flags: the best layout that
+gives every rank the same, and the best that gives tokens in proportion to speed. All of it is prediction by
+the cost model. `--page` writes docs/results/planner.md.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -34,7 +35,7 @@ class Wanted:
 
     fast: int
     slow: int
-    fixed: dict[str, int | str]
+    fixed: dict[str, Any]
     stages: int = 1
     slow_test: bool = True
 
