@@ -1,8 +1,8 @@
 """`python -m benchmarks.planning`: how long planning takes, and how much memory, by the number of GPUs.
 
 A quarter of the GPUs is of each of four models, 8 a node, 25 GB/s between nodes for each GPU; a million
-tokens. Each plan is found in a process of its own, so that one's peak of memory is not another's: as `hexi
-plan` finds it, and with `--thorough`.
+tokens, and nothing fixed. Each plan is found in a process of its own, so that one's peak of memory is not
+another's.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from pathlib import Path
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import Job, read_model
 from megatron_hexi.errors import NothingFitsError
-from megatron_hexi.planner import find_plan
+from megatron_hexi.planner import Request, find_plan
 
 DEVICES = ("H100-SXM-80GB", "A100-SXM-80GB", "A800-SXM-80GB", "L40S-48GB")
 NODE = 8
-#: Models with their tensor-parallel size.
-MODELS = (("gpt-7b", 1), ("gpt-13b", 2))
+MODELS = ("gpt-7b", "gpt-13b")
 GPUS = (128, 1024, 4096)
 MIB = 2**20
 #: getrusage counts kilobytes on Linux, bytes on macOS.
@@ -42,26 +41,26 @@ class Row:
     Args:
         gpus: of the cluster.
         model: a preset.
-        tensor_parallel: GPUs of a unit.
         seq_length: context.
-        thorough: whether it was looked longer.
         planning_s: wall time of `find_plan`.
         cpu_s: processor time of the same.
         peak_mib: by how much the process's peak of memory grew meanwhile.
         trials: layouts that were timed.
         gap: how far from the lower bound the plan is; ``None`` where nothing fits.
+        replicas: of the plan.
+        stages: of them all.
     """
 
     gpus: int
     model: str
-    tensor_parallel: int
     seq_length: int
-    thorough: bool
     planning_s: float
     cpu_s: float
     peak_mib: float
     trials: int | None
     gap: float | None
+    replicas: int | None
+    stages: int | None
 
 
 def mixed_cluster(gpus: int) -> Cluster:
@@ -80,28 +79,29 @@ def mixed_cluster(gpus: int) -> Cluster:
         return read_cluster(path)
 
 
-def measure(gpus: int, model: str, tensor_parallel: int, seq_length: int, thorough: bool) -> Row:
+def measure(gpus: int, model: str, seq_length: int) -> Row:
     """Plan once, in this process."""
     cluster = mixed_cluster(gpus)
-    job = Job(read_model(model), seq_length, tensor_parallel=tensor_parallel, recompute="full")
+    request = Request(Job(read_model(model), seq_length))
     peak, begun, busy = _peak_mib(), time.perf_counter(), time.process_time()
-    trials = gap = None
+    trials = gap = replicas = stages = None
     try:
-        planned = find_plan(job, cluster, thorough=thorough)
-        trials, gap = planned.trials, planned.gap
+        planned = find_plan(request, cluster)
+        trials, gap, replicas = planned.trials, planned.gap, len(planned.plan.replicas)
+        stages = sum(len(replica.stages) for replica in planned.plan.replicas)
     except NothingFitsError:
         pass
     taken, used = time.perf_counter() - begun, time.process_time() - busy
     grown = _peak_mib() - peak
-    return Row(gpus, model, tensor_parallel, seq_length, thorough, taken, used, grown, trials, gap)
+    return Row(gpus, model, seq_length, taken, used, grown, trials, gap, replicas, stages)
 
 
 def measure_all(gpus: Sequence[int], seq_length: int) -> list[Row]:
     """Every size with every model, each in a process of its own, one after the other."""
     rows = []
-    for size, (model, width), thorough in itertools.product(gpus, MODELS, (False, True)):
+    for size, model in itertools.product(gpus, MODELS):
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            rows.append(pool.submit(measure, size, model, width, seq_length, thorough).result())
+            rows.append(pool.submit(measure, size, model, seq_length).result())
     return rows
 
 
@@ -120,13 +120,14 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return 0
-    print("  GPUs  model    TP             planning      CPU  memory    layouts    gap")
+    print("  GPUs  model     planning      CPU    memory  layouts    gap  replicas  stages")
     for row in rows:
-        end = "nothing fits" if row.gap is None else f"{row.trials:7d}  {row.gap:5.1%}"
-        how = "--thorough" if row.thorough else ""
+        end = "nothing fits"
+        if row.gap is not None:
+            end = f"{row.trials:7d}  {row.gap:5.1%}  {row.replicas:8d}  {row.stages:6d}"
         print(
-            f"{row.gpus:6d}  {row.model:8} {row.tensor_parallel:1d}  {how:10} "
-            f"{row.planning_s:6.2f} s {row.cpu_s:6.2f} s  {row.peak_mib:4.0f} MiB  {end}"
+            f"{row.gpus:6d}  {row.model:8} {row.planning_s:6.2f} s {row.cpu_s:6.2f} s  "
+            f"{row.peak_mib:4.0f} MiB  {end}"
         )
     return 0
 

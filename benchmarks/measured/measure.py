@@ -49,7 +49,7 @@ def measure(
         probe = ["-m", "megatron_hexi.cli.main", "probe", *options]
         on_testbed(scenario.file, folder / "probe", probe, scenario.speeds)
     cluster = read_cluster(probed)
-    planned = find_plan(scenario.job, cluster, data_parallel=1, with_baselines=True, thorough=True)
+    planned = find_plan(scenario.request, cluster, with_baselines=True)
     layouts, missing = find_layouts(planned, cluster)
     runs: dict[str, list[Run]] = {layout.name: [] for layout in layouts}
     failed: dict[str, str] = {}

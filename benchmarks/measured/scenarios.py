@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_hexi.cost import Job, Model
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.planner import CHOSEN, Request
 
 #: Where the emulated clusters are described.
 CLUSTERS = Path("scripts/testbed")
@@ -66,6 +67,11 @@ class Scenario:
             distributed_optimizer=False,
             overlap_gradients=True,
         )
+
+    @property
+    def request(self) -> Request:
+        """Of the planner: one replica of one stage, for layouts are what is compared."""
+        return Request(self.job, frozenset(CHOSEN))
 
     def arguments(self, iterations: int) -> dict[str, object]:
         """What is trained, as Megatron takes it."""

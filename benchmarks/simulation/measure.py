@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.simulation.cells import Cell, load_cluster
 from benchmarks.simulation.results import Ours, Result, Rival, Wire, rounded
-from benchmarks.simulation.units import find_unit
+from benchmarks.simulation.units import as_asked, find_unit
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.errors import NothingFitsError
@@ -67,9 +67,7 @@ def measure(cell: Cell, plans: Path | None = None) -> tuple[Result, float]:
     job = replace(job, tensor_parallel=unit[0], pipeline_parallel=unit[1])
     begun = time.perf_counter()
     try:
-        planned = find_plan(
-            job, cluster, data_parallel=cell.data_parallel, with_baselines=True, thorough=True
-        )
+        planned = find_plan(as_asked(job, cell.data_parallel), cluster, with_baselines=True)
     except NothingFitsError as problem:
         return rounded(replace(result, why_not=str(problem))), time.perf_counter() - begun
     seconds = time.perf_counter() - begun

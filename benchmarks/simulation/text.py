@@ -10,7 +10,7 @@ ours, and stands in [benchmarks/simulation/clusters](../../benchmarks/simulation
 
 **Nothing here was measured on a GPU.** Every number is a prediction of the [cost
 model](../cost-model.md), for the plan and for the baselines alike. What can be read off are ratios under
-that model, and how far a plan is from what no plan can pass. Plans are those of `hexi plan --thorough`.
+that model, and how far a plan is from what no plan can pass.
 
 - *Strongest uniform*: the best of Ring, Ulysses, USP (all divisors of the ranks, consecutive and strided)
   and Transformer Engine's a2a+p2p, each with its best order of machines and its best window. All of the
@@ -86,9 +86,8 @@ own split tables and buffers on torch's meta tensors (shapes without contents). 
 send or receive, to or from each rank in each step, has exactly the bytes that the cost model counted; one
 byte more or less fails the run ([wire.py](../../benchmarks/simulation/wire.py)).""",
     "times": """\
-Seconds to plan one cell with `--thorough`, baselines included, on the machine that wrote this page: two
-shared cores, two cells at a time. These differ by machine; all else on this page does not. What plans lose
-without it, and what that takes: `python -m benchmarks.budgets`.""",
+Seconds to plan one cell, baselines included, on the machine that wrote this page: two shared cores, two cells
+at a time. These differ by machine; all else on this page does not.""",
 }
 
 HOW = """\

@@ -14,16 +14,27 @@ from benchmarks.simulation.cells import load_cluster
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job
 from megatron_hexi.errors import HexiError
-from megatron_hexi.planner import find_plan
+from megatron_hexi.planner import CHOSEN, Request, find_plan
 from megatron_hexi.planner.baselines import find_baselines
 from megatron_hexi.planner.fleet.units import find_units
-from megatron_hexi.planner.layouts.trial import Judge
 
 #: Tensor parallelism stays inside a node of 8.
 TENSOR_PARALLEL = (1, 2, 4, 8)
 PIPELINE_PARALLEL = (1, 2, 4)
 #: GPUs that hold one copy of the weights, at most.
 _MOST = 16
+
+
+def as_asked(job: Job, data_parallel: int | None) -> Request:
+    """The job with everything fixed as the suite has it.
+
+    Args:
+        job: the job.
+        data_parallel: replicas; ``None``: the planner's to choose.
+    """
+    if data_parallel is None:
+        return Request(job, frozenset(CHOSEN) - {"data_parallel"})
+    return Request(replace(job, data_parallel=data_parallel), frozenset(CHOSEN))
 
 
 @functools.cache
@@ -67,12 +78,11 @@ def _by_size(job: Job) -> Sequence[Sequence[Job]]:
 def _uniform_tokens_per_s(job: Job, cluster: Cluster) -> float:
     """Of the strongest uniform layout; 0 where none fits."""
     try:
-        fleet = find_units(job, cluster)
+        if find_units(job, cluster).left_out:
+            return 0.0  # a unit that leaves GPUs out is no setting for this cluster
     except HexiError:
         return 0.0
-    if fleet.left_out:
-        return 0.0  # a unit that leaves GPUs out is no setting for this cluster
-    baselines = find_baselines(Judge(fleet), fleet, 1)
+    baselines, _ = find_baselines(as_asked(job, 1), cluster)
     return max(
         (one.trial.tokens_per_s for one in baselines if one.uniform and one.trial is not None), default=0.0
     )
@@ -81,6 +91,6 @@ def _uniform_tokens_per_s(job: Job, cluster: Cluster) -> float:
 def _plan_tokens_per_s(job: Job, cluster: Cluster) -> float:
     """Of the best plan; 0 where nothing fits."""
     try:
-        return find_plan(job, cluster).cost.tokens_per_s
+        return find_plan(as_asked(job, 1), cluster).cost.tokens_per_s
     except HexiError:
         return 0.0

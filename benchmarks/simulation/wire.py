@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -22,15 +22,15 @@ from megatron_hexi.cost import Job
 from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
-from megatron_hexi.cost.plan_arrays import PlanArrays, plan_arrays
-from megatron_hexi.plan import Domain, Plan, Schedules, Workload
+from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
+from megatron_hexi.plan import Domain, Exchange, Plan, Schedules, Stage, Workload
 from megatron_hexi.runtime import all_to_all, attention, exchange
 from megatron_hexi.runtime.attention import DomainAttention
 from megatron_hexi.runtime.kernels import MathKernel
 from megatron_hexi.runtime.wire import Message
 
-#: What is sent: the kind, the sender and the receiver, by the plan's ranks. Kinds of all-to-alls are
-#: ("all-to-all", 0 to 3) in the order of a layer; of the exchange ("forward" or "backward", its tag).
+#: What is sent: the kind, the sender and the receiver, by their numbers in the domain. Kinds of all-to-alls
+#: are ("all-to-all", 0 to 3) in the order of a layer; of the exchange ("forward" or "backward", its tag).
 Key = tuple[tuple[str, int], int, int]
 Bytes = Counter[Key]
 
@@ -66,17 +66,15 @@ class _NoKernel(MathKernel):
 
 @dataclass
 class _Recorder:
-    """Stands where tensors would be sent, for one rank.
+    """Stands where tensors would be sent, for one member of a domain.
 
     Args:
-        ranks: the plan's rank of each rank of the domain.
-        members: those of its group.
-        rank: its own.
+        members: numbers of its group's.
+        rank: its own number.
         sent: by it.
         received: by it.
     """
 
-    ranks: Sequence[int]
     members: Sequence[int]
     rank: int
     sent: Bytes = field(default_factory=Counter)
@@ -105,55 +103,59 @@ class _Recorder:
     def post(self, receives: Sequence[Message], sends: Sequence[Message], group: Any, tag: int) -> mock.Mock:
         kind = (self.way, tag)
         for message in receives:
-            self.received[kind, self.ranks[message.peer], self.rank] += _size(message.tensor)
+            self.received[kind, message.peer, self.rank] += _size(message.tensor)
         for message in sends:
-            self.sent[kind, self.rank, self.ranks[message.peer]] += _size(message.tensor)
+            self.sent[kind, self.rank, message.peer] += _size(message.tensor)
         return mock.Mock(spec=["wait"])
 
 
-def check_wire(plan: Plan, job: Job, ranks: Iterable[int] | None = None) -> Wire:
+def check_wire(plan: Plan, job: Job) -> Wire:
     """Carry out the schedules of a plan and hold every message against the cost model, both ends of it.
 
     Args:
-        plan: a plan that passed its checks.
+        plan: a plan that passed its checks, each of its stages one domain.
         job: the job that it is for.
-        ranks: of the plan; ``None``: all.
 
     Raises:
         WireError: a message differs; with its place and both sizes.
     """
-    arrays = plan_arrays(plan)
-    counted = counted_bytes(arrays, job)
-    chosen = range(plan.units) if ranks is None else sorted(set(ranks))
     total: Bytes = Counter()
     for replica in plan.replicas:
-        places = {member.number: place for place, member in enumerate(replica.domain.members)}
-        for rank in chosen:
-            if rank in places:
-                recorder = carry_out(plan, replica.domain, places[rank], job)
-                _compare(rank, "sends", recorder.sent, counted.get(("sent", rank), Counter()))
-                _compare(rank, "receives", recorder.received, counted.get(("received", rank), Counter()))
-                total += recorder.sent
+        for stage in replica.stages:
+            total += _check_stage(plan, stage, job)
     inside = sum(size for (kind, _, _), size in total.items() if kind[0] == "all-to-all")
     return Wire(
-        ranks=len(chosen),
-        of=plan.units,
+        ranks=len(plan.members),
+        of=len(plan.members),
         all_to_all_bytes=inside,
         message_bytes=sum(total.values()) - inside,
         messages=sum(1 for (kind, _, _), size in total.items() if kind[0] != "all-to-all" and size),
     )
 
 
-def carry_out(plan: Plan, domain: Domain, index: int, job: Job) -> _Recorder:
-    """One rank's attention layer, forward and backward, on tensors without contents."""
-    workload = plan.workload
-    schedules = Schedules(workload, domain, index, plan.exchange.parts)
+def _check_stage(plan: Plan, stage: Stage, job: Job) -> Bytes:
+    """The same for a stage; what its units send."""
+    domain, exchange = stage.domain, stage.exchange or plan.exchange
+    workload = plan.workload_of(domain)
+    job = replace(job, tensor_parallel=workload.tensor_parallel)
+    counted = counted_bytes(domain_arrays(workload, [domain], exchange.parts), job)
+    total: Bytes = Counter()
+    for number, member in enumerate(domain.members):
+        recorder = _carry_out(workload, domain, number, exchange, job)
+        _compare(f"rank {member.lead} sends", recorder.sent, counted.get(("sent", number), Counter()))
+        _compare(
+            f"rank {member.lead} receives", recorder.received, counted.get(("received", number), Counter())
+        )
+        total += recorder.sent
+    return total
+
+
+def _carry_out(workload: Workload, domain: Domain, number: int, exchange: Exchange, job: Job) -> _Recorder:
+    """One member's attention layer, forward and backward, on tensors without contents."""
+    schedules = Schedules(workload, domain, number, exchange.parts)
     schedule = schedules()
-    ranks = [member.number for member in domain.members]
-    recorder = _Recorder(ranks, [ranks[member] for member in schedule.members], ranks[index])
-    layer = DomainAttention(
-        workload, schedules, mock.sentinel.domain, mock.sentinel.group, plan.exchange.window
-    )
+    recorder = _Recorder(schedule.members, number)
+    layer = DomainAttention(workload, schedules, mock.sentinel.domain, mock.sentinel.group, exchange.window)
     with _nothing_sent(recorder):
         query, key, value = _tensors(workload, schedule.tokens, job)
         output = layer(query, key, value)
@@ -165,7 +167,7 @@ def carry_out(plan: Plan, domain: Domain, index: int, job: Job) -> _Recorder:
 
 
 def counted_bytes(arrays: PlanArrays, job: Job) -> dict[tuple[str, int], Bytes]:
-    """What the cost model counts: of each rank, sent and received, by what it is."""
+    """What the cost model counts: of each member, sent and received, by what it is."""
     counted: dict[tuple[str, int], Bytes] = {}
 
     def count(kind: tuple[str, int], senders: Any, receivers: Any, sizes: Any) -> None:
@@ -211,13 +213,13 @@ def _tensors(workload: Workload, tokens: int, job: Job) -> Iterator[Tensor]:
         yield torch.empty(shape, dtype=_TYPES[job.precision], device="meta", requires_grad=True)
 
 
-def _compare(rank: int, verb: str, found: Bytes, wanted: Bytes) -> None:
+def _compare(what: str, found: Bytes, wanted: Bytes) -> None:
     for key in sorted({*found, *wanted}):
         if found[key] != wanted[key]:
             kind, sender, receiver = key
             raise WireError(
-                f"rank {rank} {verb} {found[key]} bytes from {sender} to {receiver} ({kind[0]} {kind[1]}), "
-                f"the cost model counts {wanted[key]}"
+                f"{what} {found[key]} bytes, member {sender} of its stage to member {receiver} "
+                f"({kind[0]} {kind[1]}), the cost model counts {wanted[key]}"
             )
 
 

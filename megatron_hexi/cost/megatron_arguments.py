@@ -61,7 +61,8 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
     """The job of a file of Megatron's arguments, as far as `Job` has fields for it.
 
     A file with --seq-length states a job: what it leaves out is as Megatron has it by default (fp32, no
-    recomputation, no distributed optimizer). One without states a model, and what it leaves out stays open.
+    distributed optimizer), but for sizes and recomputation, which a plan brings with it. One without states a
+    model, and what it leaves out stays open.
 
     Raises:
         HexiError: a flag has no usable value, or two contradict each other.
@@ -89,11 +90,8 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
     return ArgumentTerms(stated, tuple(dict.fromkeys(word.partition("=")[0] for word in rest)))
 
 
-#: Of Megatron's arguments; the batch has none.
+#: Of Megatron's arguments that no plan chooses; the batch has none.
 _MEGATRON_DEFAULTS = {
-    "tensor_parallel": 1,
-    "pipeline_parallel": 1,
-    "recompute": "none",
     "precision": "fp32",
     "distributed_optimizer": False,
     "overlap_gradients": False,

@@ -27,7 +27,7 @@ def nothing_fits(request: Request, cluster: Cluster, fits: Callable[[Request], b
     """
     job = request.job
     proven = not memory_fits(request, cluster)
-    what = "no plan fits" if proven else "no plan was found that fits"
+    what = "no plan fits on cluster" if proven else "no plan was found that fits on cluster"
 
     def found(proposals: Iterable[tuple[str, Request]]) -> Iterator[str]:
         return (words for words, other in proposals if memory_fits(other, cluster) and fits(other))
@@ -36,8 +36,7 @@ def nothing_fits(request: Request, cluster: Cluster, fits: Callable[[Request], b
     remedies = list(itertools.islice(itertools.chain(found(_freed(request)), shortened), _MOST))
     remedy = "; or ".join(remedies) if remedies else "take GPUs with more memory, or a smaller model"
     return NothingFitsError(
-        f"{what} on cluster {cluster.name} at {job.seq_length} tokens"
-        f"{_spell_fixed(request)}; what would fit: {remedy}"
+        f"{what} {cluster.name} at {job.seq_length} tokens{_spell_fixed(request)}; what would fit: {remedy}"
     )
 
 

@@ -19,6 +19,8 @@ from benchmarks.simulation.wire import WireError, check_wire
 from megatron_hexi.cluster import catalog
 from megatron_hexi.cost import Job, Model
 from megatron_hexi.plan import Plan, build_schedule
+from megatron_hexi.planner import Request, find_plan
+from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import RAGGED, SPARSE, TORN, examples, plans
 
 
@@ -92,6 +94,17 @@ def test_the_runtime_would_send_what_the_cost_model_counts(plan):
 @pytest.mark.parametrize("plan", [TORN, RAGGED, SPARSE], ids=["torn", "ragged", "sparse"])
 def test_in_odd_plans_too(plan):
     assert check_wire(plan, job_for(plan)).message_bytes > 0
+
+
+def test_in_plans_whose_stages_differ():
+    model = dataclasses.replace(TINY, layers=4)
+    job = tiny_job(model=model, seq_length=2**14, global_batch_size=4, pipeline_parallel=2)
+    known = cluster([("a", "DOUBLE", 4), ("b", "PLAIN", 2)])
+    planned = find_plan(Request(job, frozenset(["pipeline_parallel"])), known)
+    assert not planned.plan.is_repeated
+    found = check_wire(planned.plan, planned.job)
+    assert found.ranks == found.of == len(planned.plan.members)
+    assert found.all_to_all_bytes + found.message_bytes > 0
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -249,9 +249,6 @@ def test_what_a_job_leaves_out_is_megatron_s_default(tmp_path):
     text = LLAMA3_8B_ARGUMENTS.replace("--bf16", "") + "--seq-length 8192"
     assert terms_of(tmp_path, text).fields == {
         "seq_length": 8192,
-        "tensor_parallel": 1,
-        "pipeline_parallel": 1,
-        "recompute": "none",
         "precision": "fp32",
         "distributed_optimizer": False,
         "overlap_gradients": False,

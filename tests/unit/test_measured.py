@@ -92,7 +92,7 @@ def test_losses_that_differ_are_no_result():
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)
 def test_every_scenario_has_a_plan_and_rivals(scenario):
     cluster = read_cluster(scenario.file)
-    planned = find_plan(scenario.job, cluster, data_parallel=1, with_baselines=True)
+    planned = find_plan(scenario.request, cluster, with_baselines=True)
     layouts, missing = find_layouts(planned, cluster)
     assert layouts[0].name.startswith("plan")
     names = [name for layout in layouts for name in layout.name.split(", ")]
