@@ -207,6 +207,10 @@ def spell_layout(planned: Planned, cluster: Cluster) -> str:
     return "; ".join(dict.fromkeys(replicas))
 
 
+_COLUMNS = (
+    *("cell: cluster, model, context, batch", "plan, s", "best equal, s", "times as fast"),
+    *("in proportion, s", "over the bound", "planned in, s", "the plan: micro-batches x (stages)"),
+)
 _PAGE = """\
 # What choosing the whole layout is worth
 
@@ -214,16 +218,16 @@ Written by `python -m benchmarks.layouts --page`; do not edit. Nothing here was 
 prediction by the [cost model](../cost-model.md), which also judged the search.
 
 Against the best layout that Megatron can run with equal parts, by search over all of its flags, the
-[planner](../planner.md)'s plan is {least:.2f} to {most:.2f} times as fast, {middle:.2f} times in the median of the
-{count} cells where any equal layout fits.
+[planner](../planner.md)'s plan is {least:.2f} to {most:.2f} times as fast, {middle:.2f} times in the median
+of the {count} cells where any equal layout fits.
 
-| cell: cluster, model, context, batch | plan, s | best equal, s | times as fast | in proportion, s | over the bound | planned in, s | the plan: micro-batches x (stages) |
+{head}
 |---|---:|---:|---:|---:|---:|---:|---|
 {rows}
 
 Best equal: every rank the same tokens, heads, layers and batch, ring, Ulysses or USP inside, with the best
-tensor-parallel size, stages, replicas and recomputation. In proportion: tokens by speed, the rest likewise. Over
-the bound: how much longer the plan takes than no layout can beat; traffic is not counted there.
+tensor-parallel size, stages, replicas and recomputation. In proportion: tokens by speed, the rest likewise.
+Over the bound: how much longer the plan takes than no layout can beat; traffic is not counted there.
 
 ## Clusters
 
@@ -239,6 +243,7 @@ def page(rows: Sequence[Row]) -> str:
         most=gains[-1],
         middle=gains[len(gains) // 2],
         count=len(gains),
+        head=f"| {' | '.join(_COLUMNS)} |",
         rows="\n".join(map(_line, rows)),
         clusters="\n".join(f"- {name}: {_spell(machines)}" for name, machines in CLUSTERS.items()),
     )

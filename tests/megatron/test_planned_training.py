@@ -1,4 +1,4 @@
-"""What the planner finds trains as one rank does: plans of small jobs on mixed clusters, each run for real."""
+"""What the planner finds trains as one rank does: plans of small jobs on mixed clusters, run for real."""
 
 from __future__ import annotations
 
