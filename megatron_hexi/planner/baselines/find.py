@@ -118,7 +118,7 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
 
 
 def _least_bytes(fleet: Fleet) -> float:
-    """What a GPU of the emptiest stage needs before any activations, its optimizer state cut over all units."""
+    """What a GPU of the emptiest stage needs before activations, optimizer state cut over all units."""
     job, needed = fleet.job, []
     for stage in range(job.pipeline_parallel):
         params = float(part_params(job, ModelPart.of_job(job, stage)))
