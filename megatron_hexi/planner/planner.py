@@ -14,7 +14,7 @@ from megatron_hexi.plan import Estimate, Plan, Provenance
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines
 from megatron_hexi.planner.bound import Bound, joint_bound
-from megatron_hexi.planner.joint import Candidate, JointSearch
+from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearch
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned, Progress
 from megatron_hexi.planner.search.solver import SEED
@@ -41,7 +41,7 @@ def find_plan(
     """
     begun = time.perf_counter()
     tell: Progress = progress or (lambda _what, _done, _of: None)
-    _check_replicas(request, cluster)
+    _check_fixed(request, cluster)
     best, trials = _search(request, cluster, tell)
     baselines: tuple[Baseline, ...] = ()
     if with_baselines or best is None:  # what the search passes over for its speed may be all that fits
@@ -55,9 +55,14 @@ def find_plan(
     return _planned(best, cluster, bound, baselines if with_baselines else (), trials, begun)
 
 
-def _check_replicas(request: Request, cluster: Cluster) -> None:
+def _check_fixed(request: Request, cluster: Cluster) -> None:
     """Refuse fixed numbers that no layout has."""
     job, gpus = request.job, len(cluster.ranks)
+    if "pipeline_parallel" in request.fixed and job.pipeline_parallel > DEEPEST:
+        raise HexiError(
+            f"pipeline_parallel = {job.pipeline_parallel}: pipelines of up to {DEEPEST} stages are planned; "
+            f"give {DEEPEST} or fewer, or leave it to the planner"
+        )
     if "data_parallel" not in request.fixed:
         return
     least = request.micro_batch_sizes()[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -95,8 +96,13 @@ def _choose(cluster: Cluster, gpus: str | None) -> tuple[int, ...]:
         return tuple(range(count))
     words = gpus.split(",")
     chosen = tuple(int(word) for word in words if word.isascii() and word.isdecimal() and len(word) < 6)
-    if len(chosen) < len(words) or list(chosen) != sorted(set(chosen)) or chosen[-1] >= count:
-        remedy = f"give GPUs of the file, ascending, of 0 to {count - 1}: 0,1"
+    known = len(chosen) == len(words) == len(set(chosen)) and max(chosen) < count
+    if known:
+        # A torchrun a node starts ranks that follow each other.
+        nodes = [cluster.ranks[gpu].node for gpu in chosen]
+        known = len(list(itertools.groupby(nodes))) == len(set(nodes))
+    if not known:
+        remedy = f"give GPUs of the file, 0 to {count - 1}, each once, those of a node together: 2,0,1"
         raise HexiError(f"--gpus {gpus[:40]}: {remedy}")
     return chosen
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, Job
+from megatron_hexi.cost.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, RESERVE_BYTES, ModelPart, part_params
 from megatron_hexi.errors import HexiError
 from megatron_hexi.planner.baselines.arrange import models
 from megatron_hexi.planner.baselines.race import Entry, Progress, Race, Standing
@@ -69,7 +69,7 @@ def find_baselines(
         The baselines, and how many layouts were timed.
     """
     replicas = request.job.data_parallel if "data_parallel" in request.fixed else None
-    fleets = list(_fleets(request, cluster))
+    fleets = _fleets(request, cluster)
     entrants: list[Candidate] = []
     for fleet in fleets:
         alone = _homogeneous_parts(fleet)
@@ -85,18 +85,18 @@ def find_baselines(
     return found, race.trials
 
 
-def _fleets(request: Request, cluster: Cluster) -> Iterator[Fleet]:
-    """The units of every choice of flags that the cluster has units for.
+def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
+    """The units of every choice of flags that some GPU has memory for, or else of the one that needs least.
 
     Raises:
-        HexiError: there is none.
+        HexiError: the cluster has units for none of them.
     """
     job, fixed = request.job, request.fixed
     widest = max(len(node.ranks) for node in cluster.nodes)
     depths = [job.pipeline_parallel] if "pipeline_parallel" in fixed else _DEPTHS
     again = [job.recompute] if "recompute" in fixed else list(RECOMPUTES)
     problem: HexiError | None = None
-    none = True
+    found: list[tuple[float, Fleet]] = []
     for width, depth, recompute in itertools.product(request.widths(widest), depths, again):
         try:
             flags = replace(
@@ -105,12 +105,27 @@ def _fleets(request: Request, cluster: Cluster) -> Iterator[Fleet]:
                 recompute=recompute,
                 micro_batch_size=request.micro_batch_sizes()[0],
             )
-            yield find_units(flags, cluster)
-            none = False
-        except HexiError as found:
-            problem = problem or found  # the others are about flags that nobody asked for
-    if none and problem is not None:
+            fleet = find_units(flags, cluster)
+        except HexiError as refused:
+            problem = problem or refused
+            continue
+        found.append((_least_bytes(fleet), fleet))
+    if not found and problem is not None:
         raise problem
+    most = max(node.device.usable_gib for node in cluster.nodes) * _GIB
+    fitting = [fleet for needed, fleet in found if needed <= most]
+    return fitting or [min(found, key=lambda one: one[0])[1]]
+
+
+def _least_bytes(fleet: Fleet) -> float:
+    """What a GPU of the emptiest stage needs before any activations, its optimizer state cut over all units."""
+    job, needed = fleet.job, []
+    for stage in range(job.pipeline_parallel):
+        params = float(part_params(job, ModelPart.of_job(job, stage)))
+        owned = params / (len(fleet.units) if job.distributed_optimizer else 1)
+        held = params * (job.element_bytes + GRADIENT_BYTES[job.precision])
+        needed.append(held + owned * OPTIMIZER_BYTES[job.precision] + RESERVE_BYTES)
+    return min(needed)
 
 
 def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:

@@ -7,5 +7,6 @@ be. `packing`: replicas that share the fleet. `placing`, `assembly`: GPUs for th
 
 from megatron_hexi.planner.joint.assembly import Candidate
 from megatron_hexi.planner.joint.joint_search import JointSearch
+from megatron_hexi.planner.joint.stage_tables import DEEPEST
 
-__all__ = ["Candidate", "JointSearch"]
+__all__ = ["DEEPEST", "Candidate", "JointSearch"]

@@ -72,6 +72,8 @@ class Assembly:
     def __init__(self, tables: StageTables, search: PipelineSearch, cluster: Cluster) -> None:
         self._tables, self._search, self._cluster = tables, search, cluster
         self._found: dict[tuple[object, ...], Trial] = {}
+        #: The last one found for the same units and recomputation.
+        self._layouts: dict[tuple[object, ...], Trial] = {}
         self._polished = True
         self.trials = 0
 
@@ -150,7 +152,15 @@ class Assembly:
         fleet = replace(fleet, job=job, part=part)
         if name not in self._found:
             judge = Judge(fleet, shards)
-            trial = DomainSearch(judge, fleet, micro_batches).run(self._polished)
+            known = self._layouts.get(name[:3])
+            trial = None
+            if known is not None and not self._polished:
+                # With other layers the same layout is as good, as long as memory has room for it.
+                layout = replace(known.layouts[0], micro_batches=micro_batches)
+                trial = judge.try_out(fleet, [layout], known.window)
+            if trial is None or not trial.fits:
+                trial = DomainSearch(judge, fleet, micro_batches).run(self._polished)
+            self._layouts[name[:3]] = trial
             self._found[name] = refine(judge, trial).trial if self._polished else trial
             self.trials += judge.trials
         return replace(self._found[name], fleet=fleet)

@@ -119,11 +119,11 @@ class PipelineSearch:
         self._tables, self._pools = tables, tables.pools
         request = tables.request
         job = request.job
-        self._depths = [
-            depth
-            for depth in range(1, min(DEEPEST, tables.layers) + 1)
-            if "pipeline_parallel" not in request.fixed or depth == job.pipeline_parallel
-        ]
+        is_fixed = "pipeline_parallel" in request.fixed
+        deepest = min(DEEPEST, tables.layers)
+        #: Stages of a pipeline, and of a block.
+        self._depths = [job.pipeline_parallel] if is_fixed else list(range(1, deepest + 1))
+        self._block_depths = range(1, min(deepest, max(self._depths)) + 1)
         self._bytes = tables.micro_batch_size * job.seq_length * job.model.hidden_size * job.element_bytes
         self._grid = self._times()
         self._options = cache(self._block_options)
@@ -246,7 +246,7 @@ class PipelineSearch:
                 else count // pool.size * (pool.size // width)
                 for count, pool in zip(counts, pools, strict=True)
             ]
-            for depth in self._depths:
+            for depth in self._block_depths:
                 if len(kinds) > 1 and depth > _DEEPEST_MIXED:
                     break
                 each = tuple(number // depth * width for number in units)

@@ -137,6 +137,7 @@ class StageTables:
                 request.job,
                 tensor_parallel=width,
                 pipeline_parallel=1,  # stages are put together by the search
+                data_parallel=1,
                 micro_batch_size=micro_batch_size,
                 global_batch_size=micro_batch_size,
                 recompute="selective",

@@ -1,0 +1,305 @@
+"""`python -m benchmarks.layouts`: what the planner's choice of the whole layout is worth, cell by cell.
+
+A cell is a cluster of GPUs that differ, a model, a context and a batch; nothing is fixed. The plan stands
+beside what one would run without a planner, each with the best of Megatron's flags: the best layout that
+gives every rank the same, and the best that gives tokens in proportion to speed. All of it is prediction by
+the cost model. `--page` writes docs/results/planner.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_hexi.cluster import Cluster, read_cluster
+from megatron_hexi.cost import Job, read_model
+from megatron_hexi.errors import NothingFitsError
+from megatron_hexi.planner import Planned, Request, find_plan
+from megatron_hexi.text_file import write_text_atomically
+
+PAGE = Path(__file__).parent.parent / "docs" / "results" / "planner.md"
+
+H100, H200, A100, A100_40, A800, L40S = (
+    "H100-SXM-80GB", "H200-SXM-141GB", "A100-SXM-80GB", "A100-SXM-40GB", "A800-SXM-80GB", "L40S-48GB",
+)  # fmt: skip
+#: A card of 200 Gb/s for each GPU; a link of cloud machines, shared by a node's GPUs.
+CARDS = {"bandwidth_gb_s": 25, "latency_us": 10, "per": "gpu"}
+ETHERNET = {"bandwidth_gb_s": 0.7, "latency_us": 50, "per": "node"}
+
+
+@dataclass(frozen=True)
+class Machines:
+    """A cluster.
+
+    Args:
+        nodes: GPU, nodes, GPUs of each.
+        network: between nodes.
+        sites: entries of `nodes` on each site, and GB/s between these; ``None``: there is one site.
+        source: where the cluster comes from.
+    """
+
+    nodes: tuple[tuple[str, int, int], ...]
+    network: dict[str, Any]
+    sites: tuple[tuple[tuple[int, ...], ...], float] | None = None
+    source: str = ""
+
+    def cluster(self, name: str) -> Cluster:
+        """As read from a file."""
+        document: dict[str, Any] = {
+            "name": name,
+            "nodes": [
+                {"name": f"n{number}", "gpu": gpu, "count": count, "gpus": size}
+                for number, (gpu, count, size) in enumerate(self.nodes)
+            ],
+            "network": self.network,
+        }
+        if self.sites is not None:
+            groups, rate = self.sites
+            level = {"name": "site", "per": "group", "bandwidth_gb_s": rate, "latency_us": 500}
+            document["levels"] = [level | {"groups": [[f"n{entry}" for entry in group] for group in groups]}]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "cluster.yaml"
+            path.write_text(yaml.safe_dump(document))
+            return read_cluster(path)
+
+
+_HEXISCALE = "HexiScale (arXiv 2409.01143): cloud machines over Ethernet"
+_ZORSE = "Zorse (arXiv 2507.10392)"
+CLUSTERS = {
+    "a": Machines(((H100, 5, 8), (A100, 4, 8), (A800, 4, 8), (L40S, 3, 8)), CARDS),
+    "b": Machines(((H100, 1, 8), (A100, 3, 8), (L40S, 2, 8)), CARDS),
+    "c": Machines(((H100, 1, 4), (A100_40, 1, 8)), CARDS),
+    "d": Machines(((H200, 2, 8), (H100, 2, 8)), CARDS),
+    "e": Machines(((H100, 8, 8), (A100, 8, 8)), CARDS),
+    "sites": Machines(((H100, 4, 8), (A100, 4, 8)), CARDS, (((0,), (1,)), 5.0)),
+    "hexiscale-1": Machines(
+        (("RTX3080Ti-12GB", 1, 8), ("RTX3090-24GB", 1, 8), ("RTX4090-24GB", 3, 8)), ETHERNET, None, _HEXISCALE
+    ),
+    "hexiscale-2": Machines(
+        (("RTX3090-24GB", 1, 8), ("RTX4090-24GB", 1, 8), (A800, 1, 8)), ETHERNET, None, _HEXISCALE
+    ),
+    "hexiscale-3": Machines(
+        (("RTX3090-24GB", 1, 8), ("RTX4090-24GB", 4, 8), (A800, 1, 8)), ETHERNET, None, _HEXISCALE
+    ),
+    "zorse-a": Machines(((H100, 1, 4), (A100, 2, 8)), CARDS, None, _ZORSE),
+    "zorse-b": Machines(
+        ((A100, 1, 8), ("A10G-24GB", 2, 8), ("V100-SXM2-16GB", 2, 8), ("T4-16GB", 6, 4)), CARDS, None, _ZORSE
+    ),
+    "zorse-c": Machines(
+        (("A10G-24GB", 2, 8), ("T4-16GB", 12, 4), ("V100-SXM2-16GB", 2, 8), ("T4-16GB", 12, 4)),
+        CARDS,
+        (((0, 1), (2, 3)), 0.71),
+        _ZORSE + ": two regions",
+    ),
+}
+K = 1024
+#: Cluster, model, context, batch, precision.
+CELLS = (
+    ("a", "llama3-70b", 8 * K, 64, "bf16"),
+    ("a", "gpt-13b", 32 * K, 8, "bf16"),
+    ("a", "llama3-70b", 128 * K, 8, "bf16"),
+    ("b", "qwen3-32b", 8 * K, 64, "bf16"),
+    ("b", "gpt-13b", 8 * K, 64, "bf16"),
+    ("b", "llama3-70b", 32 * K, 8, "bf16"),
+    ("b", "gpt-13b", 128 * K, 8, "bf16"),
+    ("c", "llama3-8b", 8 * K, 8, "bf16"),
+    ("c", "gpt-13b", 32 * K, 8, "bf16"),
+    ("c", "llama3-8b", 128 * K, 8, "bf16"),
+    ("d", "llama3-70b", 8 * K, 64, "bf16"),
+    ("d", "qwen3-32b", 32 * K, 64, "bf16"),
+    ("d", "llama3-70b", 128 * K, 8, "bf16"),
+    ("e", "llama3-70b", 8 * K, 64, "bf16"),
+    ("e", "llama3-70b", 128 * K, 8, "bf16"),
+    ("sites", "llama3-70b", 8 * K, 64, "bf16"),
+    ("sites", "llama3-70b", 128 * K, 8, "bf16"),
+    ("hexiscale-1", "gpt-7b", 4 * K, 64, "bf16"),
+    ("hexiscale-2", "gpt-7b", 4 * K, 64, "bf16"),
+    ("hexiscale-3", "gpt-13b", 4 * K, 64, "bf16"),
+    ("zorse-a", "gpt-13b", 4 * K, 64, "bf16"),
+    ("zorse-b", "gpt-7b", 2 * K, 128, "fp16"),
+    ("zorse-c", "gpt-7b", 2 * K, 128, "fp16"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell, planned.
+
+    Args:
+        cell: cluster, model, context and batch.
+        iteration_s: seconds of the plan's iteration; ``None``: no plan was found.
+        equal_s: of the best layout that gives every rank the same; ``None``: none fits.
+        proportion_s: of the best that gives tokens in proportion.
+        gap: to the bound of all layouts.
+        layout: of the plan, in short.
+        planning_s: processor time of the search.
+    """
+
+    cell: str
+    iteration_s: float | None
+    equal_s: float | None
+    proportion_s: float | None
+    gap: float | None
+    layout: str
+    planning_s: float
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as fast as the best equal layout."""
+        if self.iteration_s is None or self.equal_s is None:
+            return None
+        return self.equal_s / self.iteration_s
+
+
+def measure(cluster: str, model: str, seq_length: int, batch: int, precision: str) -> Row:
+    """One cell."""
+    job = Job(
+        model=read_model(model),
+        seq_length=seq_length,
+        global_batch_size=batch,
+        precision=precision,  # type: ignore[arg-type]
+    )
+    request, machines = Request(job), CLUSTERS[cluster].cluster(cluster)
+    name = f"{cluster} {model} {seq_length // K}K {batch}"
+    begun = time.process_time()
+    try:
+        alone = find_plan(request, machines)
+    except NothingFitsError as problem:
+        return Row(name, None, None, None, None, str(problem), time.process_time() - begun)
+    planning_s = time.process_time() - begun
+    planned = find_plan(request, machines, with_baselines=True)
+    best = {one.name: one.trial.iteration_s for one in planned.baselines if one.trial is not None}
+    return Row(
+        cell=name,
+        iteration_s=alone.cost.iteration_s,
+        equal_s=best.get("usp"),
+        proportion_s=best.get("proportion"),
+        gap=alone.gap,
+        layout=spell_layout(alone, machines),
+        planning_s=planning_s,
+    )
+
+
+def spell_layout(planned: Planned, cluster: Cluster) -> str:
+    """``8 H100 tp4 27f, 24 A100 tp8 37``: GPUs, unit and layers of each stage, replicas by semicolons."""
+    plan, replicas = planned.plan, []
+    gpus = plan.gpus or tuple(range(len(cluster.ranks)))
+    for replica in plan.replicas:
+        stages = []
+        for stage in replica.stages:
+            found: dict[str, int] = {}
+            for member in stage.members:
+                for rank in member.ranks:
+                    kind = cluster.ranks[gpus[rank]].device.name.partition("-")[0]
+                    found[kind] = found.get(kind, 0) + 1
+            who = " + ".join(f"{count} {kind}" for kind, count in found.items())
+            layers = "" if stage.layers is None else f": {stage.layers[1] - stage.layers[0]} layers"
+            stages.append(f"{who}, TP {len(stage.members[0].ranks)}{layers}")
+        replicas.append(f"{replica.micro_batches} x ({' / '.join(stages)})")
+    return "; ".join(dict.fromkeys(replicas))
+
+
+_COLUMNS = (
+    *("cell: cluster, model, context, batch", "plan, s", "best equal, s", "times as fast"),
+    *("in proportion, s", "over the bound", "planned in, s", "the plan: micro-batches x (stages)"),
+)
+_PAGE = """\
+# What choosing the whole layout is worth
+
+Written by `python -m benchmarks.layouts --page`; do not edit. Nothing here was measured on GPUs: all of it is
+prediction by the [cost model](../cost-model.md), which also judged the search.
+
+Against the best layout that Megatron can run with equal parts, by search over all of its flags, the
+[planner](../planner.md)'s plan is {least:.2f} to {most:.2f} times as fast, {middle:.2f} times in the median
+of the {count} cells where any equal layout fits.
+
+{head}
+|---|---:|---:|---:|---:|---:|---:|---|
+{rows}
+
+Best equal: every rank the same tokens, heads, layers and batch, ring, Ulysses or USP inside, with the best
+tensor-parallel size, stages, replicas and recomputation. In proportion: tokens by speed, the rest likewise.
+Over the bound: how much longer the plan takes than no layout can beat; traffic is not counted there.
+
+## Clusters
+
+{clusters}
+"""
+
+
+def page(rows: Sequence[Row]) -> str:
+    """docs/results/planner.md."""
+    gains = sorted(row.gain for row in rows if row.gain is not None)
+    return _PAGE.format(
+        least=gains[0],
+        most=gains[-1],
+        middle=gains[len(gains) // 2],
+        count=len(gains),
+        head=f"| {' | '.join(_COLUMNS)} |",
+        rows="\n".join(map(_line, rows)),
+        clusters="\n".join(f"- {name}: {_spell(machines)}" for name, machines in CLUSTERS.items()),
+    )
+
+
+def _line(row: Row) -> str:
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    values = [
+        cell(row.iteration_s, ".4g"),
+        cell(row.equal_s, ".4g"),
+        cell(row.gain, ".2f"),
+        cell(row.proportion_s, ".4g"),
+        cell(row.gap, ".0%"),
+        f"{row.planning_s:.1f}",
+    ]
+    return f"| {row.cell} | {' | '.join(values)} | {row.layout} |"
+
+
+def _spell(machines: Machines) -> str:
+    nodes = ", ".join(f"{count} x {size} {gpu}" for gpu, count, size in machines.nodes)
+    rate, per = machines.network["bandwidth_gb_s"], machines.network["per"]
+    sites = "" if machines.sites is None else f"; {machines.sites[1]} GB/s between its two sites"
+    return f"{nodes}; {rate} GB/s a {per}{sites}" + (f". {machines.source}" if machines.source else "")
+
+
+def rows(names: Sequence[str]) -> Iterator[Row]:
+    """Of the cells on some clusters, all if none is named."""
+    for cell in CELLS:
+        if not names or cell[0] in names:
+            yield measure(*cell)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("clusters", nargs="*", help="only these: " + ", ".join(CLUSTERS))
+    parser.add_argument("--json", action="store_true", help="one JSON document instead of lines")
+    parser.add_argument("--page", action="store_true", help="write docs/results/planner.md")
+    given = parser.parse_args(arguments)
+    unknown = [name for name in given.clusters if name not in CLUSTERS]
+    if unknown:
+        parser.error(f"no cluster {unknown[0]}; give some of {', '.join(CLUSTERS)}")
+    if given.page and given.clusters:
+        parser.error("--page needs all clusters; leave their names out")
+    found = []
+    for row in rows(given.clusters):
+        found.append(row)
+        if not given.json:
+            print(_line(row), flush=True)
+    if given.json:
+        print(json.dumps([asdict(row) | {"gain": row.gain} for row in found], indent=2))
+    if given.page:
+        write_text_atomically(PAGE, page(found))
+
+
+if __name__ == "__main__":
+    main()
