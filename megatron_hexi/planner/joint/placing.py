@@ -41,7 +41,7 @@ class _Demand(NamedTuple):
 
 
 def find_gpus(pools: Pools, replicas: Sequence[Sequence[Shape]]) -> Placed | None:
-    """GPUs for every stage; ``None`` where parts of nodes do not add up.
+    """GPUs for every stage; ``None`` where parts of nodes do not add up, or ranks cannot be numbered.
 
     Whole nodes go first, in the stages' order. Then parts of nodes, the largest first, each to a node that
     has room beside the neighbouring stage, or else beside any. So a tensor-parallel unit is on one node, and
@@ -72,7 +72,7 @@ def find_gpus(pools: Pools, replicas: Sequence[Sequence[Shape]]) -> Placed | Non
             # Units of a size begin at multiples of it, and ends of a pipeline stand at the node's ends.
             for demand in sorted(demands_of_node, key=lambda demand: (-demand.width, demand.place)):
                 placed.setdefault(demand.place, []).extend(next(free) for _ in range(demand.gpus))
-    return placed
+    return placed if number_ranks(pools.cluster, placed) else None
 
 
 def _demands(place: Place, shape: Shape, count: int, size: int) -> list[_Demand]:
@@ -104,7 +104,7 @@ def _are_neighbours(one: _Demand, other: _Demand) -> bool:
 
 
 def number_ranks(cluster: Cluster, placed: Placed) -> list[int]:
-    """The cluster's GPU of each rank of the job.
+    """The cluster's GPU of each rank of the job; none where one node alone has all ends of pipelines.
 
     A node's GPUs follow each other, and nodes do as in the cluster file, but for two rules of the runtime:
     the first rank stands at an end of a pipeline, where data is read, and the last one computes the loss.
@@ -121,8 +121,10 @@ def number_ranks(cluster: Cluster, placed: Placed) -> list[int]:
 
     end = next(node for node in reversed(nodes) if has(node, last_only=True))
     nodes.remove(end)
-    begin = next((node for node in nodes if has(node, last_only=False)), None)
-    if begin is not None:
+    if nodes:
+        begin = next((node for node in nodes if has(node, last_only=False)), None)
+        if begin is None:
+            return []
         nodes.remove(begin)
         nodes.insert(0, begin)
     order: list[int] = []

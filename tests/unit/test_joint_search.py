@@ -1,0 +1,413 @@
+"""The joint search: its plans are valid, fit and are near the best that small fleets allow; its parts."""
+
+import dataclasses
+import itertools
+import math
+from random import Random
+
+import numpy as np
+import pytest
+
+from megatron_hexi.cost import CostModel, attention_seconds, token_seconds
+from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.plan import (
+    Domain,
+    Group,
+    Member,
+    Plan,
+    Replica,
+    Stage,
+    plan_digest,
+    read_plan,
+    validate_plan,
+    write_plan,
+)
+from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
+from megatron_hexi.planner.baselines import find_baselines
+from megatron_hexi.planner.joint import JointSearch
+from megatron_hexi.planner.joint.packing import pack
+from megatron_hexi.planner.joint.pipeline_search import Pipe, least_longest
+from megatron_hexi.planner.joint.pipeline_search import Stage as PipeStage
+from megatron_hexi.planner.joint.placing import Place, find_gpus, number_ranks
+from megatron_hexi.planner.joint.pools import Pools, Shape
+from megatron_hexi.planner.joint.replica_columns import Column
+from megatron_hexi.planner.request import Request
+from tests.support.brute import partitions
+from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.fleets import random_parallel_case, reproduce
+
+DEEP = dataclasses.replace(TINY, layers=4)
+
+
+def search(request, known):
+    """The best plan that fits of all micro-batch sizes, without baselines; ``None``: none."""
+    found = [
+        candidate
+        for size in request.micro_batch_sizes()
+        for candidate in JointSearch(request, known, size).run(lambda *_: None)
+        if candidate.fits
+    ]
+    return min(found, key=lambda candidate: candidate.order, default=None)
+
+
+# Whole plans
+
+
+@pytest.fixture(scope="module")
+def plans():
+    """(text, cluster, request, plan) of random fleets; ``None`` where nothing is found."""
+    found = []
+    for seed in range(30):
+        text, known, job = random_parallel_case(seed, gpus=(2, 3, 4, 6, 8))
+        request = Request(job)
+        found.append((text, known, request, search(request, known)))
+    return found
+
+
+def test_every_plan_is_valid_and_fits(plans, tmp_path):
+    checked = 0
+    for text, known, request, found in plans:
+        if found is None:
+            continue
+        validate_plan(found.plan)
+        write_plan(found.plan, tmp_path / "plan.yaml")
+        assert read_plan(tmp_path / "plan.yaml") == found.plan
+        cost = CostModel(found.job, known).estimate(found.plan)
+        assert cost.fits, reproduce(text, request)
+        assert cost.iteration_s == pytest.approx(found.iteration_s)
+        batch = sum(replica.micro_batches for replica in found.plan.replicas)
+        assert batch * found.job.micro_batch_size == request.job.global_batch_size
+        assert len(found.plan.replicas) == found.job.data_parallel
+        checked += 1
+    assert checked > 20
+
+
+def test_it_is_hardly_ever_slower_than_the_best_baseline(plans):
+    parts = []
+    for text, known, request, found in plans:
+        trials = [one.trial for one in find_baselines(request, known)[0] if one.trial is not None]
+        if trials and found is not None:
+            part = found.iteration_s / min(trial.iteration_s for trial in trials)
+            assert part < 1.05, reproduce(text, request)
+            parts.append(part)
+    assert np.mean(np.array(parts) > 1 + 1e-6) < 0.12
+    assert np.mean(np.array(parts) < 0.98) > 0.3
+
+
+# All plans of few GPUs, by their own reckoning
+
+
+class Exhaustive:
+    """The best of one replica with equal micro-batches, each stage some GPUs of the fleet.
+
+    Tried are all partitions of all GPUs into stages, in every order, with all numbers of layers,
+    tensor-parallel sizes and recomputation; in a stage tokens and heads go by speed, in one group or in one
+    for each unit. GPUs of a node are exchanged freely.
+
+    Args:
+        job: what is planned.
+        known: where.
+    """
+
+    def __init__(self, job, known):
+        self._job, self._known = job, known
+        self._model = CostModel(job, known)
+        self._nodes = [rank.node for rank in known.ranks]
+        speeds = [device_speeds(rank.device, job) for rank in known.ranks]
+        self._speeds = [
+            1 / (token_seconds(one, job) + attention_seconds(one, job, causal=True)) for one in speeds
+        ]
+        self.timed = 0
+
+    def run(self):
+        """(seconds, plan) of the best that fits."""
+        best = math.inf, None
+        for stages in self._partitions():
+            for layers in self._layers(len(stages)):
+                for cut in itertools.product(*map(self._ways, stages)):
+                    for again in ("none", "full"):
+                        plan = self._plan(stages, layers, cut, again)
+                        timing = self._model.timing(plan)
+                        self.timed += 1
+                        if timing.fits and timing.phases.total < best[0]:
+                            best = timing.phases.total, plan
+        return best
+
+    def _partitions(self):
+        seen = set()
+        for chosen in partitions(list(range(len(self._nodes)))):
+            for stages in itertools.permutations(chosen):
+                name = tuple(tuple(self._nodes[gpu] for gpu in sorted(stage)) for stage in stages)
+                if name not in seen and len(stages) <= self._job.model.layers:
+                    seen.add(name)
+                    yield [sorted(stage) for stage in stages]
+
+    def _layers(self, stages):
+        for ends in itertools.combinations(range(1, self._job.model.layers), stages - 1):
+            yield list(itertools.pairwise((0, *ends, self._job.model.layers)))
+
+    def _ways(self, stage):
+        """(tensor-parallel size, one group or several)."""
+        for width in (1, 2, 4):
+            runs = [stage[first : first + width] for first in range(0, len(stage), width)]
+            alike = all(len(run) == width and len({self._nodes[gpu] for gpu in run}) == 1 for run in runs)
+            if alike and self._job.model.heads % width == 0:
+                yield from ((width, together) for together in {True, len(runs) == 1})
+
+    def _plan(self, stages, layers, cut, again):
+        order = [gpu for stage in stages for gpu in stage]
+        rank = {gpu: number for number, gpu in enumerate(order)}
+        built = tuple(
+            Stage((self._domain(stage, rank, *way),), own, again)
+            for stage, own, way in zip(stages, layers, cut, strict=True)
+        )
+        widths = {width for width, _ in cut}
+        workload = dataclasses.replace(
+            self._job.workload(), tensor_parallel=widths.pop() if len(widths) == 1 else 0
+        )
+        return Plan(workload, (Replica(built, self._job.global_batch_size),), gpus=tuple(order))
+
+    def _domain(self, stage, rank, width, together):
+        job = self._job
+        units = [stage[first : first + width] for first in range(0, len(stage), width)]
+        speeds = [self._speeds[unit[0]] for unit in units]
+        tokens, local = apportion(job.seq_length, speeds), job.model.heads // width
+        heads = consecutive(apportion(local, speeds)) if together else [(0, local)] * len(units)
+        members = [
+            Member(tuple(rank[gpu] for gpu in unit), count, own)
+            for unit, count, own in zip(units, tokens, heads, strict=True)
+        ]
+        if together:
+            return Domain((Group(((0, job.seq_length),), tuple(members)),))
+        segments = causal_segments(tokens)
+        return Domain(tuple(Group(own, (member,)) for own, member in zip(segments, members, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bandwidth", "changes"),
+    [
+        ([("a", "DOUBLE", 2), ("b", "PLAIN", 2)], 10, {"seq_length": 2**15}),
+        ([("a", "DOUBLE", 2), ("b", "PLAIN", 2)], 0.5, {"seq_length": 2**13, "global_batch_size": 6}),
+        ([("a", "DOUBLE, memory_gb: 3", 2), ("b", "PLAIN", 2)], 2, {"seq_length": 2**16}),
+        ([("a", "DOUBLE, memory_gb: 2.6", 2), ("b", "PLAIN, memory_gb: 2.6", 2)], 1, {"seq_length": 2**14}),
+        ([("a", "H100-SXM-80GB", 2), ("b", "L40S-48GB", 2)], 25, {"seq_length": 2**16}),
+        pytest.param(
+            [("a", "DOUBLE", 4), ("b", "PLAIN", 2)], 1, {"seq_length": 2**14}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            [("a", "DOUBLE", 4), ("b", "PLAIN, memory_gb: 2.6", 4)],
+            1,
+            {"seq_length": 2**15, "global_batch_size": 4},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_it_is_as_good_as_trying_everything(nodes, bandwidth, changes):
+    job = tiny_job(**{"model": DEEP, "global_batch_size": 4, **changes})
+    known = cluster(nodes, bandwidth)
+    seconds, plan = Exhaustive(job, known).run()
+    found = search(Request(job), known)
+    assert found is not None
+    assert found.iteration_s <= 1.02 * seconds, plan
+
+
+# What is fixed, and what decides nothing
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"tensor_parallel": 2},
+        {"pipeline_parallel": 1},
+        {"pipeline_parallel": 2},
+        {"pipeline_parallel": 4},
+        {"data_parallel": 1},
+        {"data_parallel": 3},
+        {"recompute": "none"},
+        {"recompute": "selective"},
+        {"recompute": "full", "pipeline_parallel": 2},
+        {"micro_batch_size": 2},
+        {"tensor_parallel": 2, "pipeline_parallel": 2, "data_parallel": 2, "recompute": "full"},
+    ],
+)
+def test_what_is_fixed_is_kept(terms):
+    job = tiny_job(model=DEEP, global_batch_size=12, **terms)
+    known = cluster([("a", "DOUBLE", 4), ("b", "PLAIN", 4)])
+    for candidate in JointSearch(Request(job, frozenset(terms)), known, terms.get("micro_batch_size", 1)).run(
+        lambda *_: None
+    ):
+        stages = [stage for replica in candidate.plan.replicas for stage in replica.stages]
+        modes = {candidate.job.recompute if stage.recompute is None else stage.recompute for stage in stages}
+        made = {
+            "tensor_parallel": {len(member.ranks) for member in candidate.plan.members},
+            "pipeline_parallel": {len(replica.stages) for replica in candidate.plan.replicas},
+            "data_parallel": {len(candidate.plan.replicas)},
+            "recompute": modes,
+            "micro_batch_size": {candidate.job.micro_batch_size},
+        }
+        assert {name: made[name] for name in terms} == {name: {value} for name, value in terms.items()}
+    assert search(Request(job, frozenset(terms)), known) is not None
+
+
+@pytest.mark.parametrize("changes", [{"pipeline_parallel": 2}, {"data_parallel": 2}, {}])
+def test_the_same_plan_again_and_whatever_the_file_lists_first(changes):
+    job = tiny_job(model=DEEP, seq_length=2**14, global_batch_size=4, **changes)
+    nodes = [("a", "DOUBLE", 2), ("b", "PLAIN", 2), ("c", "PLAIN", 4)]
+    request = Request(job, frozenset(changes))
+    plans = [search(request, cluster(order, 3)) for order in itertools.permutations(nodes)]
+    again = search(request, cluster(nodes, 3))
+    assert plan_digest(plans[0].plan) == plan_digest(again.plan)
+    for found in plans:
+        assert found.iteration_s == pytest.approx(again.iteration_s, rel=1e-9)
+        assert [
+            (len(replica.stages), replica.micro_batches, [stage.layers for stage in replica.stages])
+            for replica in found.plan.replicas
+        ] == [
+            (len(replica.stages), replica.micro_batches, [stage.layers for stage in replica.stages])
+            for replica in again.plan.replicas
+        ]
+
+
+# Layers to stages
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_layers_are_dealt_as_well_as_can_be(seed):
+    random = np.random.default_rng(seed)
+    stages, layers = int(random.integers(1, 5)), int(random.integers(1, 9))
+    seconds = np.cumsum(random.integers(0, 5, (stages, layers)), axis=1).astype(float)
+    for times in seconds:  # from some number on they do not fit
+        times[int(random.integers(0, layers + 1)) :] = np.inf
+    every = [deal for deal in itertools.product(range(1, layers + 1), repeat=stages) if sum(deal) == layers]
+    longest = [max(times[count - 1] for times, count in zip(seconds, deal, strict=True)) for deal in every]
+    found = least_longest(list(seconds), layers)
+    if min(longest, default=np.inf) == np.inf:
+        assert found is None
+        return
+    assert found is not None
+    assert sum(found) == layers
+    assert min(found) >= 1
+    assert max(times[count - 1] for times, count in zip(seconds, found, strict=True)) == min(longest)
+
+
+# Replicas that share the fleet
+
+
+def random_column(random, totals, sync_s):
+    counts = tuple(random.randint(0, total) for total in totals)
+    if not any(counts):
+        counts = totals
+    stages = tuple(
+        PipeStage(Shape(counts, 1), 1, "none", random.uniform(0.5, 2) / sum(counts))
+        for _ in range(random.randint(1, 3))
+    )
+    return Column(counts, Pipe(stages, 1, True), 1, sync_s)
+
+
+def best_packing(columns, micro_batches, totals, replicas):
+    """Seconds of the best of all multisets of columns, and all ways to deal micro-batches to them."""
+    best = math.inf
+    for count in replicas:
+        for some in itertools.combinations_with_replacement(columns, count):
+            used = map(sum, zip(*(column.counts for column in some), strict=True))
+            if any(count > total for count, total in zip(used, totals, strict=True)):
+                continue
+            for ends in itertools.combinations(range(1, micro_batches), count - 1):
+                deal = [stop - start for start, stop in itertools.pairwise((0, *ends, micro_batches))]
+                best = min(best, max(one.seconds(share) for one, share in zip(some, deal, strict=True)))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_replicas_are_packed_as_well_as_can_be(seed):
+    random = Random(seed)
+    totals = random.choice([(4,), (3, 4), (2, 2, 2)])
+    sync_s = random.choice([0.0, 0.3])
+    columns = [random_column(random, totals, sync_s) for _ in range(random.randint(1, 6))]
+    first = random.choice([1, 1, 2])
+    micro_batches = random.randint(first, 6)
+    replicas = range(first, min(first + random.randint(0, 2), micro_batches) + 1)
+    best = best_packing(columns, micro_batches, totals, replicas)
+    packed = pack(columns, micro_batches, totals, replicas)
+    if packed is None:
+        assert best == math.inf
+        return
+    assert len(packed.columns) in replicas
+    assert sum(packed.micro_batches) == micro_batches
+    assert min(packed.micro_batches) >= 1
+    used = [sum(counts) for counts in zip(*(column.counts for column in packed.columns), strict=True)]
+    assert all(count <= total for count, total in zip(used, totals, strict=True))
+    assert best * (1 - 1e-9) <= packed.seconds <= 1.003 * best
+    assert packed.least_s <= best * (1 + 1e-9)
+
+
+# GPUs for stages
+
+
+def random_shapes(random, pools):
+    """Shapes of replicas' stages that a packing may have: no more GPUs than there are."""
+    left = list(pools.totals)
+    replicas = []
+    for _ in range(random.randint(1, 4)):
+        stages = []
+        for _ in range(random.randint(1, 3)):
+            pool = random.randrange(len(left))
+            size = pools.pools[pool].size
+            count = random.choice([1, 2, 4, size, 2 * size])
+            width = random.choice([width for width in (1, 2, 4) if count % width == 0])
+            if count <= left[pool] and pools.aligned(pool, count):
+                left[pool] -= count
+                stages.append(Shape(tuple(count * (pool == own) for own in range(len(left))), width))
+        if stages:
+            replicas.append(stages)
+    return replicas
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_gpu_is_given_twice_and_ranks_keep_the_runtime_s_rules(seed):
+    random = Random(seed)
+    names = [("a", "DOUBLE", 4), ("b", "PLAIN", 4), ("c", "DOUBLE", 4), ("d", "PLAIN", 8), ("e", "PLAIN", 4)]
+    random.shuffle(names)
+    known = cluster(names)
+    pools = Pools(known, [known.nodes[number].device.memory_gb_s for number in range(len(known.nodes))])
+    replicas = random_shapes(random, pools)
+    if not replicas:
+        return
+    placed = find_gpus(pools, replicas)
+    if placed is None:  # parts of nodes that do not add up, or all ends on one node
+        return
+    given = [gpu for gpus in placed.values() for gpu in gpus]
+    assert len(given) == len(set(given))
+    for place, gpus in placed.items():
+        shape = replicas[place.replica][place.stage]
+        in_pools = [sum(known.ranks[gpu].node in pool.nodes for gpu in gpus) for pool in pools.pools]
+        assert tuple(in_pools) == shape.counts
+        assert place.stages == len(replicas[place.replica])
+        for first in range(0, len(gpus), shape.width):
+            unit = gpus[first : first + shape.width]
+            assert {known.ranks[gpu].node for gpu in unit} == {known.ranks[unit[0]].node}
+            assert unit == list(range(unit[0], unit[0] + shape.width))
+            assert known.ranks[unit[0]].local % shape.width == 0
+    order = number_ranks(known, placed)
+    assert sorted(order) == sorted(given)
+    place_of = {gpu: place for place, gpus in placed.items() for gpu in gpus}
+    # The job's first rank reads data, its last one has the loss: megatron/stages/arguments.py.
+    assert place_of[order[0]].is_first or place_of[order[0]].is_last
+    assert place_of[order[-1]].is_last
+    # GPUs of a node follow each other.
+    nodes = [node for node, _ in itertools.groupby(known.ranks[gpu].node for gpu in order)]
+    assert len(nodes) == len(set(nodes))
+
+
+def test_ends_of_pipelines_stand_at_the_ends():
+    known = cluster([("a", "PLAIN", 2), ("b", "PLAIN", 2), ("c", "PLAIN", 2)])
+    middle, first, last = (Place(0, stage, 3) for stage in (1, 0, 2))
+    order = number_ranks(known, {middle: [0, 1], last: [2, 3], first: [4, 5]})
+    assert order == [4, 5, 0, 1, 2, 3]
+    # One node has everything.
+    assert number_ranks(known, {Place(0, 0, 2): [0], Place(0, 1, 2): [1]}) == [0, 1]
+    assert number_ranks(known, {Place(0, 1, 2): [0], Place(0, 0, 2): [1]}) == [1, 0]
+    # Both ends are on one node, and it cannot be first and last.
+    assert number_ranks(known, {first: [0], last: [1], middle: [2, 3]}) == []
+    pools = Pools(known, [1.0] * 3)
+    assert find_gpus(pools, [[Shape((1,), 1), Shape((4,), 1), Shape((1,), 1)]]) is None
