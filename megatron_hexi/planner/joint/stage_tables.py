@@ -3,8 +3,8 @@
 A layer's time does not depend on how many layers its stage has, so one layer that was timed (layer_times.py)
 gives the time of them all. Memory then says how much each must compute again: its terms grow with layers and
 with micro-batches under way, and are the cost model's too. So a table holds what a domain that exists would
-take; the domain search makes finalists faster, and mends what memory forces on units of several kinds, of which
-a table only knows the price.
+take; the domain search makes finalists faster, and mends what memory forces on units of several kinds, whose
+price is all that a table knows.
 """
 
 from __future__ import annotations
