@@ -27,7 +27,7 @@ def test_it_runs_and_says_what_it_measured():
 
 
 def test_a_job_that_does_not_fit_is_a_row_too():
-    assert measure(16, "gpt-7b", 2**24).gap is None
+    assert measure(8, "gpt-7b", 2**24).gap is None
 
 
 def test_clusters_are_a_quarter_of_each_model():

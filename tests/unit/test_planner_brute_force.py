@@ -83,7 +83,7 @@ def search(seed, budget, gpus):
 
 @pytest.fixture(scope="module")
 def found():
-    return [search(seed, 60, FEW) for seed in range(30)]
+    return [search(seed, 60, FEW) for seed in range(20)]
 
 
 def far_ones(found, seconds_of):
@@ -111,9 +111,9 @@ def check_bounds(found):
     ]
 
 
-def test_thirty_clusters_are_searched(found):
-    assert len({one.digest for one in found}) == 30
-    assert sum(one.planned_s < math.inf for one in found) >= 25
+def test_twenty_clusters_are_searched(found):
+    assert len({one.digest for one in found}) == 20
+    assert sum(one.planned_s < math.inf for one in found) >= 16
 
 
 def test_a_domain_is_near_the_best(found):
