@@ -26,8 +26,8 @@ from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
 from megatron_hexi.planner.baselines import find_baselines
 from megatron_hexi.planner.joint import JointSearch
 from megatron_hexi.planner.joint.packing import pack
-from megatron_hexi.planner.joint.pipeline_search import Pipe, least_longest
-from megatron_hexi.planner.joint.pipeline_search import Stage as PipeStage
+from megatron_hexi.planner.joint.pipes import Pipe, least_longest
+from megatron_hexi.planner.joint.pipes import Stage as PipeStage
 from megatron_hexi.planner.joint.placing import Place, find_gpus, number_ranks
 from megatron_hexi.planner.joint.pools import Pools, Shape
 from megatron_hexi.planner.joint.replica_columns import Column

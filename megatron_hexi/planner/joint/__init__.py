@@ -1,8 +1,9 @@
 """The joint search: replicas, pipelines, stages and domains, chosen together.
 
-`pools`: nodes that are alike, and what a stage takes of them. `stage_tables`: a stage's time by its layers.
-`pipeline_search`: the best pipelines on some GPUs. `replica_columns`, `synchronisation`: what replicas may
-be. `packing`: replicas that share the fleet. `placing`, `assembly`: GPUs for them, and the plan.
+`pools`: nodes that are alike, and what a stage takes of them. `layer_times`, `stage_tables`: a stage's time
+by its layers. `blocks`, `pipes`, `pipeline_search`: the best pipelines on some GPUs. `synchronisation`,
+`replica_columns`: what replicas may be. `packing`: replicas that share the fleet. `placing`, `assembly`: GPUs
+for them, and the plan.
 """
 
 from megatron_hexi.planner.joint.assembly import Candidate

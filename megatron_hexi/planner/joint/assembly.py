@@ -21,11 +21,13 @@ from megatron_hexi.plan import Stage as PlanStage
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.packing import Packed
-from megatron_hexi.planner.joint.pipeline_search import Pipe, PipelineSearch, Stage, least_longest
+from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
+from megatron_hexi.planner.joint.pipes import Pipe, Stage, least_longest
 from megatron_hexi.planner.joint.placing import Place, Placed, find_gpus, number_ranks
 from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.layouts.layout import Layout, build_domain
 from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.domain import DomainSearch
 from megatron_hexi.planner.search.solver import refine
 
@@ -64,13 +66,16 @@ class Assembly:
     """Puts plans together, for one micro-batch size; stages that are alike are searched once.
 
     Args:
+        request: what is planned.
         tables: of stages.
         search: deals layers.
         cluster: where.
     """
 
-    def __init__(self, tables: StageTables, search: PipelineSearch, cluster: Cluster) -> None:
-        self._tables, self._search, self._cluster = tables, search, cluster
+    def __init__(
+        self, request: Request, tables: StageTables, search: PipelineSearch, cluster: Cluster
+    ) -> None:
+        self._job, self._tables, self._search, self._cluster = request.job, tables, search, cluster
         self._found: dict[tuple[object, ...], Trial] = {}
         #: The last one found for the same units and recomputation.
         self._layouts: dict[tuple[object, ...], Trial] = {}
@@ -86,7 +91,7 @@ class Assembly:
         """
         self._polished = polished
         pipes = [column.pipe for column in packed.columns]
-        placed = find_gpus(self._tables.pools, [pipe.shapes for pipe in pipes])
+        placed = find_gpus(self._tables.timer.pools, [pipe.shapes for pipe in pipes])
         if placed is None:
             return None
         fleets = {place: self._fleet(place, gpus, pipes) for place, gpus in placed.items()}
@@ -103,7 +108,7 @@ class Assembly:
 
     def _fleet(self, place: Place, gpus: Sequence[int], pipes: Sequence[Pipe]) -> Fleet:
         width = pipes[place.replica].stages[place.stage].shape.width
-        return find_units(self._tables.job(width), self._cluster, set(gpus))
+        return find_units(self._tables.timer.job(width), self._cluster, set(gpus))
 
     def _assemble(
         self,
@@ -194,9 +199,9 @@ class Assembly:
     ) -> Candidate:
         """Replicas of one stage, all alike but for their domains: Megatron's own optimizer holds them."""
         stage, count = pipes[0].stages[0], len(pipes)
-        together = sum(micro_batches) * self._tables.micro_batch_size
+        together = sum(micro_batches) * self._tables.timer.micro_batch_size
         job = replace(
-            self._tables.job(stage.shape.width),
+            self._tables.timer.job(stage.shape.width),
             recompute=stage.recompute,
             global_batch_size=together,
             data_parallel=count,
@@ -243,7 +248,7 @@ class Assembly:
             replicas.append(Replica(tuple(stages), count))
         widths = {stage.shape.width for pipe in pipes for stage in pipe.stages}
         width = next(iter(widths)) if len(widths) == 1 else 0
-        base = self._tables.request.job
+        base = self._job
         workload = replace(base.workload(), tensor_parallel=width)
         everything = gpus == list(range(len(self._cluster.ranks)))
         plan = Plan(workload, tuple(replicas), gpus=None if everything else tuple(gpus))
@@ -251,7 +256,7 @@ class Assembly:
             base,
             tensor_parallel=width or 1,
             pipeline_parallel=1,
-            micro_batch_size=self._tables.micro_batch_size,
+            micro_batch_size=self._tables.timer.micro_batch_size,
             recompute="none",
             data_parallel=len(pipes),
         )

@@ -9,6 +9,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.planner.baselines.race import Progress
 from megatron_hexi.planner.joint.assembly import Assembly, Candidate
+from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.packing import Packed, pack
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pools import Pools
@@ -38,15 +39,16 @@ class JointSearch:
         self._request, self._micro_batches = request, job.global_batch_size // micro_batch_size
         speeds = {id(node.device): ceiling_tokens_per_s(job, [node.device]) for node in cluster.nodes}
         self._pools = Pools(cluster, [speeds[id(node.device)] for node in cluster.nodes])
-        self._tables = StageTables(request, cluster, self._pools, micro_batch_size)
-        search = PipelineSearch(self._tables)
-        self._columns = ReplicaColumns(self._tables, search, self._micro_batches)
-        self._assembly = Assembly(self._tables, search, cluster)
+        self._timer = LayerTimer(request, cluster, self._pools, micro_batch_size)
+        tables = StageTables(request, self._timer)
+        search = PipelineSearch(request, tables)
+        self._columns = ReplicaColumns(request, self._timer, search, self._micro_batches)
+        self._assembly = Assembly(request, tables, search, cluster)
 
     @property
     def trials(self) -> int:
         """Layouts that were timed."""
-        return self._tables.trials + self._assembly.trials
+        return self._timer.trials + self._assembly.trials
 
     def run(self, tell: Progress) -> Iterator[Candidate]:
         """The best plan of each class of replicas, as long as it may be the best of all.
@@ -58,7 +60,7 @@ class JointSearch:
         found: list[Packed] = []
         for number, replicas in enumerate(classes):
             tell("replicas and pipelines", number, len(classes))
-            for width in [None] if replicas[0] == 1 else self._tables.widths:
+            for width in [None] if replicas[0] == 1 else self._timer.widths:
                 columns = self._columns.find(_class_of(replicas[0]), width)
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
                 for some in (columns, whole):

@@ -11,87 +11,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.plan.model import Recompute
+from megatron_hexi.planner.joint.blocks import Block, Blocks
+from megatron_hexi.planner.joint.pipes import Pipe, Stage, least_longest
 from megatron_hexi.planner.joint.pools import Counts, Shape
 from megatron_hexi.planner.joint.stage_tables import DEEPEST, StageTables, Table
+from megatron_hexi.planner.request import Request
 
 #: Steps of the grid of times: 3 %, refined by the exact layers afterwards.
 _STEP = 1.03
-#: Stages of a block whose stages mix kinds of GPU, at most.
-_DEEPEST_MIXED = 4
-#: Of a block's units, so many may be left over when its stages are alike.
-_LEFT_OVER = 1 / 8
 #: Candidates that get whole layers.
 _FINALISTS = 10
-#: Of so many pools every partition is tried; of more, some.
-_FEW = 3
 #: Layers that a stage which does not fit is counted as.
 _NEVER = -(10**6)
-
-
-class Stage(NamedTuple):
-    """A stage of a pipeline.
-
-    Args:
-        shape: what it runs on.
-        layers: how many.
-        recompute: what it computes again.
-        seconds: of a micro-batch, with sends to the next stage and back.
-    """
-
-    shape: Shape
-    layers: int
-    recompute: Recompute
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Pipe:
-    """A pipeline and its micro-batches.
-
-    Args:
-        stages: the first stage first.
-        micro_batches: that pass through it.
-        timed: whether every stage was timed.
-    """
-
-    stages: tuple[Stage, ...]
-    micro_batches: int
-    timed: bool
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """What its stages run on."""
-        return tuple(stage.shape for stage in self.stages)
-
-    @cached_property
-    def period_s(self) -> float:
-        """Seconds of its slowest stage."""
-        return max(stage.seconds for stage in self.stages)
-
-    @cached_property
-    def fill_s(self) -> float:
-        """What the first micro-batch takes more than a period."""
-        return sum(stage.seconds for stage in self.stages) - self.period_s
-
-    @property
-    def seconds(self) -> float:
-        """Of all micro-batches, one after the other."""
-        return self.fill_s + self.micro_batches * self.period_s
-
-
-class _Block(NamedTuple):
-    """Stages that are alike."""
-
-    shape: Shape
-    stages: int
 
 
 class _Carried(NamedTuple):
@@ -112,21 +49,20 @@ class PipelineSearch:
     """Pipelines by the tables of one micro-batch size.
 
     Args:
+        request: what is planned.
         tables: of stages.
     """
 
-    def __init__(self, tables: StageTables) -> None:
-        self._tables, self._pools = tables, tables.pools
-        request = tables.request
+    def __init__(self, request: Request, tables: StageTables) -> None:
+        self._tables, self._pools = tables, tables.timer.pools
         job = request.job
         is_fixed = "pipeline_parallel" in request.fixed
         deepest = min(DEEPEST, tables.layers)
-        #: Stages of a pipeline, and of a block.
         self._depths = [job.pipeline_parallel] if is_fixed else list(range(1, deepest + 1))
-        self._block_depths = range(1, min(deepest, max(self._depths)) + 1)
-        self._bytes = tables.micro_batch_size * job.seq_length * job.model.hidden_size * job.element_bytes
+        self._blocks = Blocks(self._pools, tables.timer.widths, min(deepest, max(self._depths)))
+        tokens = tables.timer.micro_batch_size * job.seq_length
+        self._bytes = tokens * job.model.hidden_size * job.element_bytes
         self._grid = self._times()
-        self._options = cache(self._block_options)
         self._carry = cache(self._block_layers)
         self.between = cache(self._seconds_between)
 
@@ -139,8 +75,8 @@ class PipelineSearch:
             shards: replicas that share the optimizer's state.
             width: tensor-parallel size of all stages; ``None``: each its own.
         """
-        found: list[tuple[float, tuple[_Block, ...]]] = []
-        for blocks in self._orders(counts):
+        found: list[tuple[float, tuple[Block, ...]]] = []
+        for blocks in self._blocks.orders(counts):
             found += self._candidates(blocks, micro_batches, shards, width)
         found.sort(key=lambda one: one[0])
         pipes = [self.layered(_spread(blocks), micro_batches, shards) for _, blocks in found[:_FINALISTS]]
@@ -151,7 +87,7 @@ class PipelineSearch:
         if 1 not in self._depths:
             return []
         pipes = []
-        for block in self._options(counts, width):
+        for block in self._blocks.options(counts, width):
             found = self._tables.whole(block.shape, shards, False) if block.stages == 1 else None
             if found is not None:
                 stage = Stage(block.shape, self._tables.layers, found[1], found[0])
@@ -205,60 +141,10 @@ class PipelineSearch:
 
     def _times(self) -> Floats:
         """The grid: from what all GPUs could do together to what one of the slowest takes."""
-        rates = [self._tables.seconds_alone(pool) for pool in range(len(self._pools.pools))]
+        rates = [self._tables.timer.seconds_alone(pool) for pool in range(len(self._pools.pools))]
         together = 1 / sum(count / seconds for count, seconds in zip(self._pools.totals, rates, strict=True))
         low, high = together / (2 * DEEPEST), 2 * max(rates)
         return low * _STEP ** np.arange(np.ceil(np.log(high / low) / np.log(_STEP)) + 1)
-
-    # --- blocks -----------------------------------------------------------------------------------
-
-    def _orders(self, counts: Counts) -> Iterator[tuple[Counts, ...]]:
-        """Partitions of the pools into blocks, in a few orders: by speed both ways, and by memory."""
-        kinds = [pool for pool, count in enumerate(counts) if count]
-        for partition in _partitions(kinds):
-            blocks = [
-                tuple(count if pool in block else 0 for pool, count in enumerate(counts))
-                for block in partition
-            ]
-            if len(blocks) <= 2:
-                yield from (tuple(order) for order in dict.fromkeys([tuple(blocks), tuple(blocks[::-1])]))
-                continue
-            by_memory = sorted(blocks, key=lambda block: -self._memory(block))
-            orders = [tuple(blocks), tuple(blocks[::-1]), tuple(by_memory)]
-            yield from dict.fromkeys(orders)
-
-    def _memory(self, counts: Counts) -> float:
-        pools = self._pools.pools
-        return sum(count * pool.device.usable_gib for count, pool in zip(counts, pools, strict=True)) / sum(
-            counts
-        )
-
-    def _block_options(self, counts: Counts, only: int | None) -> list[_Block]:
-        """What stages a block may be cut into: alike, aligned with nodes, little left over."""
-        found = []
-        kinds = [pool for pool, count in enumerate(counts) if count]
-        pools = self._pools.pools
-        for width in self._tables.widths if only is None else [only]:
-            # Units lie inside nodes.
-            units = [
-                count // width
-                if count <= pool.size or pool.size % width == 0
-                else count // pool.size * (pool.size // width)
-                for count, pool in zip(counts, pools, strict=True)
-            ]
-            for depth in self._block_depths:
-                if len(kinds) > 1 and depth > _DEEPEST_MIXED:
-                    break
-                each = tuple(number // depth * width for number in units)
-                if any(not each[pool] for pool in kinds):
-                    break
-                left = sum(counts) - depth * sum(each)
-                aligned = (depth == 1 and len(kinds) > 1) or all(
-                    self._pools.aligned(pool, each[pool]) for pool in kinds
-                )
-                if left <= _LEFT_OVER * sum(counts) and aligned:
-                    found.append(_Block(Shape(each, width), depth))
-        return found
 
     def _block_layers(
         self,
@@ -285,7 +171,7 @@ class PipelineSearch:
             By number of stages: layers, [times], and the option, [times].
         """
         found: dict[int, tuple[Floats, Ints]] = {}
-        for number, (shape, depth) in enumerate(self._options(counts, width)):
+        for number, (shape, depth) in enumerate(self._blocks.options(counts, width)):
             if behind + depth > DEEPEST:
                 continue
             layers = np.zeros(len(self._grid))
@@ -309,11 +195,9 @@ class PipelineSearch:
                     found[depth] = np.where(better, layers, old[0]), np.where(better, index, old[1])
         return found
 
-    # --- the dynamic program ----------------------------------------------------------------------
-
     def _candidates(
         self, blocks: Sequence[Counts], micro_batches: int, shards: int, width: int | None
-    ) -> Iterator[tuple[float, tuple[_Block, ...]]]:
+    ) -> Iterator[tuple[float, tuple[Block, ...]]]:
         """For each number of stages the pipeline that is fastest by the grid, and its seconds."""
         size = len(self._grid)
         start = _Carried(np.zeros(size), np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64))
@@ -347,75 +231,14 @@ class PipelineSearch:
         depth: int,
         time: int,
         width: int | None,
-    ) -> tuple[_Block, ...]:
+    ) -> tuple[Block, ...]:
         found = []
         for block, level in zip(blocks, reversed(levels), strict=False):
             carried = level[depth]
-            found.append(self._options(block, width)[int(carried.block[time])])
+            found.append(self._blocks.options(block, width)[int(carried.block[time])])
             depth = int(carried.behind[time])
         return tuple(found)
 
 
-def least_longest(seconds: Sequence[Floats], layers: int) -> list[int] | None:
-    """How many layers each stage has so that the slowest is as fast as can be; every stage has one at least.
-
-    Exact, since more layers never take less. What is left to choose goes to where the last layer is dearest:
-    from there one is taken first.
-
-    Args:
-        seconds: of each stage by its layers, 1 to L, [L] each; inf where they do not fit.
-        layers: to deal.
-    """
-    values = np.unique(np.concatenate([times[np.isfinite(times)] for times in seconds]))
-    if not len(values):
-        return None
-
-    def most(time: float) -> list[int]:
-        return [int(np.searchsorted(times, time, side="right")) for times in seconds]
-
-    low, high = 0, len(values) - 1
-    dealt = most(values[high])
-    if min(dealt) < 1 or sum(dealt) < layers or len(seconds) > layers:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        dealt = most(values[middle])
-        if min(dealt) >= 1 and sum(dealt) >= layers:
-            high = middle
-        else:
-            low = middle + 1
-    dealt = most(values[low])
-    while sum(dealt) > layers:
-        price = [
-            times[count - 1] - times[count - 2] if count > 1 else -np.inf
-            for times, count in zip(seconds, dealt, strict=True)
-        ]
-        dealt[int(np.argmax(price))] -= 1
-    return dealt
-
-
-def _spread(blocks: Sequence[_Block]) -> tuple[Shape, ...]:
+def _spread(blocks: Sequence[Block]) -> tuple[Shape, ...]:
     return tuple(block.shape for block in blocks for _ in range(block.stages))
-
-
-def _partitions(kinds: list[int]) -> Iterator[list[list[int]]]:
-    """Blocks of pools: all partitions of a few; of more those with one or two blocks of several pools."""
-    if len(kinds) <= _FEW:
-        yield from _all_partitions(kinds)
-        return
-    yield [kinds]
-    yield [[kind] for kind in kinds]
-    yield [kinds[: len(kinds) // 2], kinds[len(kinds) // 2 :]]
-    for first, second in itertools.pairwise(kinds):
-        yield [[first, second], *([kind] for kind in kinds if kind not in (first, second))]
-
-
-def _all_partitions(kinds: list[int]) -> Iterator[list[list[int]]]:
-    if not kinds:
-        yield []
-        return
-    first, *rest = kinds
-    for partition in _all_partitions(rest):
-        yield [[first], *partition]
-        for number, block in enumerate(partition):
-            yield [*partition[:number], [first, *block], *partition[number + 1 :]]

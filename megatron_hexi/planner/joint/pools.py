@@ -110,10 +110,6 @@ class Pools:
         part = max((part for part in range(1, count + 1) if size % part == 0), default=0)
         return part if part % width == 0 else 0
 
-    def nodes(self, shape: Shape) -> int:
-        """Nodes that a stage is on."""
-        return sum(math.ceil(shape.counts[pool] / self.pools[pool].size) for pool in shape.kinds)
-
     def some_gpus(self, shape: Shape) -> list[int]:
         """GPUs of the cluster that such a stage could have: the first ones of each pool."""
         chosen = []

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from megatron_hexi.planner.joint.pipeline_search import Pipe, PipelineSearch
+from megatron_hexi.planner.joint.layer_times import LayerTimer
+from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
+from megatron_hexi.planner.joint.pipes import Pipe
 from megatron_hexi.planner.joint.pools import Counts, Pools
-from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
+from megatron_hexi.planner.request import Request
 
 #: Choices of GPUs that get pipelines, and that are tried as one stage: by one replica, by each of several.
 _WITH_PIPELINES, _WITH_ONE_STAGE = (24, 16), (60, 150)
@@ -61,15 +63,19 @@ class ReplicaColumns:
     """Columns by the tables of one micro-batch size.
 
     Args:
-        tables: of stages.
+        request: what is planned.
+        timer: of layers.
         search: for pipelines.
         micro_batches: of an iteration.
     """
 
-    def __init__(self, tables: StageTables, search: PipelineSearch, micro_batches: int) -> None:
-        self._tables, self._search, self._micro_batches = tables, search, micro_batches
-        self._sync = Synchronisation(tables)
-        self._speeds = [1 / tables.seconds_alone(pool) for pool in range(len(tables.pools.pools))]
+    def __init__(
+        self, request: Request, timer: LayerTimer, search: PipelineSearch, micro_batches: int
+    ) -> None:
+        self._request, self._pools = request, timer.pools
+        self._search, self._micro_batches = search, micro_batches
+        self._sync = Synchronisation(timer)
+        self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(timer.pools.pools))]
         self._choices = self._find_choices()
         self._least_alone = _LEAST_ALONE if len(self._choices) > _WITH_PIPELINES[0] else 0.0
         self._pipelines = cache(search.best)
@@ -121,9 +127,7 @@ class ReplicaColumns:
 
     def _share(self, counts: Counts) -> float:
         """Part of all GPUs' speed."""
-        together = sum(
-            count * speed for count, speed in zip(self._tables.pools.totals, self._speeds, strict=True)
-        )
+        together = sum(count * speed for count, speed in zip(self._pools.totals, self._speeds, strict=True))
         return sum(count * speed for count, speed in zip(counts, self._speeds, strict=True)) / together
 
     def _take(self, counts: Counts, shards: int) -> int:
@@ -137,7 +141,7 @@ class ReplicaColumns:
 
     def _find_choices(self) -> list[Counts]:
         """GPUs that could hold the model, many kinds first."""
-        pools, job = self._tables.pools, self._tables.request.job
+        pools, job = self._pools, self._request.job
         needed = job.model.total_params * 6.0
         found = []
         for counts in set(_choices(pools)):

@@ -1,47 +1,34 @@
 """How long a stage takes by its layers: one table for each thing that it could run on.
 
-A layer's time does not depend on how many layers its stage has, so one domain, laid out for speed and timed
-by the cost model, gives the time of them all. Memory then says how much each must compute again: its terms
-grow with layers and with micro-batches under way, and are the cost model's too. So a table holds what a
-domain that exists would take; the domain search makes finalists faster, and mends what memory forces on units
-of several kinds, of which a table only knows the price.
+A layer's time does not depend on how many layers its stage has, so one layer that was timed (layer_times.py)
+gives the time of them all. Memory then says how much each must compute again: its terms grow with layers and
+with micro-batches under way, and are the cost model's too. So a table holds what a domain that exists would
+take; the domain search makes finalists faster, and mends what memory forces on units of several kinds, whose
+price is all that a table knows.
 """
 
 from __future__ import annotations
 
 import bisect
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds, token_seconds
+from megatron_hexi.cost import RECOMPUTES
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.memory import (
-    FRAGMENTATION,
-    GIB,
     GRADIENT_BYTES,
     OPTIMIZER_BYTES,
     RESERVE_BYTES,
-    Holdings,
     ModelPart,
-    part_memory,
     part_params,
 )
 from megatron_hexi.plan.model import Recompute
-from megatron_hexi.planner.fleet.rates import Rates
-from megatron_hexi.planner.fleet.units import Fleet, find_units
-from megatron_hexi.planner.joint.pools import Pools, Shape
-from megatron_hexi.planner.layouts.layout import Grouping
-from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.joint.layer_times import LayerTimer, LayerTimes
+from megatron_hexi.planner.joint.pools import Shape
 from megatron_hexi.planner.request import Request
-from megatron_hexi.planner.search.guess import FirstGuess
-from megatron_hexi.planner.search.tried import WINDOW
 
 #: Stages of a pipeline at most.
 DEEPEST = 16
@@ -70,210 +57,18 @@ class Table(NamedTuple):
         return RECOMPUTES[mode] if mode < len(RECOMPUTES) else mode - len(RECOMPUTES)
 
 
-@dataclass(frozen=True, eq=False)
-class LayerTimes:
-    """One layer of a micro-batch on a stage, by the cost model; arrays over the stage's pools.
-
-    Args:
-        forward: seconds.
-        backward: seconds.
-        again: seconds of core attention, forward once more.
-        logits: seconds of the loss, both ways.
-        units: of each pool.
-        tokens: of each of them, at most.
-        usable: bytes of a GPU.
-        kept: bytes a layer and micro-batch under way, by what is computed again, [modes, pools].
-        working: bytes of the layer at work, likewise.
-        logits_bytes: of the loss.
-    """
-
-    forward: float
-    backward: float
-    again: float
-    logits: float
-    units: Floats
-    tokens: Floats
-    usable: Floats
-    kept: Floats
-    working: Floats
-    logits_bytes: Floats
-
-    def slower(self, factor: float) -> LayerTimes:
-        """The same with longer times."""
-        return replace(
-            self, forward=self.forward * factor, backward=self.backward * factor, again=self.again * factor
-        )
-
-    @property
-    def seconds(self) -> float:
-        """Both ways, without recomputation."""
-        return self.forward + self.backward
-
-    @property
-    def added(self) -> tuple[float, ...]:
-        """Seconds that recomputation adds to a layer, by `RECOMPUTES`."""
-        return 0.0, self.again, self.forward
-
-
 class StageTables:
     """Tables of all stages of one job's micro-batches; each is worked out when it is asked for.
 
     Args:
         request: what is planned.
-        cluster: where.
-        pools: its nodes.
-        micro_batch_size: sequences of a micro-batch.
+        timer: of their layers.
     """
 
-    def __init__(self, request: Request, cluster: Cluster, pools: Pools, micro_batch_size: int) -> None:
-        self.request, self.cluster, self.pools = request, cluster, pools
-        self.micro_batch_size = micro_batch_size
-        self.layers = request.job.model.layers
-        widest = max(pool.size for pool in pools.pools)
-        self.widths = request.widths(widest)
-        # Recomputation of core attention is timed as a pass of its own; all modes follow from one trial.
-        self._jobs = {
-            width: replace(
-                request.job,
-                tensor_parallel=width,
-                pipeline_parallel=1,  # stages are put together by the search
-                data_parallel=1,
-                micro_batch_size=micro_batch_size,
-                global_batch_size=micro_batch_size,
-                recompute="selective",
-            )
-            for width in self.widths
-        }
-        alone = ModelPart(layers=1, again=1, is_first=True, is_last=True, ahead=1)
-        self._fleets = {
-            width: replace(find_units(job, cluster), part=alone) for width, job in self._jobs.items()
-        }
-        self._judges = {width: Judge(fleet) for width, fleet in self._fleets.items()}
-        self.layer = cache(self._layer)
-        self._waiting = cache(self._waiting_factor)
+    def __init__(self, request: Request, timer: LayerTimer) -> None:
+        self.timer, self.layers = timer, request.job.model.layers
+        self._fixed = request.job.recompute if "recompute" in request.fixed else None
         self._stack = cache(self._tables)
-
-    @property
-    def trials(self) -> int:
-        """Layouts that were timed."""
-        return sum(judge.trials for judge in self._judges.values())
-
-    def seconds_alone(self, pool: int) -> float:
-        """What a micro-batch takes on one GPU at its best rates, all layers, without recomputation."""
-        width = self.widths[0]
-        job = replace(self._jobs[width], recompute="none")
-        speeds = device_speeds(self.pools.pools[pool].device, job)
-        tokens = self.micro_batch_size * job.seq_length
-        return tokens * (token_seconds(speeds, job) + attention_seconds(speeds, job, causal=True))
-
-    def job(self, width: int) -> Job:
-        """The job of units of a size, of one micro-batch."""
-        return self._jobs[width]
-
-    def _layer(self, shape: Shape, timed: bool) -> LayerTimes | None:
-        """A layer of such a stage; ``None`` where it cannot be cut so.
-
-        Args:
-            shape: what it runs on.
-            timed: by a trial; else, of several pools, from the pools' own times, and from how long others of
-                the same pools wait for each other.
-        """
-        if timed or len(shape.kinds) == 1:
-            return self._trial(shape)
-        beside = self._beside(shape)
-        return None if beside is None else beside.slower(self._waiting(*_class_of(shape)))
-
-    def _beside(self, shape: Shape) -> LayerTimes | None:
-        """Its pools side by side, none of which waits for another."""
-        alone = [self.layer(_only(shape, pool), True) for pool in shape.kinds]
-        known = [one for one in alone if one is not None]
-        return _side_by_side(known) if len(known) == len(alone) else None
-
-    def _waiting_factor(self, kinds: tuple[int, ...], width: int, size: int) -> float:
-        """The factor by which such stages take longer, of one that stands for all of a class.
-
-        Args:
-            kinds: its pools.
-            width: tensor-parallel size.
-            size: units, as a power of 8.
-        """
-        pools = self.pools.pools
-        most = max(1, 8**size * width // len(kinds))
-        counts = tuple(
-            self.pools.rounded(pool, min(most, pools[pool].gpus), width) if pool in kinds else 0
-            for pool in range(len(pools))
-        )
-        shape = Shape(counts, width)
-        if any(not counts[pool] for pool in kinds):
-            return 1.0
-        beside, timed = self._beside(shape), self.layer(shape, True)
-        return 1.0 if beside is None or timed is None else timed.seconds / beside.seconds
-
-    def _trial(self, shape: Shape) -> LayerTimes | None:
-        """The best of a few groupings."""
-        fleet = self._stage_fleet(shape)
-        if fleet is None:
-            return None
-        judge = self._judges[shape.width]
-        guess = FirstGuess(fleet, Rates(fleet, WINDOW))
-        groupings = _groupings(fleet, self._jobs[shape.width].workload().local_heads)
-        if not groupings:
-            return None
-
-        def timed(place: int) -> Trial:
-            return judge.try_out(fleet, [guess.layout(groupings[place], 1)], WINDOW)
-
-        # From groups of a node on to larger ones as long as that is faster, or else to smaller ones.
-        start = next((place for place, one in enumerate(groupings) if len(one) >= len(fleet.sites)), 0)
-        best = timed(start)
-        for step in (-1, 1):
-            place, before = start + step, best
-            while 0 <= place < len(groupings):
-                trial = timed(place)
-                if _layer_seconds(trial) >= _layer_seconds(best):
-                    break
-                best, place = trial, place + step
-            if best is not before:
-                break
-        return self._read(shape, best)
-
-    def _stage_fleet(self, shape: Shape) -> Fleet | None:
-        fleet = self._fleets[shape.width]
-        gpus = set(self.pools.some_gpus(shape))
-        units = [number for number, unit in enumerate(fleet.units) if gpus.issuperset(unit.gpus[0])]
-        return fleet.subset(units) if len(units) * shape.width == len(gpus) else None
-
-    def _read(self, shape: Shape, trial: Trial) -> LayerTimes:
-        (section,), (stage,) = trial.timing.sections, trial.timing.stages
-        assert stage.layer.attention_again is not None, "core attention is timed again"
-        pool_of_node = {node: pool for pool in shape.kinds for node in self.pools.pools[pool].nodes}
-        nodes = [self.cluster.ranks[gpu].node for gpu in section.ground.gpus[:, 0].tolist()]
-        pool = np.array([shape.kinds.index(pool_of_node[node]) for node in nodes])
-        held = Holdings.of(section.arrays, np.ones(1, dtype=np.int64), stage.layer.flights)
-        one = ModelPart(layers=1, again=1, is_first=True, is_last=True, ahead=1)
-        memory = [
-            part_memory(replace(section.job, recompute=mode), one, held, section.window, 0.0)
-            for mode in RECOMPUTES
-        ]
-
-        def most(values: Floats) -> Floats:
-            found = np.zeros(len(shape.kinds))
-            np.maximum.at(found, pool, values)
-            return found
-
-        whole = 1 + FRAGMENTATION
-        return LayerTimes(
-            forward=float(stage.layer.forward.finish.max()),
-            backward=float(stage.layer.backward.finish.max()),
-            again=float(stage.layer.attention_again.finish.max()),
-            logits=float((stage.logits + stage.logits_sum).max()),
-            units=np.bincount(pool).astype(float),
-            tokens=most(section.arrays.tokens.astype(float)),
-            usable=np.array([self.pools.pools[kind].device.usable_gib * GIB for kind in shape.kinds]),
-            kept=np.array([most(whole * (terms["activations"] + terms["attention"])) for terms in memory]),
-            working=np.array([most(whole * terms["working_set"]) for terms in memory]),
-            logits_bytes=most(whole * memory[0]["logits"]),
-        )
 
     def table(
         self, shape: Shape, under_way: int, is_first: bool, is_last: bool, shards: int, timed: bool
@@ -286,14 +81,14 @@ class StageTables:
             is_first: whether it has the embedding.
             is_last: whether it has the loss.
             shards: replicas that share its optimizer's state.
-            timed: as of `layer`.
+            timed: as of `LayerTimer.layer`.
         """
         stack = self._stack(shape, is_first, is_last, shards, timed)
         return None if stack is None else stack[bisect.bisect_left(UNDER_WAY, under_way)]
 
     def whole(self, shape: Shape, shards: int, timed: bool) -> tuple[float, Recompute] | None:
         """A stage of all layers: its seconds, and what it computes again; ``None``: it does not fit."""
-        layer = self.layer(shape, timed)
+        layer = self.timer.layer(shape, timed)
         if layer is None:
             return None
         table = Table(*self._best(layer, shape, np.array([self.layers]), np.ones((1, 1)), True, True, shards))
@@ -306,7 +101,7 @@ class StageTables:
         self, shape: Shape, is_first: bool, is_last: bool, shards: int, timed: bool
     ) -> list[Table] | None:
         """Those for `UNDER_WAY` micro-batches, at once."""
-        layer = self.layer(shape, timed)
+        layer = self.timer.layer(shape, timed)
         if layer is None:
             return None
         count, under_way = np.arange(1, self.layers + 1), np.array(UNDER_WAY)[:, None]
@@ -324,7 +119,7 @@ class StageTables:
         shards: int,
     ) -> tuple[Floats, Ints]:
         """The least seconds by micro-batches under way and layers, and the modes, both [F, L]."""
-        job = self._jobs[shape.width]
+        job = self.timer.job(shape.width)
         part = ModelPart(layers=count, again=count, is_first=is_first, is_last=is_last, ahead=1)
         params = np.asarray(part_params(job, part), dtype=float)
         owners = shape.units * shards if job.distributed_optimizer else 1
@@ -349,8 +144,8 @@ class StageTables:
         self, layer: LayerTimes, room: Floats, count: Ints, under_way: Ints | Floats
     ) -> Iterator[tuple[int, Ints]]:
         """What may be computed again: a mode, and of how many layers, [L] or [F, L]."""
-        if "recompute" in self.request.fixed:
-            asked = self.request.job.recompute
+        if self._fixed is not None:
+            asked = self._fixed
             number = np.minimum(count, asked) if isinstance(asked, int) else count
             mode = 2 if isinstance(asked, int) else RECOMPUTES.index(asked)
             yield mode, number if mode else 0 * count
@@ -364,48 +159,6 @@ class StageTables:
         missing = kept + layer.working[2][:, None, None] - room
         some = np.ceil(np.maximum(missing, 0.0) / freed).max(axis=0)
         yield 2, np.clip(some, 1, count).astype(np.int64)
-
-
-def _only(shape: Shape, pool: int) -> Shape:
-    """What a stage has of one pool."""
-    return Shape(tuple(count * (place == pool) for place, count in enumerate(shape.counts)), shape.width)
-
-
-def _class_of(shape: Shape) -> tuple[tuple[int, ...], int, int]:
-    """Stages that wait alike: pools, tensor-parallel size, units as a power of 8."""
-    return tuple(shape.kinds), shape.width, math.ceil(math.log(shape.units, 8))
-
-
-def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
-    """A layer whose tokens are dealt over pools by their speeds, each as it would work alone."""
-    speeds = np.array([1 / one.seconds for one in layers])
-    share = speeds / speeds.sum()
-
-    def together(seconds: Sequence[float]) -> float:
-        return float(1 / sum(1 / each for each in seconds))
-
-    def joined(field: str) -> Floats:
-        return np.concatenate(
-            [getattr(one, field) * part for one, part in zip(layers, share, strict=True)], axis=-1
-        )
-
-    return LayerTimes(
-        forward=together([one.forward for one in layers]),
-        backward=together([one.backward for one in layers]),
-        again=together([one.again for one in layers]),
-        logits=together([one.logits for one in layers]),
-        units=np.concatenate([one.units for one in layers]),
-        tokens=joined("tokens"),
-        usable=np.concatenate([one.usable for one in layers]),
-        kept=joined("kept"),
-        working=joined("working"),
-        logits_bytes=joined("logits_bytes"),
-    )
-
-
-def _layer_seconds(trial: Trial) -> float:
-    layer = trial.timing.stages[0].layer
-    return float(layer.forward.finish.max() + layer.backward.finish.max())
 
 
 def _stretch(layer: LayerTimes, room: Floats, taken: Floats) -> Floats:
@@ -432,24 +185,3 @@ def _stretch(layer: LayerTimes, room: Floats, taken: Floats) -> Floats:
             free = np.tensordot(weight, (cap > factor).astype(float), 1)
             factor = factor + np.maximum(0.0, 1 - short) / np.maximum(free, 1e-9)
     return np.where((held >= 1) & (least >= _LEAST_ROOM) & (factor < _MOST_STRETCH), factor, np.inf)
-
-
-def _groupings(fleet: Fleet, heads: int) -> list[Grouping]:
-    """From one group of all units to groups of one: by nodes joined, whole, and cut.
-
-    Args:
-        fleet: the units.
-        heads: a group has no more units than these.
-    """
-    sites, units = fleet.sites, tuple(range(len(fleet.units)))
-    found: list[Grouping] = [(units,)]
-    if len(sites) > 2:
-        pairs = [sites[place : place + 2] for place in range(0, len(sites), 2)]
-        found.append(tuple(tuple(unit for site in some for unit in site) for some in pairs))
-    found.append(sites)
-    for parts in (2, 4):
-        if all(len(site) % parts == 0 and len(site) > parts for site in sites):
-            found.append(tuple(site[part::parts] for site in sites for part in range(parts)))
-    found.append(tuple((unit,) for unit in units))
-    named = dict.fromkeys(tuple(sorted(map(tuple, grouping))) for grouping in found)
-    return [grouping for grouping in named if max(map(len, grouping)) <= heads]

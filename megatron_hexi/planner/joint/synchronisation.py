@@ -11,21 +11,21 @@ from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
 from megatron_hexi.cost.memory import GRADIENT_BYTES, ModelPart, part_params
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
-from megatron_hexi.planner.joint.pipeline_search import Stage
+from megatron_hexi.planner.joint.layer_times import LayerTimer
+from megatron_hexi.planner.joint.pipes import Stage
 from megatron_hexi.planner.joint.pools import Shape
-from megatron_hexi.planner.joint.stage_tables import StageTables
 
 
 class Synchronisation:
     """Rings over stages that stand for all that have the same shape.
 
     Args:
-        tables: of stages.
+        timer: of layers.
     """
 
-    def __init__(self, tables: StageTables) -> None:
-        self._tables, self._pools = tables, tables.pools
-        self._rings = Rings(LinkTable(tables.cluster))
+    def __init__(self, timer: LayerTimer) -> None:
+        self._timer, self._pools = timer, timer.pools
+        self._rings = Rings(LinkTable(timer.cluster))
         self._stage = cache(self._stage_seconds)
 
     def seconds(self, stages: Sequence[Stage], shards: int) -> float:
@@ -49,7 +49,7 @@ class Synchronisation:
         Weights hide behind the next forward pass only where Megatron's own optimizer holds the plan: replicas
         of one stage.
         """
-        layer, job = self._tables.layer(shape, False), self._tables.job(shape.width)
+        layer, job = self._timer.layer(shape, False), self._timer.job(shape.width)
         assert layer is not None, "the stage is part of a pipeline that was found"
         part = ModelPart(layers, 0, is_first, is_last, 1)
         params, owners = int(part_params(job, part)), shape.units * shards

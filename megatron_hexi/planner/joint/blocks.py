@@ -1,0 +1,112 @@
+"""Blocks of a pipeline: stages that follow each other and are alike.
+
+Pools of GPUs are joined to blocks; a block's stages all have the same part of each of its pools.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from megatron_hexi.planner.joint.pools import Counts, Pools, Shape
+
+#: Stages of a block whose stages mix kinds of GPU, at most.
+_DEEPEST_MIXED = 4
+#: Of a block's GPUs, so many may be left over when its stages are alike.
+_LEFT_OVER = 1 / 8
+#: Of so many pools every partition is tried; of more, some.
+_FEW = 3
+
+
+class Block(NamedTuple):
+    """Stages that are alike."""
+
+    shape: Shape
+    stages: int
+
+
+class Blocks:
+    """What a replica's GPUs can be cut into.
+
+    Args:
+        pools: of the cluster.
+        widths: tensor-parallel sizes.
+        deepest: stages of a block at most.
+    """
+
+    def __init__(self, pools: Pools, widths: list[int], deepest: int) -> None:
+        self._pools, self._widths, self._deepest = pools, widths, deepest
+        self.options = cache(self._options)
+
+    def orders(self, counts: Counts) -> Iterator[tuple[Counts, ...]]:
+        """Partitions of the pools into blocks, in a few orders: by speed both ways, and by memory."""
+        kinds = [pool for pool, count in enumerate(counts) if count]
+        for partition in _partitions(kinds):
+            blocks = [
+                tuple(count if pool in block else 0 for pool, count in enumerate(counts))
+                for block in partition
+            ]
+            if len(blocks) <= 2:
+                yield from (tuple(order) for order in dict.fromkeys([tuple(blocks), tuple(blocks[::-1])]))
+                continue
+            by_memory = sorted(blocks, key=lambda block: -self._memory(block))
+            orders = [tuple(blocks), tuple(blocks[::-1]), tuple(by_memory)]
+            yield from dict.fromkeys(orders)
+
+    def _memory(self, counts: Counts) -> float:
+        pools = self._pools.pools
+        return sum(count * pool.device.usable_gib for count, pool in zip(counts, pools, strict=True)) / sum(
+            counts
+        )
+
+    def _options(self, counts: Counts, only: int | None) -> list[Block]:
+        """What stages a block may be cut into: alike, aligned with nodes, little left over."""
+        found = []
+        kinds = [pool for pool, count in enumerate(counts) if count]
+        pools = self._pools.pools
+        for width in self._widths if only is None else [only]:
+            # Units lie inside nodes.
+            units = [
+                count // width
+                if count <= pool.size or pool.size % width == 0
+                else count // pool.size * (pool.size // width)
+                for count, pool in zip(counts, pools, strict=True)
+            ]
+            for depth in range(1, self._deepest + 1):
+                if len(kinds) > 1 and depth > _DEEPEST_MIXED:
+                    break
+                each = tuple(number // depth * width for number in units)
+                if any(not each[pool] for pool in kinds):
+                    break
+                left = sum(counts) - depth * sum(each)
+                aligned = (depth == 1 and len(kinds) > 1) or all(
+                    self._pools.aligned(pool, each[pool]) for pool in kinds
+                )
+                if left <= _LEFT_OVER * sum(counts) and aligned:
+                    found.append(Block(Shape(each, width), depth))
+        return found
+
+
+def _partitions(kinds: list[int]) -> Iterator[list[list[int]]]:
+    """Blocks of pools: all partitions of a few; of more those with one or two blocks of several pools."""
+    if len(kinds) <= _FEW:
+        yield from _all_partitions(kinds)
+        return
+    yield [kinds]
+    yield [[kind] for kind in kinds]
+    yield [kinds[: len(kinds) // 2], kinds[len(kinds) // 2 :]]
+    for first, second in itertools.pairwise(kinds):
+        yield [[first, second], *([kind] for kind in kinds if kind not in (first, second))]
+
+
+def _all_partitions(kinds: list[int]) -> Iterator[list[list[int]]]:
+    if not kinds:
+        yield []
+        return
+    first, *rest = kinds
+    for partition in _all_partitions(rest):
+        yield [[first], *partition]
+        for number, block in enumerate(partition):
+            yield [*partition[:number], [first, *block], *partition[number + 1 :]]

@@ -1,0 +1,103 @@
+"""A pipeline: its stages, and how many layers each has so that the slowest is as fast as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.plan.model import Recompute
+from megatron_hexi.planner.joint.pools import Shape
+
+
+class Stage(NamedTuple):
+    """A stage of a pipeline.
+
+    Args:
+        shape: what it runs on.
+        layers: how many.
+        recompute: what it computes again.
+        seconds: of a micro-batch, with sends to the next stage and back.
+    """
+
+    shape: Shape
+    layers: int
+    recompute: Recompute
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """A pipeline and its micro-batches.
+
+    Args:
+        stages: the first stage first.
+        micro_batches: that pass through it.
+        timed: whether every stage was timed.
+    """
+
+    stages: tuple[Stage, ...]
+    micro_batches: int
+    timed: bool
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """What its stages run on."""
+        return tuple(stage.shape for stage in self.stages)
+
+    @cached_property
+    def period_s(self) -> float:
+        """Seconds of its slowest stage."""
+        return max(stage.seconds for stage in self.stages)
+
+    @cached_property
+    def fill_s(self) -> float:
+        """What the first micro-batch takes more than a period."""
+        return sum(stage.seconds for stage in self.stages) - self.period_s
+
+    @property
+    def seconds(self) -> float:
+        """Of all micro-batches, one after the other."""
+        return self.fill_s + self.micro_batches * self.period_s
+
+
+def least_longest(seconds: Sequence[Floats], layers: int) -> list[int] | None:
+    """How many layers each stage has so that the slowest is as fast as can be; every stage has one at least.
+
+    Exact, since more layers never take less. What is left to choose goes to where the last layer is dearest:
+    from there one is taken first.
+
+    Args:
+        seconds: of each stage by its layers, 1 to L, [L] each; inf where they do not fit.
+        layers: to deal.
+    """
+    values = np.unique(np.concatenate([times[np.isfinite(times)] for times in seconds]))
+    if not len(values):
+        return None
+
+    def most(time: float) -> list[int]:
+        return [int(np.searchsorted(times, time, side="right")) for times in seconds]
+
+    low, high = 0, len(values) - 1
+    dealt = most(values[high])
+    if min(dealt) < 1 or sum(dealt) < layers or len(seconds) > layers:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        dealt = most(values[middle])
+        if min(dealt) >= 1 and sum(dealt) >= layers:
+            high = middle
+        else:
+            low = middle + 1
+    dealt = most(values[low])
+    while sum(dealt) > layers:
+        price = [
+            times[count - 1] - times[count - 2] if count > 1 else -np.inf
+            for times, count in zip(seconds, dealt, strict=True)
+        ]
+        dealt[int(np.argmax(price))] -= 1
+    return dealt
