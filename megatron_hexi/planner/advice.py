@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost.memory import GIB, GRADIENT_BYTES, OPTIMIZER_BYTES
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.planner.bound import memory_fits
 from megatron_hexi.planner.request import Request
@@ -36,7 +37,20 @@ def nothing_fits(request: Request, cluster: Cluster, fits: Callable[[Request], b
     remedies = list(itertools.islice(itertools.chain(found(_freed(request)), shortened), _MOST))
     remedy = "; or ".join(remedies) if remedies else "take GPUs with more memory, or a smaller model"
     return NothingFitsError(
-        f"{what} {cluster.name} at {job.seq_length} tokens{_spell_fixed(request)}; what would fit: {remedy}"
+        f"{what} {cluster.name} at {job.seq_length} tokens{_spell_fixed(request)}: "
+        f"{_spell_memory(request, cluster)}; what would fit: {remedy}"
+    )
+
+
+def _spell_memory(request: Request, cluster: Cluster) -> str:
+    """What there must be before any activations, and what there is."""
+    job = request.job
+    each = job.element_bytes + GRADIENT_BYTES[job.precision] + OPTIMIZER_BYTES[job.precision]
+    least = job.model.total_params * each / GIB
+    there = sum(rank.device.usable_gib for rank in cluster.ranks)
+    return (
+        f"weights, gradients and optimizer state take {least:,.0f} GiB once, the rest grows with the context, and "
+        f"all GPUs together have {there:,.0f} GiB"
     )
 
 

@@ -119,7 +119,10 @@ OPTIONS = {
     "minus one replica": ("--data-parallel -1", "--data-parallel -1: give a number above 0, or auto"),
     "10^99 replicas": (f"--data-parallel {10**99}", "give a number above 0, or auto"),
     "more replicas than GPUs": ("--data-parallel 16 --global-batch-size 16", "data_parallel = 16"),
-    "replicas that cannot share": ("--data-parallel 3", "data_parallel = 3 does not divide"),
+    "more replicas than micro-batches": (
+        "--data-parallel 3 --global-batch-size 2",
+        "data_parallel = 3: an iteration has 2 micro-batches",
+    ),
     "an unknown precision": ("--precision int4", "precision = 'int4'; use bf16, fp16, fp32"),
     "a precision for estimates alone": ("--precision fp8", "training in fp8 is refused by the runtime today"),
     "a precision that a GPU lacks": (

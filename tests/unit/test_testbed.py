@@ -129,7 +129,7 @@ def test_a_quota_refuses_devices_whose_ratio_depends_on_the_work(tmp_path):
     [
         (["check", "pair.yaml", "--speeds", "slow"], "--speeds slow"),
         (["check", "pair.yaml", "--links", "thin"], "--links thin"),
-        (["check", "pair.yaml", "--gpus", "1,0"], "--gpus 1,0"),
+        (["check", "pair.yaml", "--gpus", "1,1"], "--gpus 1,1"),
         (["check", "pair.yaml", "--gpus", "0,7"], "--gpus 0,7"),
         (["check", "absent.yaml"], "absent.yaml"),
         (["check", "pair.yaml", "--out", "full"], "holds files already"),

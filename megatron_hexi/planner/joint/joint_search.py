@@ -21,8 +21,10 @@ from megatron_hexi.planner.request import Request
 _CLASSES = (1, 2, 4, 8)
 #: Times that columns which are only roughly known are timed and packed again.
 _ROUNDS = 12
-#: Plans that are put together.
-_FINALISTS = 8
+#: Columns of mixed stages take up to so much longer than what is made of them.
+_NEAR = 1.1
+#: Plans that are put together; of those with one replica, for pipelines and for one stage, so many.
+_FINALISTS, _RIVALS = 12, 3
 
 
 class JointSearch:
@@ -64,13 +66,12 @@ class JointSearch:
                 columns = self._columns.find(_class_of(replicas[0]), width)
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
                 for some in (columns, whole):
-                    packed = self._packed(some, replicas)
-                    found += [] if packed is None else [packed]
+                    found += self._best(some, replicas, _RIVALS if replicas[-1] == 1 else 1)
         found.sort(key=lambda packed: (len(packed.columns) > 1, packed.seconds))
         best: tuple[tuple[float, float], Packed] | None = None
         for number, packed in enumerate(found[:_FINALISTS]):
             tell("finalists", number, min(len(found), _FINALISTS) + 1)
-            if best is not None and packed.seconds > best[0][1]:
+            if best is not None and packed.seconds > _NEAR * best[0][1]:
                 continue
             candidate = self._assembly.run(packed, polished=False)
             if candidate is not None:
@@ -90,6 +91,16 @@ class JointSearch:
             return range(fixed, fixed + 1) if _class_of(fixed) == shards and fixed <= most else range(0)
         end = most if shards == _CLASSES[-1] else min(most, 2 * shards - 1)
         return range(shards, end + 1)
+
+    def _best(self, columns: list[Column], replicas: range, count: int) -> Iterator[Packed]:
+        """The best sets of columns, so many, each without those of the ones before."""
+        for _ in range(count):
+            packed = self._packed(columns, replicas)
+            if packed is None:
+                return
+            yield packed
+            alike = {(column.counts, column.pipe.shapes) for column in packed.columns}
+            columns = [column for column in columns if (column.counts, column.pipe.shapes) not in alike]
 
     def _packed(self, columns: list[Column], replicas: range) -> Packed | None:
         """The best set of columns, all of them timed."""

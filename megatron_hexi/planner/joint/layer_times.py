@@ -25,8 +25,12 @@ from megatron_hexi.planner.joint.pools import Pools, Shape
 from megatron_hexi.planner.layouts.layout import Grouping
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.request import Request
+from megatron_hexi.planner.search.balance import rebalanced
 from megatron_hexi.planner.search.guess import FirstGuess
 from megatron_hexi.planner.search.tried import WINDOW
+
+#: Rounds of balancing for stages of several pools.
+_ROUNDS = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +176,8 @@ class LayerTimer:
         if fleet is None:
             return None
         judge = self._judges[shape.width]
-        guess = FirstGuess(fleet, Rates(fleet, WINDOW))
+        rates = Rates(fleet, WINDOW)
+        guess = FirstGuess(fleet, rates)
         groupings = _groupings(fleet, self._jobs[shape.width].workload().local_heads)
         if not groupings:
             return None
@@ -192,6 +197,11 @@ class LayerTimer:
                 best, place = trial, place + step
             if best is not before:
                 break
+        for _ in range(_ROUNDS if len(shape.kinds) > 1 else 0):
+            trial = judge.try_out(fleet, [rebalanced(rates, best)], WINDOW)
+            if _layer_seconds(trial) >= _layer_seconds(best):
+                break
+            best = trial
         return self._read(shape, best)
 
     def _stage_fleet(self, shape: Shape) -> Fleet | None:

@@ -25,7 +25,7 @@ _PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 _MOST_PRODUCTS = 300
 #: One of several replicas that is good for less than this part of a micro-batch an iteration is left out.
 _LEAST_SHARE = 0.45
-#: Kinds of GPU in a replica that is one of several.
+#: Kinds of GPU in a replica that is one of several, unless all are of one mix.
 _MOST_KINDS = 2
 #: What of all speed a replica must have that is the only one, where there are more choices than are tried.
 _LEAST_ALONE = 1 / 4
@@ -92,7 +92,8 @@ class ReplicaColumns:
         several = shards > 1
         # Pipelines differ little by who shares their optimizer state: those of two replicas do for more.
         sharing = min(shards, 2)
-        for counts in self._some(choices, _WITH_PIPELINES[several]):
+        few = [counts for counts in choices if not several or sum(map(bool, counts)) <= _MOST_KINDS]
+        for counts in self._some(few, _WITH_PIPELINES[several]):
             pipes = self._pipelines(counts, self._take(counts, shards), sharing, width)
             found += self.columns(counts, pipes, sharing, 1)
         for counts in self._some(choices, _WITH_ONE_STAGE[several]):
@@ -119,11 +120,24 @@ class ReplicaColumns:
         return Column(column.counts, pipe, column.shards, self._sync.seconds(pipe.stages, column.shards))
 
     def _some(self, choices: list[Counts], most: int) -> list[Counts]:
-        """So many choices, evenly: some of those with nearly all GPUs, and of the others."""
-        whole = [choice for choice in choices if self._share(choice) > _NEARLY_ALL][: most // 3]
-        rest = [choice for choice in choices if self._share(choice) <= _NEARLY_ALL]
+        """So many choices: whole pools, some of those with nearly all GPUs, and others, evenly."""
+        nearly = [choice for choice in choices if self._share(choice) > _NEARLY_ALL][: most // 3]
+        pools = [choice for choice in choices if self._is_of_whole_pools(choice)][: most // 2]
+        whole = list(dict.fromkeys([*pools, *nearly]))
+        rest = [choice for choice in choices if choice not in set(whole)]
         every = max(1.0, len(rest) / (most - len(whole)))
         return whole + [rest[int(number * every)] for number in range(int(len(rest) / every))]
+
+    def _is_even_part(self, counts: Counts) -> bool:
+        """Whether as many such replicas as there can be leave no GPU of any pool."""
+        parts = {
+            total / count if count else 0 for count, total in zip(counts, self._pools.totals, strict=True)
+        }
+        return len(parts) == 1 and parts.pop().is_integer()
+
+    def _is_of_whole_pools(self, counts: Counts) -> bool:
+        """Whether all GPUs of some pools are taken, and none of the others."""
+        return all(count in (0, total) for count, total in zip(counts, self._pools.totals, strict=True))
 
     def _share(self, counts: Counts) -> float:
         """Part of all GPUs' speed."""
@@ -135,7 +149,8 @@ class ReplicaColumns:
         share, all_of_them = self._share(counts), self._micro_batches
         if shards == 1:
             return all_of_them if share > self._least_alone else 0
-        if sum(map(bool, counts)) > _MOST_KINDS or share * all_of_them < _LEAST_SHARE:
+        mixed = sum(map(bool, counts)) > _MOST_KINDS and not self._is_even_part(counts)
+        if mixed or share * all_of_them < _LEAST_SHARE:
             return 0
         return max(1, min(round(share * all_of_them), all_of_them - shards + 1)) if share <= 2 / shards else 0
 
