@@ -49,8 +49,8 @@ def _spell_memory(request: Request, cluster: Cluster) -> str:
     least = job.model.total_params * each / GIB
     there = sum(rank.device.usable_gib for rank in cluster.ranks)
     return (
-        f"weights, gradients and optimizer state take {least:,.0f} GiB once, the rest grows with the context, and "
-        f"all GPUs together have {there:,.0f} GiB"
+        f"weights, gradients and optimizer state take {least:,.0f} GiB once, the rest grows with the "
+        f"context, and all GPUs together have {there:,.0f} GiB"
     )
 
 
