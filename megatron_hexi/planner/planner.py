@@ -12,12 +12,16 @@ from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Estimate, Plan, Provenance
 from megatron_hexi.planner.advice import nothing_fits
-from megatron_hexi.planner.baselines import Baseline, find_baselines
+from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearch
+from megatron_hexi.planner.layouts.trial import Trial
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned, Progress
 from megatron_hexi.planner.search.solver import SEED
+
+#: On so many GPUs it takes a part of the search's own time to see whether any baseline is faster.
+_CHECKED = 32
 
 
 def find_plan(
@@ -32,7 +36,8 @@ def find_plan(
     Args:
         request: the job, and what of it is fixed; the rest is chosen.
         cluster: where it runs.
-        with_baselines: time every baseline too; the plan is never slower than one.
+        with_baselines: time every baseline too. The plan is never slower than one of these, nor without
+            them on up to 32 GPUs.
         progress: told how far it is.
 
     Raises:
@@ -47,7 +52,12 @@ def find_plan(
     if with_baselines or best is None:  # what the search passes over for its speed may be all that fits
         baselines, timed = find_baselines(request, cluster, progress=tell)
         trials += timed
-        best = min([*([] if best is None else [best]), *_candidates(baselines)], key=_order, default=None)
+        others = [_candidate(one.trial) for one in baselines if one.trial is not None]
+        best = min([*([] if best is None else [best]), *others], key=_order, default=None)
+    elif len(cluster.ranks) <= _CHECKED:
+        faster, timed = find_faster(request, cluster, best.iteration_s)
+        trials += timed
+        best = best if faster is None else _candidate(faster)
     if best is None:
         raise nothing_fits(request, cluster, lambda other: _search(other, cluster, tell)[0] is not None)
     tell("bound", 0, 1)
@@ -95,13 +105,9 @@ def _search(request: Request, cluster: Cluster, tell: Progress) -> tuple[Candida
     return best, trials
 
 
-def _candidates(baselines: tuple[Baseline, ...]) -> list[Candidate]:
-    """Baselines as plans that may be the best."""
-    trials = [one.trial for one in baselines if one.trial is not None]
-    return [
-        Candidate(trial.plan, replace(trial.fleet.job, data_parallel=len(trial.layouts)), trial.timing)
-        for trial in trials
-    ]
+def _candidate(trial: Trial) -> Candidate:
+    """A baseline as a plan."""
+    return Candidate(trial.plan, replace(trial.fleet.job, data_parallel=len(trial.layouts)), trial.timing)
 
 
 def _order(candidate: Candidate) -> tuple[float, float]:

@@ -135,7 +135,7 @@ LATENT_SPEC = ("--spec", "tests.megatron.latent_spec", "spec")
 
 CASES = {
     # Attention and positions
-    "qk-norm": Case(("--qk-layernorm",)),
+    "qk-norm": Case(("--qk-layernorm",), slow=True),
     "qk-l2-norm": Case(("--qk-l2-norm",), slow=True),
     "gated-attention": Case(("--attention-output-gate", "--add-qkv-bias"), slow=True),
     "rope-variants": Case(
@@ -153,7 +153,8 @@ CASES = {
             *("--position-embedding-type", "yarn", "--rotary-scaling-factor", "4"),
             *("--yarn-original-max-position-embeddings", "64", "--yarn-beta-fast", "32"),
             *("--yarn-beta-slow", "1", "--mscale", "1", "--mscale-all-dim", "1"),
-        )
+        ),
+        slow=True,
     ),
     "learned-positions": Case(
         (
@@ -193,7 +194,7 @@ CASES = {
     "latent-windows-sinks": Case((*LATENT, *WINDOW, *SINKS), PIPELINE, LATENT_SPEC, slow=True),
     # Parallelism
     "tensor-parallel": Case(job=TENSOR, slow=True),
-    "sequence-parallel": Case(job=SEQUENCE),
+    "sequence-parallel": Case(job=SEQUENCE, slow=True),
     "pipeline": Case(job=PIPELINE, slow=True),
     "virtual-pipeline": Case(DEEPER, VIRTUAL),
     "uneven-stages": Case(DEEPER, (*PIPELINE, "--decoder-first-pipeline-num-layers", "1"), slow=True),
@@ -236,8 +237,8 @@ CASES = {
     ),
     "hybrid-model": Case(("--hybrid-layer-pattern", "*-*-", "--spec", "tests.megatron.hybrid_spec", "stack")),
     # Experts
-    "experts": Case(balanced("aux_loss")),
-    "experts-seq-loss": Case(balanced("seq_aux_loss")),
+    "experts": Case(balanced("aux_loss"), slow=True),
+    "experts-seq-loss": Case(balanced("seq_aux_loss"), slow=True),
     "experts-global-loss": Case((*balanced("global_aux_loss"), "--calculate-per-token-loss"), slow=True),
     "experts-z-loss": Case((*balanced("aux_loss"), "--moe-z-loss-coeff", "0.01")),
     "experts-bias": Case(

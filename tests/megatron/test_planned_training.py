@@ -47,7 +47,7 @@ class Wanted:
 
 WANTED = [
     Wanted(2, 2, {}, slow_test=False),
-    Wanted(2, 2, {"pipeline_parallel": 2}, 2, slow_test=False),
+    Wanted(2, 2, {"pipeline_parallel": 2}, 2),
     Wanted(2, 2, {"data_parallel": 2}, 2),
     Wanted(3, 1, {"pipeline_parallel": 2, "data_parallel": 1}, 2),
     Wanted(2, 4, {"pipeline_parallel": 3}, 3, slow_test=False),

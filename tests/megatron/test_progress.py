@@ -53,7 +53,10 @@ def train_with_slow_rank(
     ("kind", "ranks", "plan", "args", "calls"),
     [
         ("attention", 4, THREE_AND_ONE, (), MLP_CALLS),
-        ("gradients", 2, proportional_plan(WORKLOAD, [[[1]], [[1]]]), (), MLP_CALLS // 2),
+        pytest.param(
+            *("gradients", 2, proportional_plan(WORKLOAD, [[[1]], [[1]]]), (), MLP_CALLS // 2),
+            marks=pytest.mark.slow,
+        ),
         (
             "gradients",
             2,
@@ -61,7 +64,10 @@ def train_with_slow_rank(
             ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
             MLP_CALLS // 2,
         ),
-        ("pipeline", 2, proportional_plan(WORKLOAD, [[[1]]]), PIPELINED, MLP_CALLS // 2),
+        pytest.param(
+            *("pipeline", 2, proportional_plan(WORKLOAD, [[[1]]]), PIPELINED, MLP_CALLS // 2),
+            marks=pytest.mark.slow,
+        ),
         ("pipeline", 2, proportional_plan(FOUR_LAYERS, [[[1]]]), (*PIPELINED, *INTERLEAVED), 4 * MLP_CALLS),
     ],
     ids=["attention", "gradients", "gradients-overlapped", "pipeline", "pipeline-interleaved"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -27,6 +28,8 @@ from megatron_hexi.planner.layouts.trial import Trial
 from megatron_hexi.planner.request import Request
 
 _GIB = 2.0**30
+#: All baselines as one.
+_ANY = "any"
 #: Pipelines of stages that are alike.
 _DEPTHS = [1, 2, 4, 8, 16]
 
@@ -68,21 +71,55 @@ def find_baselines(
     Returns:
         The baselines, and how many layouts were timed.
     """
-    replicas = request.job.data_parallel if "data_parallel" in request.fixed else None
+    replicas = _fixed_replicas(request)
     fleets = _fleets(request, cluster)
-    entrants: list[Candidate] = []
-    for fleet in fleets:
-        alone = _homogeneous_parts(fleet)
-        is_alone = any(part is fleet for part in alone)
-        names = NAMES if is_alone else tuple(name for name in NAMES if name != HOMOGENEOUS)
-        entrants += candidates(fleet, replicas, names)
-        for part in alone:
-            if part is not fleet:
-                entrants += candidates(part, replicas, (HOMOGENEOUS,))
     race = Race(faster_than, progress)
-    race.run(entrants)
+    race.run([one for fleet in fleets for one in _entrants(fleet, replicas, lambda _part: True)])
     found = tuple(_baseline(name, race.standings.get(name), fleets, replicas, faster_than) for name in NAMES)
     return found, race.trials
+
+
+def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple[Trial | None, int]:
+    """The best layout of all baselines, if one is faster; and how many layouts were timed.
+
+    GPUs whose work alone takes longer at their best rates are left out at once.
+
+    Args:
+        request: the job.
+        cluster: where.
+        faster_than: seconds of an iteration.
+    """
+    entrants: list[Candidate] = []
+    for fleet in _fleets(request, cluster):
+        entrants += _entrants(fleet, _fixed_replicas(request), lambda part: _least_s(part) < faster_than)
+    race = Race(faster_than, None)
+    race.run([replace(one, texts={_ANY: ""}) for one in entrants])
+    best = race.standings[_ANY].best if _ANY in race.standings else None
+    faster = best is not None and best.trial.fits and best.trial.iteration_s < faster_than
+    return best.trial if best is not None and faster else None, race.trials
+
+
+def _fixed_replicas(request: Request) -> int | None:
+    return request.job.data_parallel if "data_parallel" in request.fixed else None
+
+
+def _entrants(fleet: Fleet, replicas: int | None, wanted: Callable[[Fleet], bool]) -> Iterator[Candidate]:
+    """Layouts of all baselines on a fleet, and on the GPUs of each model alone, of those that are wanted."""
+    alone = _homogeneous_parts(fleet)
+    is_alone = any(part is fleet for part in alone)
+    if wanted(fleet):
+        names = NAMES if is_alone else tuple(name for name in NAMES if name != HOMOGENEOUS)
+        yield from candidates(fleet, replicas, names)
+    for part in alone:
+        if part is not fleet and wanted(part):
+            yield from candidates(part, replicas, (HOMOGENEOUS,))
+
+
+def _least_s(fleet: Fleet) -> float:
+    """Seconds of an iteration at best: all work at the best rates, and pipelines that fill and drain."""
+    job = fleet.job
+    work = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
+    return work * (1 + (job.pipeline_parallel - 1) * job.micro_batch_size / job.global_batch_size)
 
 
 def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:

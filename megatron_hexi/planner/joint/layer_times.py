@@ -26,6 +26,7 @@ from megatron_hexi.planner.layouts.layout import Grouping
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.balance import rebalanced
+from megatron_hexi.planner.search.groupings import spread
 from megatron_hexi.planner.search.guess import FirstGuess
 from megatron_hexi.planner.search.tried import WINDOW
 
@@ -178,7 +179,8 @@ class LayerTimer:
         judge = self._judges[shape.width]
         rates = Rates(fleet, WINDOW)
         guess = FirstGuess(fleet, rates)
-        groupings = _groupings(fleet, self._jobs[shape.width].workload().local_heads)
+        heads = self._jobs[shape.width].workload().local_heads
+        groupings = _groupings(fleet, heads)
         if not groupings:
             return None
 
@@ -197,6 +199,9 @@ class LayerTimer:
                 best, place = trial, place + step
             if best is not before:
                 break
+        for size in _spread_sizes(fleet, best, heads):
+            trial = judge.try_out(fleet, [guess.layout(spread(fleet, size), 1)], WINDOW)
+            best = min(best, trial, key=_layer_seconds)
         for _ in range(_ROUNDS if len(shape.kinds) > 1 else 0):
             trial = judge.try_out(fleet, [rebalanced(rates, best)], WINDOW)
             if _layer_seconds(trial) >= _layer_seconds(best):
@@ -285,6 +290,12 @@ def _layer_seconds(trial: Trial) -> float:
     return float(layer.forward.finish.max() + layer.backward.finish.max())
 
 
+def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:
+    """Sizes of groups that may do better over many nodes: as now, and with a head each."""
+    sizes = {max(len(part.units) for part in best.layouts[0].parts), heads}
+    return sorted(size for size in sizes if 1 < size < len(fleet.units)) if len(fleet.sites) > 1 else []
+
+
 def _groupings(fleet: Fleet, heads: int) -> list[Grouping]:
     """From one group of all units to groups of one: by nodes joined, whole, and cut.
 
@@ -294,9 +305,11 @@ def _groupings(fleet: Fleet, heads: int) -> list[Grouping]:
     """
     sites, units = fleet.sites, tuple(range(len(fleet.units)))
     found: list[Grouping] = [(units,)]
-    if len(sites) > 2:
-        pairs = [sites[place : place + 2] for place in range(0, len(sites), 2)]
-        found.append(tuple(tuple(unit for site in some for unit in site) for some in pairs))
+    joined = 2 ** max(0, (len(sites) - 1).bit_length() - 1)
+    while joined > 1:
+        runs = [sites[place : place + joined] for place in range(0, len(sites), joined)]
+        found.append(tuple(tuple(unit for site in some for unit in site) for some in runs))
+        joined //= 2
     found.append(sites)
     for parts in (2, 4):
         if all(len(site) % parts == 0 and len(site) > parts for site in sites):

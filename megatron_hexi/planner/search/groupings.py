@@ -113,7 +113,8 @@ def group_by_choice(fleet: Fleet, chosen: Mapping[SiteClass, Choice]) -> Groupin
 def mixed_groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
     """Groups over several classes: each part of every fast domain, and equal mixes of everything.
 
-    And as many units as there are heads, or half as many, the fastest first; the last group has what is left.
+    And as many units as there are heads, or half as many, the fastest first, node by node or spread over
+    nodes; the last group has what is left.
 
     Args:
         fleet: the units.
@@ -129,6 +130,7 @@ def mixed_groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
         size = heads // each
         if 1 < size < len(numbers):
             yield tuple(numbers[first : first + size] for first in range(0, len(numbers), size))
+            yield spread(fleet, size)
     members: dict[int, list[int]] = {}
     for unit, one in enumerate(fleet.units):
         members.setdefault(one.kind, []).append(unit)
@@ -141,6 +143,18 @@ def mixed_groupings(fleet: Fleet, heads: int) -> Iterator[Grouping]:
                     tuple(sorted(unit for units in members.values() for unit in _run(units, place, count)))
                     for place in range(count)
                 )
+
+
+def spread(fleet: Fleet, size: int) -> Grouping:
+    """Groups of so many units on as many nodes: where keys are many, they had better travel inside nodes.
+
+    All-to-alls then go over every GPU's own link to other nodes, and the exchange stays on the node as long
+    as it has units of other groups.
+    """
+    places = {unit: place for site in fleet.sites for place, unit in enumerate(site)}
+    units = sorted(range(len(fleet.units)), key=lambda unit: (places[unit], fleet.units[unit].site, unit))
+    runs = (units[first : first + size] for first in range(0, len(units), size))
+    return tuple(tuple(sorted(run)) for run in runs)
 
 
 def rearranged(fleet: Fleet, grouping: Grouping) -> Iterator[Grouping]:
