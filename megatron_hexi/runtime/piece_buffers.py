@@ -1,8 +1,8 @@
 """Weights and gradients in flat buckets of pieces: summed over holders, owned by shares, handed out again.
 
-Where a parameter is one whole piece, its values and gradients are views of its bucket. Where other ranks hold
-other parts of it, it lies in several buckets: gradients are copied in before the sum, values out after the
-step.
+Where the pieces of a parameter follow each other in one bucket, its values and gradients are views of it.
+Where other ranks hold other parts of it, it lies in several places: gradients are copied in before the sum,
+values out after the step.
 
 Buckets are reduced as soon as the backward pass has their gradients, always in the order of the table. All
 ranks keep that order, so two buckets can never wait for each other.
@@ -77,6 +77,10 @@ class BucketBuffer:
                 yield rank, slice(start, stop)
 
 
+#: Pieces with where each lies in its parameter, and in the bucket.
+_Run = list[tuple[HeldBox, Cell, slice]]
+
+
 class PieceBuffers:
     """All buckets of one rank, with what Megatron asks of a buffer and of a group of buckets.
 
@@ -135,15 +139,26 @@ class PieceBuffers:
             parameter, span = one.parameter, slice(start, start + piece.size)
             assert parameter.dtype == values.dtype, f"{piece.key}: weights of one precision"
             values[span] = one.view(parameter.data, piece.cell).reshape(-1)
-            if piece.size == parameter.numel() and parameter.is_contiguous():
-                parameter.data = values[span].view(parameter.shape)
-                _set_main_grad(parameter, gradients[span].view(parameter.shape))
-            else:
-                buffer.copied.append((one, piece.cell, span))
+            buffer.copied.append((one, piece.cell, span))
             if scale_of(parameter) != 1.0:
                 buffer.scales.append((span, scale_of(parameter)))
             self._by_parameter.setdefault(parameter, []).append(buffer)
+        buffer.copied = [copied for run in _runs(buffer.copied) for copied in self._left(buffer, run)]
         return buffer
+
+    @staticmethod
+    def _left(buffer: BucketBuffer, run: _Run) -> _Run:
+        """Of pieces that follow each other in a parameter and in a bucket: none, if they are all of it.
+
+        Then the parameter and its gradient become views of the bucket.
+        """
+        parameter = run[0][0].parameter
+        span = slice(run[0][2].start, run[-1][2].stop)
+        if span.stop - span.start != parameter.numel() or not parameter.is_contiguous():
+            return run
+        parameter.data = buffer.values[span].view(parameter.shape)
+        _set_main_grad(parameter, buffer.gradients[span].view(parameter.shape))
+        return []
 
     def owned(self) -> list[tuple[BucketBuffer, Slab]]:
         """The slabs of this rank, each with its bucket."""
@@ -254,6 +269,27 @@ class PieceBuffers:
 
     def free_overlap_buffers(self) -> None:
         """Nothing to do: there are none."""
+
+
+def _runs(copied: _Run) -> Iterable[_Run]:
+    """Pieces that follow each other in a parameter as in the bucket, such as both parts of a gated MLP."""
+    run: _Run = []
+    for held, cell, span in copied:
+        part = held.view(held.parameter.data, cell)
+        place = part.storage_offset() - held.parameter.data.storage_offset()
+        follows = (
+            bool(run)
+            and run[0][0].parameter is held.parameter
+            and part.is_contiguous()
+            and place == span.start - run[0][2].start
+        )
+        if not follows:
+            if run:
+                yield run
+            run = []
+        run.append((held, cell, span))
+    if run:
+        yield run
 
 
 def _main_grad(parameter: Parameter) -> Tensor:

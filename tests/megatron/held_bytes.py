@@ -1,0 +1,73 @@
+"""Our entry point, with every byte counted that torch's CPU allocator hands out: what a rank really holds."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+_SAID = "bytes held:"
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What a rank's tensors took.
+
+    Attributes:
+        resident: after the last optimizer step: weights, gradients, optimizer state.
+        peak: the most during the last iteration.
+    """
+
+    resident: int
+    peak: int
+
+
+def main() -> None:
+    """Train, and print what was held in the last iteration."""
+    from megatron.training import training
+
+    from megatron_hexi import pretrain_gpt
+
+    original = training.train_step
+    ends: list[int] = []
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        ends.append(time.time_ns())
+        return result
+
+    training.train_step = train_step
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        pretrain_gpt.main()
+    print(_SAID, json.dumps(asdict(_held(profile, *ends[-2:]))))
+
+
+def _held(profile: torch.profiler.profile, begin: int, end: int) -> HeldBytes:
+    """The level at the end of the last iteration, and its highest in it; times in ns since the epoch."""
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    events: list[Any] = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    level, resident, peak = 0, 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        level += event.nbytes()
+        if event.start_ns() <= end:
+            resident = level
+            if event.start_ns() >= begin:
+                peak = max(peak, level)
+    return HeldBytes(resident, peak)
+
+
+def held(output: str) -> Iterator[HeldBytes]:
+    """What the ranks said, in the order of their output."""
+    for said in re.findall(rf"{_SAID} (\{{.*\}})", output):
+        yield HeldBytes(**json.loads(said))

@@ -1,0 +1,59 @@
+"""What ranks hold between two iterations is what the cost model says: weights, gradients, optimizer state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_hexi.cluster import read_cluster
+from megatron_hexi.cost import CostModel, Job, read_model
+from megatron_hexi.plan import read_plan
+from tests.megatron.conftest import job
+from tests.megatron.forked import Forks
+from tests.megatron.held_bytes import held
+from tests.megatron.test_stages_training import HEADER, LAYERS, MICRO_BATCH, MICRO_BATCHES, MODEL
+
+HIDDEN, SEQ_LENGTH = 96, 127
+#: The tensors at the borders of a stage that the last micro-batch may leave behind.
+BORDERS = 4
+PLAN = """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 2], domains: [{ranks: [0], samples: 3, state: 3}, {ranks: [2], samples: 1}]}
+  - {layers: [2, 6], domains: [{ranks: [1], samples: 2}, {ranks: [3], samples: 2}]}
+"""
+CLUSTER = """\
+name: four
+nodes: [{name: node, gpu: H100-SXM-80GB, gpus: 4}]
+network: {bandwidth_gb_s: 5, latency_us: 10, per: node}
+"""
+
+
+@pytest.mark.slow
+def test_weights_gradients_and_state_take_what_the_cost_model_says(forks: Forks, tmp_path: Path):
+    words = [*job(MODEL), "--untie-embeddings-and-output-weights", "--ffn-hidden-size", "2048"]
+    (tmp_path / "model.args").write_text(" ".join(words))
+    path = tmp_path / "plan.yaml"
+    path.write_text(HEADER + PLAN)
+    training = ["--train-iters", "2", "--hexi-plan", path]
+    outcome = forks.launch(
+        tmp_path, ranks=4, args=[*words, *training], entry="tests.megatron.held_bytes", timeout=280
+    )
+    assert outcome.succeeded, outcome.why()
+    terms = Job(
+        model=read_model(str(tmp_path / "model.args")),
+        seq_length=SEQ_LENGTH,
+        micro_batch_size=MICRO_BATCH,
+        global_batch_size=MICRO_BATCH * MICRO_BATCHES,
+        precision="fp32",
+    )
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    cost = CostModel(terms, read_cluster(tmp_path / "cluster.yaml")).estimate(read_plan(path))
+    assert terms.model.layers == LAYERS
+    border = BORDERS * MICRO_BATCH * SEQ_LENGTH * HIDDEN * 4
+    for rank, output in zip(cost.ranks, outcome.output, strict=True):
+        (one,) = held(output)
+        said = rank.memory.weights + rank.memory.gradients + rank.memory.optimizer
+        assert 0.97 * said < one.resident < 1.05 * said + border
+        assert one.peak > one.resident
