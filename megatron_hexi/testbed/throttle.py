@@ -57,8 +57,8 @@ def parse_throttle(text: str, gpus: int) -> Throttle:
         if throttle.gpu < gpus and 0 < throttle.factor <= 1 and later:
             return throttle
     raise HexiError(
-        f"--throttle {text[:40]}: write GPU=SPEED@BEGIN..END, a GPU from 0 to {gpus - 1}, a part of its speed "
-        "above 0, and seconds of the job: 2=0.5@60..180, or 2=0.5@60.. until it ends"
+        f"--throttle {text[:40]}: write GPU=SPEED@BEGIN..END, a GPU from 0 to {gpus - 1}, a part of its "
+        "speed, and seconds of the job: 2=0.5@60..180, or 2=0.5@60.. until it ends"
     )
 
 

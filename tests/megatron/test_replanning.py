@@ -68,13 +68,13 @@ def milliseconds(output: str) -> list[float]:
     ],
 )
 def test_losses_are_those_without_swaps(tmp_path, plan, others, args):
-    still, swapped, record = swapping(tmp_path, plan, others, 18, *args)
+    still, swapped, record = swapping(tmp_path, plan, others, 20, *args)
     assert swapped.losses == pytest.approx(still.losses, rel=1e-5)
     assert swapped.grad_norms == pytest.approx(still.grad_norms, rel=1e-4)
     assert len(milliseconds(swapped.output)) == 3
     assert len({leg.start.digest for leg in record.legs}) == len(others)
     told = [i for leg in record.legs for interval in leg.intervals for i in interval.iterations]
-    assert told == list(range(1, 19))
+    assert told == list(range(1, 21))
 
 
 def test_a_rank_with_another_plan_stops_the_job_by_name(tmp_path):
