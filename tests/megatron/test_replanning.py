@@ -81,3 +81,34 @@ def test_a_rank_with_another_plan_stops_the_job_by_name(tmp_path):
     wrong = replace(OTHERS[0], replicas=one_domain((63, (0, 3)), (64, (3, 6))).replicas)
     with pytest.raises(AssertionError, match="has other groups or another workload"):
         swapping(tmp_path, THREE_AND_ONE, (wrong,), 8)
+
+
+def test_the_planner_is_asked_and_says_its_numbers(tmp_path):
+    write_plan(THREE_AND_ONE, tmp_path / "plan.yaml")
+    replan = ("--hexi-replan-interval", "3", "--hexi-cluster", str(CLUSTER))
+    words = (*MODEL, "--train-iters", "60", "--log-interval", "60")
+    still = train(tmp_path, ranks=4, args=words, plan=tmp_path / "plan.yaml")
+    led = train(tmp_path, ranks=4, args=(*words, *replan), plan=tmp_path / "plan.yaml")
+    assert led.losses == pytest.approx(still.losses, rel=1e-5)
+    decisions = re.findall(r"hexi: replan: iteration (\d+): .*gain (-?[\d.]+)%", led.output)
+    assert decisions
+
+
+def test_a_plan_for_another_cluster_stops_the_job(tmp_path):
+    plan = one_domain((63, (0, 3)), (64, (3, 6)))
+    write_plan(plan, tmp_path / "plan.yaml")
+    replan = ("--hexi-replan-interval", "2", "--hexi-cluster", str(CLUSTER))
+    words = (*MODEL, "--train-iters", "100000", *replan)
+    with pytest.raises(AssertionError, match="the plan is for 2"):
+        train(tmp_path, ranks=2, args=words, plan=tmp_path / "plan.yaml")
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_a_hundred_swaps(tmp_path):
+    still, swapped, record = swapping(tmp_path, THREE_AND_ONE, OTHERS, 610)
+    assert swapped.losses == pytest.approx(still.losses, rel=1e-4)
+    times = milliseconds(swapped.output)
+    assert len(times) >= 100
+    assert sorted(times)[len(times) // 2] < 100
+    peaks = [max(interval.ranks.peak_bytes) for leg in record.legs for interval in leg.intervals]
+    assert peaks[-1] < 1.02 * peaks[len(peaks) // 5]
