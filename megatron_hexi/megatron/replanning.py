@@ -131,6 +131,7 @@ class Replanner:
         self._awaited: int | None = None
         self._told_plan: str | None = None
         self._previous: str | None = None
+        self._watched_until = 0
         self._ended = False
         self._advice = advice(self._opening()) if self._rank == 0 else None
 
@@ -232,6 +233,8 @@ class Replanner:
     def _jumped(self, losses: list[float]) -> bool:
         """Whether a loss has jumped since the last swap; then the swap is ordered back."""
         usual = sorted(self._usual)
+        if self._iteration > self._watched_until:
+            self._previous = None
         if self._previous is not None and len(usual) >= 3:
             middle = statistics.median(usual)
             deviation = statistics.median(abs(loss - middle) for loss in usual)
@@ -269,6 +272,7 @@ class Replanner:
 
     def _command(self, iteration: int, plan: str, final: bool = False) -> None:
         order = Order(self._orders, iteration + _NOTICE, plan, final)
+        self._watched_until = order.iteration + max(_LOSSES, 2 * self._interval)
         self._ended = self._ended or final
         if final:
             self._previous = None
