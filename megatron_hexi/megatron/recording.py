@@ -42,10 +42,11 @@ class Recorder:
         if self._path is None or dist.get_rank() != 0:
             return
         if self._written != digest:
-            started = (
-                datetime.now(UTC).isoformat(timespec="seconds") if self._written else self._start.started
-            )
-            append_to_record(self._path, replace(self._start, digest=digest, started=started))
+            start = self._start
+            if self._written:
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                start = replace(start, digest=digest, started=now, swapped_at=interval.iterations[0])
+            append_to_record(self._path, start)
             self._written = digest
         append_to_record(self._path, interval)
 

@@ -73,6 +73,7 @@ def test_losses_are_those_without_swaps(tmp_path, plan, others, args):
     assert swapped.grad_norms == pytest.approx(still.grad_norms, rel=1e-4)
     assert len(milliseconds(swapped.output)) == 3
     assert len({leg.start.digest for leg in record.legs}) == len(others)
+    assert [leg.start.swapped_at for leg in record.legs] == [None, 6, 12, 18]
     told = [i for leg in record.legs for interval in leg.intervals for i in interval.iterations]
     assert told == list(range(1, 21))
 

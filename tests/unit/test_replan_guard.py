@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron import replanning
 from megatron_hexi.megatron.replanning import Replanner
 
@@ -49,6 +50,7 @@ def report(leader: Replanner, iteration: int, losses: list[float]) -> None:
 
 def swap(leader: Replanner, capsys: pytest.CaptureFixture[str]) -> None:
     advice = {"iteration": 5, "speeds": [1.0, 0.5], "changed": [1], "present_s": 2.0, "best_s": 1.0}
+    assert leader._advice is not None
     leader._advice.answers.append(advice | {"gain": 0.5, "reason": "gain", "plan": "new", "digest": "d" * 64})
     leader._lead(7)
     assert json.loads(leader._store.get("order/0"))["plan"] == "new"
@@ -87,7 +89,7 @@ def test_a_jump_without_a_swap_is_none_of_ours(leader):
 def test_a_rank_that_missed_a_swap_says_so(leader):
     order = replanning.Order(0, 7, "plan")
     with (
-        mock.patch.object(replanning, "active_session", lambda: object()),
-        pytest.raises(replanning.HexiError, match="due at iteration 7, this rank is at 8"),
+        mock.patch.object(replanning, "active_session", return_value=object()),
+        pytest.raises(HexiError, match="due at iteration 7, this rank is at 8"),
     ):
         leader._carry_out(8, order)
