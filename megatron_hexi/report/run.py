@@ -289,8 +289,8 @@ def _notes(record: Record, same: Sequence[Leg], timed: Sequence[Interval]) -> tu
     others = len(record.legs) - len(same)
     if others:
         notes.append(
-            f"{others} of these starts {'and swaps ' if swaps else ''}had another plan or other settings: their "
-            "losses are in the curve, their times are in no mean"
+            f"{others} of these starts {'and swaps ' if swaps else ''}had another plan or other settings: "
+            "their losses are in the curve, their times are in no mean"
         )
     iterations = [number for interval in timed for number in interval.iterations]
     slow = max(value for interval in timed for value in interval.seconds)
