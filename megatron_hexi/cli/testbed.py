@@ -50,6 +50,12 @@ def run(
     speeds: SpeedsOption = "paced",
     links: LinksOption = "on",
     gpus: Gpus = None,
+    throttle: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GPU=SPEED@BEGIN..END", help="A GPU that is slower from a second of the job on."
+        ),
+    ] = None,
     out: Folder = None,
     as_json: AsJson = False,
 ) -> None:
@@ -57,7 +63,7 @@ def run(
 
     The job's exit code is passed on. Exit code 4 where the testbed was measured to be off by more than 5 %.
     """
-    _run(program, as_json, cluster, out, speeds, links, gpus)
+    _run(program, as_json, cluster, out, speeds, links, gpus, throttle or [])
 
 
 @commands.command(epilog="Example: hexi testbed check scripts/testbed/two-fast-two-slow.yaml")
@@ -84,9 +90,17 @@ def _run(
     speeds: str,
     links: str,
     gpus: str | None,
+    throttles: list[str] | None = None,
 ) -> None:
     code, found = run_testbed(
-        path, folder=folder, speeds=speeds, links=links, gpus=gpus, program=program, quiet=as_json
+        path,
+        folder=folder,
+        speeds=speeds,
+        links=links,
+        gpus=gpus,
+        program=program,
+        quiet=as_json,
+        throttles=throttles or (),
     )
     if code == 0 and found is not None:
         _show(found, as_json)

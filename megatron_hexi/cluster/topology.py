@@ -15,7 +15,7 @@ the best pair seen to leave (enter) it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_hexi.cluster.device import Device
 from megatron_hexi.cluster.links import LinkId, Node, Rank, Route, Tier, Way
@@ -53,6 +53,16 @@ class Cluster:
     def name(self) -> str:
         """The cluster's name."""
         return self.file.name
+
+    def at_speeds(self, factors: Mapping[int, float]) -> Cluster:
+        """This cluster with the curves of some ranks so many times as fast; those alike share a device."""
+        devices: dict[tuple[int, float], Device] = {}
+        ranks = []
+        for rank in self.ranks:
+            key = id(rank.device), factors.get(rank.rank, 1.0)
+            device = devices.setdefault(key, rank.device.at_speed(key[1]))
+            ranks.append(replace(rank, device=device))
+        return replace(self, ranks=tuple(ranks))
 
     def distance(self, src: int, dst: int) -> int:
         """Tiers that a transfer climbs: 0 inside a node, 1 between nodes, more for each level crossed."""

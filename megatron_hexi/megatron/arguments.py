@@ -67,6 +67,23 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="write down a run under a plan for hexi report: whenever Megatron logs, each iteration's "
         "seconds and loss, and each rank's busy and waiting time; a restarted job goes on in the same file",
     )
+    group.add_argument(
+        "--hexi-replan-interval",
+        type=int,
+        metavar="N",
+        help="look every N iterations whether another cut of the plan fits the ranks' present speeds better, "
+        "and swap to it between two iterations; needs --hexi-cluster; none: keep the plan",
+    )
+    group.add_argument(
+        "--hexi-replan-threshold",
+        type=float,
+        default=0.03,
+        metavar="PART",
+        help="the part of an iteration that a swap must save, as predicted (default: 0.03)",
+    )
+    group.add_argument(
+        "--hexi-cluster", metavar="PATH", help="the cluster file that the plan was made for, for re-planning"
+    )
     return parser
 
 

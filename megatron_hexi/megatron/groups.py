@@ -113,7 +113,8 @@ def start_session(given: GivenPlan, device: torch.device, options: GroupOptions)
     )
     attention.connect(device)
     shard = local_shard(schedule, given.row_multiple, device)
-    return Session(given, attention, shard, given.shares[replica] if given.shares else None)
+    share = given.shares[replica] if given.shares else None
+    return Session(given, attention, shard, share, replica=replica)
 
 
 def _with_agreement(original: Callable[..., Any]) -> Callable[..., Any]:

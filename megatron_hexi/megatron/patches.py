@@ -16,6 +16,7 @@ from megatron_hexi.megatron.optimizer import OPTIMIZER_PATCHES
 from megatron_hexi.megatron.optimizer_buckets import BUCKET_PATCHES
 from megatron_hexi.megatron.pipeline import PIPELINE_PATCHES
 from megatron_hexi.megatron.progress import PROGRESS_PATCHES
+from megatron_hexi.megatron.replanning import REPLANNING_PATCHES
 from megatron_hexi.megatron.resume import RESUME_PATCHES
 from megatron_hexi.megatron.rotary import ROTARY_PATCHES
 from megatron_hexi.megatron.samplers import SAMPLER_PATCHES
@@ -35,6 +36,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *WRITER_PATCHES,
         *METRICS_PATCHES,
         *STEP_TIME_PATCHES,
+        *REPLANNING_PATCHES,
         *PROGRESS_PATCHES,
         *OPTIMIZER_PATCHES,
         *BUCKET_PATCHES,

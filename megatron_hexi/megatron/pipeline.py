@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.megatron.session import active_session
 from megatron_hexi.patching import Patch
 
 
@@ -20,17 +20,13 @@ def _with_own_sizes(original: Callable[..., Callable[..., Any]]) -> Callable[...
     @functools.wraps(original)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         schedule = original(*args, **kwargs)
-        session = active_session()
-        return schedule if session is None else _told(schedule, session)
+        return schedule if active_session() is None else _told(schedule)
 
     return get_forward_backward_func
 
 
-def _told(schedule: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _told(schedule: Callable[..., Any]) -> Callable[..., Any]:
     from megatron.core import parallel_state
-
-    length = session.shard.rows * parallel_state.get_context_parallel_world_size()
-    share, stages = session.share, session.stages
 
     @functools.wraps(schedule)
     def forward_backward(
@@ -42,6 +38,10 @@ def _told(schedule: Callable[..., Any], session: Session) -> Callable[..., Any]:
         forward_only: bool = False,
         **kwargs: Any,
     ) -> Any:
+        session = active_session()  # Megatron asks for a schedule once; the plan may have been swapped since
+        assert session is not None, "no plan is dropped before the training ends"
+        length = session.shard.rows * parallel_state.get_context_parallel_world_size()
+        share, stages = session.share, session.stages
         if share is not None:
             assert num_microbatches == share.total, "no job with other batches passes the checks"
             num_microbatches = share.count

@@ -11,6 +11,7 @@ from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.job_terms import set_job_terms
 from megatron_hexi.megatron.options import refuse_unsupported
 from megatron_hexi.megatron.options.kinds import PlanKind
+from megatron_hexi.megatron.replan_arguments import check_replanning
 from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
 from megatron_hexi.megatron.stages.arguments import check_stages
 from megatron_hexi.mesh import Mesh
@@ -52,6 +53,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
                 f"--hexi-record {args.hexi_record}: records a run under a plan; give --hexi-plan too, or "
                 "--hexi-metrics instead"
             )
+        check_replanning(args, None)
         return []
     plan = read_plan(args.hexi_plan)
     stages = not plan.is_repeated
@@ -66,6 +68,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     check_workload(args, plan)
     if not stages:
         check_ranks(args, plan)
+    check_replanning(args, plan)
     shares = take_shares(args, plan)
     if args.deterministic_mode:
         # Megatron does so when it checks its arguments, which is later; the choice of a kernel goes by it.

@@ -136,14 +136,25 @@ def _tell(session: Session) -> str:
     interval = gather_interval(numbers, losses, METER.take(), tokens, session)
     # On every rank, whatever its flags: making one is a collective.
     _recorder = _recorder or Recorder(session, get_args())
-    _RECORD.attempt(_recorder.write, interval)
+    _RECORD.attempt(_recorder.write, interval, session.given.digest)
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
     if tensorboard:
         for name, value in scalars(interval).items():
             tensorboard.add_scalar(name, value, numbers[-1])
     if wandb:
         wandb.log(scalars(interval), numbers[-1])
-    return log_words(interval)
+    return log_words(interval) + (
+        f" plan: {session.given.digest[:12]} since iteration {session.since} |" if session.since else ""
+    )
+
+
+def close_interval(session: Session) -> None:
+    """Tell of the iterations that were not told of yet: those that follow are another plan's.
+
+    A collective of all ranks. What is told is missing in Megatron's log, not in the record.
+    """
+    if _untold:
+        _tell(session)
 
 
 def _with_line_end(original: Callable[[str], None]) -> Callable[[str], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,19 +24,30 @@ class Recorder:
 
     def __init__(self, session: Session, args: Namespace) -> None:
         self._path = None if args.hexi_record is None else Path(args.hexi_record)
-        self._start: Start | None = job_start(session, args)
+        self._start = job_start(session, args)
+        self._written = ""
 
-    def write(self, interval: Interval) -> None:
+    def write(self, interval: Interval, digest: str) -> None:
         """Append an interval, after the job's start if that is not written yet.
+
+        A plan that was swapped starts anew.
+
+        Args:
+            interval: what to append.
+            digest: of the plan that its iterations ran under.
 
         Raises:
             HexiError: it cannot be written.
         """
         if self._path is None or dist.get_rank() != 0:
             return
-        if self._start is not None:
-            append_to_record(self._path, self._start)
-            self._start = None
+        if self._written != digest:
+            start = self._start
+            if self._written:
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                start = replace(start, digest=digest, started=now, swapped_at=interval.iterations[0])
+            append_to_record(self._path, start)
+            self._written = digest
         append_to_record(self._path, interval)
 
 

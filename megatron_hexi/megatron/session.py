@@ -1,6 +1,6 @@
 """What this process trains by: the plan that was given, and all that was derived from it.
 
-One object, replaced whole, so that a plan can one day be swapped between two iterations.
+One object, replaced whole: so a plan is swapped between two iterations (`replanning`).
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class Session:
         shard: its rows outside attention.
         share: the micro-batches that its replica takes of each global batch; ``None``: Megatron deals them.
         stages: its part in stages that differ; ``None`` where Megatron's own groups can hold the plan.
+        replica: number of its replica in a plan whose stages the job repeats.
+        since: the iteration before which this plan took another's place; 0: never.
     """
 
     given: GivenPlan
@@ -83,6 +85,8 @@ class Session:
     shard: LocalShard
     share: Share | None = None
     stages: StagesSession | None = None
+    replica: int = 0
+    since: int = 0
 
     @property
     def samples(self) -> slice:

@@ -2,7 +2,15 @@
 
 from megatron_hexi.plan.blocks import Block, Shape
 from megatron_hexi.plan.check import require_repeated
-from megatron_hexi.plan.file import dump_plan, plan_dict, plan_digest, read_plan, validate_plan, write_plan
+from megatron_hexi.plan.file import (
+    dump_plan,
+    plan_dict,
+    plan_digest,
+    plan_from_yaml,
+    read_plan,
+    validate_plan,
+    write_plan,
+)
 from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import (
     Domain,
@@ -52,6 +60,7 @@ __all__ = [
     "has_equal_replicas",
     "plan_dict",
     "plan_digest",
+    "plan_from_yaml",
     "proportional_domain",
     "proportional_plan",
     "read_plan",

@@ -35,6 +35,8 @@ class Start:
         distributed_optimizer: whether the optimizer's state is cut over ranks.
         overlap_gradients: whether gradients travel behind the backward pass.
         sequence_parallel: whether tensor-parallel ranks share the rows of norms.
+        swapped_at: the first iteration under this plan, which took another's place while the job ran
+            (``--hexi-replan-interval``); ``None``: the job was started.
         version: of the file format.
     """
 
@@ -50,6 +52,7 @@ class Start:
     distributed_optimizer: bool
     overlap_gradients: bool
     sequence_parallel: bool
+    swapped_at: Positive | None = None
     version: Literal[1] = FORMAT_VERSION
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

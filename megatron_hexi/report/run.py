@@ -149,7 +149,7 @@ def describe_run(record: Record, plan: Plan, cost: IterationCost | None) -> Run:
         HexiError: the record is of another plan.
     """
     start = last_start(record, plan)
-    same = [leg for leg in record.legs if dataclasses.replace(leg.start, started=start.started) == start]
+    same = [leg for leg in record.legs if _settings(leg.start) == _settings(start)]
     timed = _timed(same)
     curve = {
         iteration: (loss, seconds)
@@ -164,7 +164,7 @@ def describe_run(record: Record, plan: Plan, cost: IterationCost | None) -> Run:
         plan_digest=start.digest,
         started=record.legs[0].start.started,
         platform=start.platform,
-        starts=len(record.legs),
+        starts=sum(leg.start.swapped_at is None for leg in record.legs),
         iterations=iterations,
         losses=tuple(curve[iteration][0] for iteration in iterations),
         seconds=tuple(curve[iteration][1] for iteration in iterations),
@@ -266,18 +266,31 @@ def _estimated_gib(plan: Plan, rank: int, ranks: int) -> float | None:
     return known[rank] if known and len(known) == ranks else None
 
 
+def _settings(start: Start) -> Start:
+    """A start without its moment."""
+    return dataclasses.replace(start, started="", swapped_at=None)
+
+
 def _notes(record: Record, same: Sequence[Leg], timed: Sequence[Interval]) -> tuple[str, ...]:
     notes = []
-    if len(record.legs) > 1:
+    starts = sum(leg.start.swapped_at is None for leg in record.legs)
+    swaps = [str(leg.start.swapped_at) for leg in record.legs if leg.start.swapped_at is not None]
+    if swaps:
         notes.append(
-            f"the job was started {len(record.legs)} times; of an iteration that was repeated after a "
+            f"the plan was swapped {len(swaps)} times while the job ran, before iteration "
+            + ", ".join(swaps[:8])
+            + ("" if len(swaps) <= 8 else " and others")
+        )
+    if starts > 1:
+        notes.append(
+            f"the job was started {starts} times; of an iteration that was repeated after a "
             "restart the last is shown"
         )
     others = len(record.legs) - len(same)
     if others:
         notes.append(
-            f"{others} of these starts had another plan or other settings: their losses are in the curve, "
-            "their times are in no mean"
+            f"{others} of these starts {'and swaps ' if swaps else ''}had another plan or other settings: "
+            "their losses are in the curve, their times are in no mean"
         )
     iterations = [number for interval in timed for number in interval.iterations]
     slow = max(value for interval in timed for value in interval.seconds)

@@ -21,6 +21,8 @@ Wait = Literal["attention", "gradients", "pipeline"]
 WAITS: tuple[Wait, ...] = get_args(Wait)
 
 _MS = 1e-3
+#: Steps that are kept for `StepMeter.heard`, which nobody may call.
+_UNHEARD = 1000
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class StepMeter:
     def __init__(self) -> None:
         self._under_way: deque[_Step] = deque()
         self._finished: list[StepTimes] = []
+        self._unheard: deque[StepTimes] = deque(maxlen=_UNHEARD)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -64,9 +67,17 @@ class StepMeter:
         taken, self._finished = self._finished, []
         return taken
 
+    def heard(self) -> list[StepTimes]:
+        """The steps since the last call that the device has finished, in order; waits for none."""
+        self._collect()
+        heard = list(self._unheard)
+        self._unheard.clear()
+        return heard
+
     def _collect(self) -> None:
         while self._under_way and self._under_way[0].end.query():
             self._finished.append(self._under_way.popleft().times())
+            self._unheard.append(self._finished[-1])
 
 
 def waiting(kind: Wait) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from megatron_hexi.testbed.emulable import check_emulable
 from megatron_hexi.testbed.isolation import check_tools, command_prefix, find_isolation
 from megatron_hexi.testbed.lab import SPEEDS, Lab, Speeds, write_lab
 from megatron_hexi.testbed.quotas import rank_quotas
+from megatron_hexi.testbed.throttle import parse_throttle
 from megatron_hexi.text_file import read_text, write_text_atomically
 from megatron_hexi.yaml_file import yaml_from_text
 
@@ -35,6 +36,7 @@ def run_testbed(
     gpus: str | None,
     program: Sequence[str],
     quiet: bool,
+    throttles: Sequence[str] = (),
 ) -> tuple[int, dict[str, Any] | None]:
     """Emulate a cluster, run a job on it, and measure what was emulated.
 
@@ -45,6 +47,7 @@ def run_testbed(
         links: ``on`` or ``off``.
         gpus: of the file, that the job's ranks are, as ``0,1``; ``None``: all.
         program: what torchrun is to start; nothing: only measure.
+        throttles: GPUs that are slower for a while, as `parse_throttle` reads them; paced jobs only.
         quiet: what the job prints goes to standard error: standard output is for a document.
 
     Returns:
@@ -60,6 +63,9 @@ def run_testbed(
     method = cast(Speeds, speeds)
     check_emulable(cluster, source, method, links=links == "on")
     chosen = _choose(cluster, gpus)
+    slowed = tuple(parse_throttle(text, len(cluster.ranks)) for text in throttles)
+    if slowed and method != "paced":
+        raise HexiError(f"--throttle {throttles[0][:40]}: speeds change only with --speeds paced; take that")
     check_tools()
     isolation = find_isolation()
     emulated = links == "on" and isolation != "none"
@@ -70,7 +76,7 @@ def run_testbed(
         )
     with ExitStack() as stack:
         quotas = stack.enter_context(rank_quotas(cluster)) if method == "quota" else ()
-        lab = Lab(_claim(folder), method, emulated, isolation, chosen, quotas, tuple(program))
+        lab = Lab(_claim(folder), method, emulated, isolation, chosen, quotas, tuple(program), slowed)
         write_text_atomically(lab.cluster, text)
         write_lab(lab)
         print(f"everything is written to {lab.folder}", file=sys.stderr)

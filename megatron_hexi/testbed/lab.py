@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.testbed.throttle import Throttle
 from megatron_hexi.text_file import write_text_atomically
 
 Speeds = Literal["paced", "quota", "none"]
@@ -17,6 +18,9 @@ Isolation = Literal["root", "user namespace", "none"]
 
 #: What is off by more is not the cluster that the file describes.
 TOLERANCE = 0.05
+
+#: Name of the user's job, beside the loads that measure.
+JOB = "job"
 
 
 class UntrueError(HexiError):
@@ -52,6 +56,7 @@ class Lab:
         gpus: the GPUs of the file that the job's ranks are, in rank order.
         quotas: of each GPU of the file, with ``speeds = quota``.
         program: what torchrun starts, with its arguments; nothing: only measure.
+        throttles: GPUs that are slower for a while in the job, with ``speeds = paced``.
     """
 
     folder: Path
@@ -61,6 +66,7 @@ class Lab:
     gpus: tuple[int, ...]
     quotas: tuple[Quota, ...]
     program: tuple[str, ...]
+    throttles: tuple[Throttle, ...] = ()
 
     @property
     def cluster(self) -> Path:
@@ -95,4 +101,5 @@ def read_lab(folder: str | os.PathLike[str]) -> Lab:
     data = json.loads((Path(folder) / "lab.json").read_text())
     quotas = tuple(Quota(**quota) for quota in data["quotas"])
     lists = {"gpus": tuple(data["gpus"]), "quotas": quotas, "program": tuple(data["program"])}
+    lists |= {"throttles": tuple(Throttle(**throttle) for throttle in data["throttles"])}
     return Lab(**data | lists | {"folder": Path(data["folder"])})

@@ -20,7 +20,7 @@ from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.testbed import truth
 from megatron_hexi.testbed.isolation import go_first
 from megatron_hexi.testbed.job import Ended, run_job
-from megatron_hexi.testbed.lab import Lab, UntrueError, read_lab
+from megatron_hexi.testbed.lab import JOB, Lab, UntrueError, read_lab
 from megatron_hexi.testbed.links import LinkMeasured, measure_links
 from megatron_hexi.testbed.network import build_network, raise_loopback
 from megatron_hexi.testbed.quotas import correct_shares
@@ -73,7 +73,7 @@ def main(folder: str) -> int:
     ended = None
     if lab.program and not problems:
         _say("running the job")
-        ended = run_job(lab, cluster, "job", lab.program, show=True)
+        ended = run_job(lab, cluster, JOB, lab.program, show=True)
         if not ended.code:
             # The job has told how it kept its pace; of quotas only another load can tell.
             measured["after"] = _measure(lab, cluster, "after", load=lab.speeds == "quota")

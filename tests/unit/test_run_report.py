@@ -106,6 +106,17 @@ def test_times_under_another_plan_or_other_settings_are_left_out(path, change):
     assert any("1 of these starts had another plan or other settings" in note for note in run.notes)
 
 
+def test_swaps_are_no_starts_and_their_times_are_the_other_plans(path):
+    away, back = start(digest="0" * 64, swapped_at=5), start(swapped_at=6)
+    write_record(path, start(), *INTERVALS, away, interval(5, seconds=50.0), back, interval(6), interval(7))
+    run = describe_run(read_record(path), PLAN, None)
+    assert run.starts == 1
+    assert run.iterations[-3:] == (5, 6, 7)
+    assert run.measured.iteration_s < 10
+    assert any("swapped 2 times while the job ran, before iteration 5, 6" in note for note in run.notes)
+    assert not any("started" in note for note in run.notes)
+
+
 def test_a_record_of_another_plan_is_named(record):
     other = proportional_plan(JOB.workload(), [[[1.0], [1.0]]])
     with pytest.raises(

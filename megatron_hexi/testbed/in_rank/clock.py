@@ -90,6 +90,10 @@ class Clock:
         self._last = now
         self._busy_at = self._busy()
 
+    def since_first(self, now: float) -> float:
+        """Seconds since the first operation began."""
+        return now - self._first
+
     def message(self) -> None:
         """A collective or a message is about to be posted."""
         if self.pace.operations:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hexi.testbed.in_rank.charge import Charger
 from megatron_hexi.testbed.in_rank.clock import Clock
+from megatron_hexi.testbed.throttle import Throttle, speed_at
 
 
 class Pacing(TorchDispatchMode):
@@ -16,12 +18,14 @@ class Pacing(TorchDispatchMode):
     Args:
         charger: of the rank's device.
         clock: of the rank.
+        throttles: of the rank's device.
     """
 
-    def __init__(self, charger: Charger, clock: Clock) -> None:
+    def __init__(self, charger: Charger, clock: Clock, throttles: Sequence[Throttle] = ()) -> None:
         super().__init__()
         self._charger = charger
         self._clock = clock
+        self._throttles = throttles
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -35,5 +39,8 @@ class Pacing(TorchDispatchMode):
         begin = self._clock.begin()
         result = func(*args, **(kwargs or {}))
         charge = self._charger.charge(func, args, result)
-        self._clock.end(begin, charge.kind, charge.seconds)
+        seconds = charge.seconds
+        if self._throttles:
+            seconds /= speed_at(self._throttles, self._clock.since_first(begin))
+        self._clock.end(begin, charge.kind, seconds)
         return result

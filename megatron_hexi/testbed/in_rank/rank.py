@@ -20,9 +20,10 @@ from typing import Any
 
 from megatron_hexi.cluster import Device, read_cluster
 from megatron_hexi.testbed.isolation import go_first
-from megatron_hexi.testbed.lab import Lab, read_lab
+from megatron_hexi.testbed.lab import JOB, Lab, read_lab
 from megatron_hexi.testbed.namespaces import enter
 from megatron_hexi.testbed.network import rank_namespace
+from megatron_hexi.testbed.throttle import Throttle
 from megatron_hexi.text_file import write_text_atomically
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -48,10 +49,13 @@ def main(argv: Sequence[str]) -> None:
         quota = lab.quotas[gpu.rank]
         (Path(quota.cgroup) / "cgroup.procs").write_text("0")  # 0: this process, in any PID namespace
         os.sched_setaffinity(0, {quota.core})
-    _run(lab, lab.record(job, rank), gpu.device, program)
+    throttles = [one for one in lab.throttles if one.gpu == gpu.rank and job == JOB]
+    _run(lab, lab.record(job, rank), gpu.device, program, throttles)
 
 
-def _run(lab: Lab, record_path: Path, device: Device, program: Sequence[str]) -> None:
+def _run(
+    lab: Lab, record_path: Path, device: Device, program: Sequence[str], throttles: Sequence[Throttle]
+) -> None:
     import torch  # noqa: F401  (the program's memory begins after it)
 
     from megatron_hexi.testbed.in_rank.charge import Charger
@@ -64,7 +68,7 @@ def _run(lab: Lab, record_path: Path, device: Device, program: Sequence[str]) ->
     try:
         with ExitStack() as stack:
             if lab.speeds == "paced":
-                stack.enter_context(Pacing(Charger(device), clock))
+                stack.enter_context(Pacing(Charger(device), clock, throttles))
             _become(program)
     except BaseException as problem:
         if isinstance(problem, SystemExit):

@@ -1,0 +1,92 @@
+"""A plan cut anew: the same ranks in the same groups, with other tokens, heads and segments.
+
+Weights are replicated over a domain, so none moves. Which ranks form a group stays, and with it the process
+groups; so do micro-batches of replicas. The planner's balance is asked from the present plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_hexi.cluster import Cluster, Device
+from megatron_hexi.cost import Job, ceiling_tokens_per_s
+from megatron_hexi.plan import Domain, Plan, Replica, Stage
+from megatron_hexi.planner.fleet.rates import Rates
+from megatron_hexi.planner.fleet.units import Fleet, Kind, Unit
+from megatron_hexi.planner.layouts.layout import Layout, Part, build_domain
+from megatron_hexi.planner.layouts.trial import Judge
+from megatron_hexi.planner.search.balance import balance
+from megatron_hexi.planner.search.polish import polish
+
+_ROUNDS = 6
+#: Layouts that polishing may time.
+_BUDGET = 40
+
+
+def recut(plan: Plan, job: Job, cluster: Cluster) -> Plan:
+    """The plan with the best tokens, heads and segments that are found for its groups on this cluster.
+
+    Args:
+        plan: of stages that the job repeats.
+        job: of the plan.
+        cluster: at its present speeds.
+    """
+    replicas = tuple(
+        Replica((_stage(replica.stages[0], plan, number, job, cluster),), replica.micro_batches)
+        for number, replica in enumerate(plan.replicas)
+    )
+    return replace(plan, replicas=replicas, estimate=None)
+
+
+def _stage(stage: Stage, plan: Plan, number: int, job: Job, cluster: Cluster) -> Stage:
+    share = plan.replicas[number].micro_batches
+    micro_batches = share or job.global_batch_size // job.micro_batch_size // len(plan.replicas)
+    own = replace(job, data_parallel=1, global_batch_size=micro_batches * job.micro_batch_size)
+    fleet = _fleet(stage.domain, plan, own, cluster)
+    judge = Judge(fleet, plan.units)
+    window = plan.exchange.window
+    trial = judge.try_out(fleet, [_layout(stage.domain, micro_batches)], window)
+    trial = balance(judge, Rates(fleet, window, plan.units, micro_batches), trial, _ROUNDS)
+    trial = polish(judge, trial, _BUDGET)
+    ranks = {unit: member.ranks for unit, member in enumerate(stage.domain.members)}
+    domain = build_domain(fleet, trial.layouts[0], ranks)
+    names = {frozenset(m.lead for m in group.members): group.name for group in stage.domain.groups}
+    groups = tuple(
+        replace(group, name=names[frozenset(m.lead for m in group.members)]) for group in domain.groups
+    )
+    return replace(stage, domains=(replace(stage.domain, groups=groups),))
+
+
+def _fleet(domain: Domain, plan: Plan, job: Job, cluster: Cluster) -> Fleet:
+    """The domain's members as units, in the order of their ranks."""
+    gpus = plan.gpus or tuple(range(len(cluster.ranks)))
+    devices: dict[tuple[int, ...], tuple[int, tuple[Device, ...]]] = {}
+    units = []
+    for site, member in enumerate(domain.members):
+        stages = range(job.pipeline_parallel)
+        stack = tuple(tuple(gpus[s * plan.ranks + rank] for rank in member.ranks) for s in stages)
+        key = tuple(cluster.ranks[part[0]].device for part in stack)
+        place = devices.setdefault(tuple(map(id, key)), (len(devices), key))[0]
+        units.append(Unit(stack, place, site))
+    size = job.tensor_parallel * job.pipeline_parallel
+    kinds = tuple(
+        Kind(key, min(ceiling_tokens_per_s(job, [device]) for device in key) * size)
+        for _, key in devices.values()
+    )
+    return Fleet(cluster, job, kinds, tuple(units))
+
+
+def _layout(domain: Domain, micro_batches: int) -> Layout:
+    """The domain as the planner moves it: the outermost group first, members in the order of their heads."""
+    number = {member.lead: unit for unit, member in enumerate(domain.members)}
+    parts = []
+    for group in sorted(domain.groups, key=lambda group: (not group.segments, group.segments)):
+        members = sorted(group.members, key=lambda member: member.heads)
+        parts.append(
+            Part(
+                tuple(number[member.lead] for member in members),
+                tuple(member.tokens for member in members),
+                tuple(member.heads[1] - member.heads[0] for member in members),
+            )
+        )
+    return Layout(tuple(parts), micro_batches)

@@ -1,0 +1,116 @@
+"""Plans swapped between two iterations of real training: the same losses as without a swap."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, dump_plan, plan_digest, write_plan
+from megatron_hexi.record import read_record
+from tests.megatron.launch import REPOSITORY, train
+from tests.megatron.test_uneven_training import MODEL, SEQ_LENGTH, THREE_AND_ONE, WORKLOAD, one_domain
+
+CLUSTER = REPOSITORY / "scripts/testbed/four-equal.yaml"
+
+
+def three_and_one(first: int, tokens: tuple[int, int, int], cuts: tuple[int, int]) -> Plan:
+    """`THREE_AND_ONE`'s groups with other segments, tokens and heads."""
+    last = SEQ_LENGTH - sum(tokens)
+    segments = ((0, first), (first + last, SEQ_LENGTH))
+    heads = ((0, cuts[0]), cuts, (cuts[1], 6))
+    members = tuple(Member((i,), t, h) for i, (t, h) in enumerate(zip(tokens, heads, strict=True)))
+    groups = Group(segments, members), Group(((first, first + last),), (Member((3,), last, (0, 6)),))
+    return Plan(WORKLOAD, (Replica((Stage((Domain(groups),)),)),))
+
+
+OTHERS = (three_and_one(20, (7, 60, 30), (1, 3)), three_and_one(11, (40, 0, 2), (0, 6)), THREE_AND_ONE)
+
+
+def swapping(tmp_path: Path, plan: Plan, others: tuple[Plan, ...], iterations: int, *args: str):
+    plans = tmp_path / "plans.json"
+    plans.write_text(json.dumps([dump_plan(other) for other in others]))
+    write_plan(plan, tmp_path / "plan.yaml")
+    words = (*MODEL, "--train-iters", str(iterations), "--lr-decay-iters", "1000", *args)
+    replan = ("--hexi-replan-interval", "2", "--hexi-cluster", str(CLUSTER))
+    ranks = plan.ranks
+    still = train(tmp_path, ranks=ranks, args=words, plan=tmp_path / "plan.yaml")
+    entry = ["-m", "tests.megatron.swapping", str(plans)]
+    record = ("--hexi-record", str(tmp_path / "record.jsonl"), "--log-interval", "5")
+    swapped = train(
+        tmp_path,
+        ranks=ranks,
+        args=(*words, *replan, *record),
+        plan=tmp_path / "plan.yaml",
+        entry=entry,
+        timeout=600,
+    )
+    return still, swapped, read_record(tmp_path / "record.jsonl")
+
+
+def milliseconds(output: str) -> list[float]:
+    return [float(found) for found in re.findall(r"swapped to plan \w+ in ([\d.]+) ms", output)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "others", "args"),
+    [
+        pytest.param(THREE_AND_ONE, OTHERS, (), id="groups"),
+        pytest.param(
+            one_domain((63, (0, 3)), (64, (3, 6))),
+            (one_domain((100, (0, 1)), (27, (1, 6))), one_domain((1, (0, 5)), (126, (5, 6)))),
+            ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+            id="distributed-optimizer",
+        ),
+    ],
+)
+def test_losses_are_those_without_swaps(tmp_path, plan, others, args):
+    still, swapped, record = swapping(tmp_path, plan, others, 20, *args)
+    assert swapped.losses == pytest.approx(still.losses, rel=1e-5)
+    assert swapped.grad_norms == pytest.approx(still.grad_norms, rel=1e-4)
+    assert len(milliseconds(swapped.output)) == 3
+    digests = [plan_digest(one) for one in (plan, *others, *others)]
+    assert [leg.start.digest for leg in record.legs] == digests[:4]
+    assert [leg.start.swapped_at for leg in record.legs] == [None, 6, 12, 18]
+    told = [i for leg in record.legs for interval in leg.intervals for i in interval.iterations]
+    assert told == list(range(1, 21))
+
+
+def test_a_rank_with_another_plan_stops_the_job_by_name(tmp_path):
+    wrong = replace(OTHERS[0], replicas=one_domain((63, (0, 3)), (64, (3, 6))).replicas)
+    with pytest.raises(AssertionError, match="has other groups or another workload"):
+        swapping(tmp_path, THREE_AND_ONE, (wrong,), 8)
+
+
+def test_the_planner_is_asked_and_says_its_numbers(tmp_path):
+    write_plan(THREE_AND_ONE, tmp_path / "plan.yaml")
+    replan = ("--hexi-replan-interval", "3", "--hexi-cluster", str(CLUSTER))
+    words = (*MODEL, "--train-iters", "60", "--log-interval", "60")
+    still = train(tmp_path, ranks=4, args=words, plan=tmp_path / "plan.yaml")
+    led = train(tmp_path, ranks=4, args=(*words, *replan), plan=tmp_path / "plan.yaml")
+    assert led.losses == pytest.approx(still.losses, rel=1e-5)
+    decisions = re.findall(r"hexi: replan: iteration (\d+): .*gain (-?[\d.]+)%", led.output)
+    assert decisions
+
+
+def test_a_plan_for_another_cluster_stops_the_job(tmp_path):
+    plan = one_domain((63, (0, 3)), (64, (3, 6)))
+    write_plan(plan, tmp_path / "plan.yaml")
+    replan = ("--hexi-replan-interval", "2", "--hexi-cluster", str(CLUSTER))
+    words = (*MODEL, "--train-iters", "100000", *replan)
+    with pytest.raises(AssertionError, match="the plan is for 2"):
+        train(tmp_path, ranks=2, args=words, plan=tmp_path / "plan.yaml")
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_a_hundred_swaps(tmp_path):
+    still, swapped, record = swapping(tmp_path, THREE_AND_ONE, OTHERS, 610)
+    assert swapped.losses == pytest.approx(still.losses, rel=1e-4)
+    times = milliseconds(swapped.output)
+    assert len(times) >= 100
+    assert sorted(times)[len(times) // 2] < 100
+    peaks = [max(interval.ranks.peak_bytes) for leg in record.legs for interval in leg.intervals]
+    assert peaks[-1] < 1.02 * peaks[len(peaks) // 5]
