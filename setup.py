@@ -11,11 +11,7 @@ HERE = Path(__file__).parent
 PLAN = ["ortools>=9.11"]
 
 #: What only training needs.
-TRAIN = [
-    "megatron-core>=0.17,<0.20",
-    "psutil",  # megatron-core saves torch_dist checkpoints with it, and does not declare it
-    "torch>=2.11",
-]
+TRAIN = ["megatron-core>=0.17,<0.20", "torch>=2.11"]
 
 
 def version() -> str:
@@ -74,6 +70,7 @@ setup(
         "matplotlib",
         "numpy",
         "packaging",
+        "psutil",  # also what megatron-core saves torch_dist checkpoints with, and does not declare
         "pydantic>=2",
         "pyyaml",
         "rich",

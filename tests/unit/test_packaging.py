@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parents[2]
 DIFFS = [path.name for path in (REPOSITORY / "patches").glob("*.diff")]
 
 #: What `hexi doctor` calls an error where only the extra `plan` is installed.
-TRAINING = {"torch", "megatron-core", "psutil"}
+TRAINING = {"torch", "megatron-core"}
 
 
 def test_installed_version_is_the_package_s():
