@@ -36,6 +36,7 @@ lint: environment  ## style, types, and the arrows between rooms
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
 
 docs: environment  ## write the generated pages, and build the site into build/site
 	$(BIN)/python -m scripts.docs

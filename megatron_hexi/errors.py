@@ -61,7 +61,8 @@ def user_errors() -> Iterator[None]:
         SystemExit: the user's input is wrong.
     """
     try:
-        yield
+        with _missing_extras():
+            yield
     except HexiError as problem:
         rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print(f"hexi: error: {rank}{_one_line(str(problem))}", file=sys.stderr, flush=True)
@@ -70,6 +71,23 @@ def user_errors() -> Iterator[None]:
         if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1":
             time.sleep(_OTHERS_S)
         raise SystemExit(problem.exit_code) from None
+
+
+#: The extra of `setup.py` that installs a package which is imported only where it is needed.
+_EXTRA_OF = {"megatron": "train", "ortools": "plan", "torch": "train"}
+
+
+@contextlib.contextmanager
+def _missing_extras() -> Iterator[None]:
+    """Turn the failed import of a package that an extra installs into a `HexiError` that names the extra."""
+    try:
+        yield
+    except ModuleNotFoundError as problem:
+        package = (problem.name or "").partition(".")[0]
+        if package not in _EXTRA_OF:
+            raise
+        remedy = f"pip install 'megatron-hexi[{_EXTRA_OF[package]}]'"
+        raise HexiError(f"this needs {package}, which is not installed; {remedy}") from None
 
 
 def _one_line(text: str) -> str:

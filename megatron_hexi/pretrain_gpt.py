@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 
 from megatron_hexi.errors import user_errors
-from megatron_hexi.platform.slurm import adopt_slurm_environment
 
 
 def main() -> None:
@@ -18,6 +17,8 @@ def main() -> None:
         SystemExit: the user's input is wrong (exit code 2).
     """
     with user_errors():
+        from megatron_hexi.platform.slurm import adopt_slurm_environment
+
         adopt_slurm_environment(os.environ)
 
         import megatron_hexi.adaptor  # noqa: F401  (before Megatron)

@@ -10,7 +10,6 @@ import runpy
 import sys
 
 from megatron_hexi.errors import HexiError, user_errors
-from megatron_hexi.platform.slurm import adopt_slurm_environment
 
 _USAGE = "usage: torchrun --nproc-per-node 8 -m megatron_hexi.run pretrain_gpt.py --hexi-plan plan.yaml …"
 
@@ -30,15 +29,17 @@ def main(argv: list[str]) -> None:
         script = argv[0]
         if not os.path.isfile(script):
             raise HexiError(f"{script}: no such training script; {_USAGE}")
+        from megatron_hexi.platform.slurm import adopt_slurm_environment
+
         adopt_slurm_environment(os.environ)
 
     # As Python itself does: the script's own directory comes first on the path, in place of ours.
     sys.argv[:] = argv
     sys.path[0] = os.path.dirname(os.path.abspath(script))
 
-    import megatron_hexi.adaptor  # noqa: F401
-
     with user_errors():
+        import megatron_hexi.adaptor  # noqa: F401
+
         runpy.run_path(script, run_name="__main__")
 
 

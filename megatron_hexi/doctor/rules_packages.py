@@ -35,7 +35,10 @@ def _needed(facts: Facts) -> Iterator[Problem]:
         if package.needs is None:
             continue
         install = f"pip install '{package.name}{package.needs}'"
-        if package.version is None:
+        if package.version is None and package.name == "ortools":
+            remedy = "pip install 'megatron-hexi[plan]'"
+            yield Problem("note", "ortools is not installed: this machine can train, but not plan", remedy)
+        elif package.version is None:
             yield Problem("error", f"{package.name} is not installed", install)
         elif not _in_range(package):
             yield Problem(

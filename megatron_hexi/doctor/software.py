@@ -103,7 +103,7 @@ def _driver_cuda() -> str | None:
 
 
 def _needs() -> dict[str, str]:
-    """What our own metadata asks for, extras aside: names and version ranges."""
+    """What our own metadata asks for, to plan and to train: names and version ranges."""
     try:
         lines = requires(_OURS) or []
     except PackageNotFoundError:
@@ -112,7 +112,8 @@ def _needs() -> dict[str, str]:
     return {
         requirement.name: str(requirement.specifier)
         for requirement in asked
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if requirement.marker is None
+        or any(requirement.marker.evaluate({"extra": extra}) for extra in ("plan", "train"))
     }
 
 

@@ -91,7 +91,13 @@ def test_slow_commands_of_a_page_run(shell, page):
 
 def test_the_pages_that_a_reader_follows_have_commands():
     """A block whose marks are misspelt would not be run, and nobody would notice."""
-    for page in ("README.md", "docs/quickstart.md", "docs/your-cluster.md", "docs/performance.md"):
+    for page in (
+        "README.md",
+        "docs/quickstart.md",
+        "docs/choose-layout.md",
+        "docs/your-cluster.md",
+        "docs/performance.md",
+    ):
         assert commands_of(PAGES[page], slow=False), page
     assert commands_of(PAGES["docs/quickstart.md"], slow=True)
     for page, text in PAGES.items():

@@ -22,12 +22,48 @@ from tests.support.records import PLAN, interval, start, write_record
 REPOSITORY = Path(__file__).parents[2]
 DIFFS = [path.name for path in (REPOSITORY / "patches").glob("*.diff")]
 
-#: What only the half that trains needs.
-TRAINING = ("torch", "megatron-core")
+#: What `hexi doctor` calls an error where only the extra `plan` is installed.
+TRAINING = {"torch", "megatron-core"}
 
 
 def test_installed_version_is_the_package_s():
     assert version("megatron-hexi") == megatron_hexi.__version__
+
+
+@pytest.mark.parametrize(
+    ("missing", "module", "remedy"),
+    [
+        ("ortools", "megatron_hexi.cli.main", "megatron-hexi[plan]"),
+        ("torch", "megatron_hexi.pretrain_gpt", "megatron-hexi[train]"),
+        ("torch", "megatron_hexi.run", "megatron-hexi[train]"),
+    ],
+)
+def test_a_missing_extra_is_one_line_that_names_it(missing, module, remedy, tmp_path):
+    """Planning without torch, training without OR-Tools: what the other half needs is asked for by name."""
+    blocked = f"import sys, runpy; sys.modules[{missing!r}] = None"
+    program = f"{blocked}; runpy.run_module({module!r}, run_name='__main__')"
+    cluster = REPOSITORY / "examples" / "clusters" / "mixed-16.yaml"
+    words = {
+        "megatron_hexi.cli.main": [
+            "plan",
+            cluster,
+            "--model",
+            "gpt-7b",
+            "--seq-length",
+            "32768",
+            "-o",
+            "p.yaml",
+        ],
+        "megatron_hexi.pretrain_gpt": [],
+        "megatron_hexi.run": [__file__],
+    }[module]
+    run = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
+    assert run.returncode == 2, run.stderr
+    assert run.stderr == (
+        f"hexi: error: this needs {missing}, which is not installed; pip install '{remedy}'\n"
+    )
 
 
 def test_hexi_is_the_command():
@@ -112,8 +148,9 @@ def _planner_needs() -> set[str]:
     while wanted:
         name = wanted.pop()
         for requirement in map(Requirement, requires(name) or []):
-            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-            if applies and requirement.name not in {*found, *TRAINING}:
+            extra = "plan" if name == "megatron-hexi" else ""
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+            if applies and requirement.name not in found:
                 found.add(requirement.name)
                 wanted.append(requirement.name)
     return found
