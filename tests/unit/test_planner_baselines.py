@@ -20,6 +20,7 @@ from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner import CHOSEN, Request
 from megatron_hexi.planner.baselines import find_baselines, race
 from megatron_hexi.planner.baselines.arrange import models
+from megatron_hexi.planner.baselines.find import PUBLISHED
 from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.rules import NAMES, UNIFORM, candidates, replica_counts
 from megatron_hexi.planner.fleet.units import find_units
@@ -445,7 +446,7 @@ def test_the_order_of_a_file_s_entries_does_not_matter(last, bandwidth):
             )
         )
     assert len(seen) == 1
-    assert [name for name, *_ in seen.pop()] == list(NAMES)
+    assert [name for name, *_ in seen.pop()] == [*NAMES, *PUBLISHED]
 
 
 @pytest.mark.parametrize("context", [32768, 131072])

@@ -13,7 +13,8 @@ from megatron_hexi.cost import RECOMPUTES, Job
 from megatron_hexi.cost.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, RESERVE_BYTES, ModelPart, part_params
 from megatron_hexi.errors import HexiError
 from megatron_hexi.planner.baselines.arrange import models
-from megatron_hexi.planner.baselines.race import Entry, Progress, Race, Standing
+from megatron_hexi.planner.baselines.hexiscale import hexiscale
+from megatron_hexi.planner.baselines.race import Entry, Race, Standing
 from megatron_hexi.planner.baselines.rules import (
     HOMOGENEOUS,
     NAMES,
@@ -22,11 +23,16 @@ from megatron_hexi.planner.baselines.rules import (
     candidates,
     why_none,
 )
+from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
+from megatron_hexi.planner.baselines.zorse import zorse
 from megatron_hexi.planner.fleet.units import Fleet, find_units
-from megatron_hexi.planner.layouts.trial import Trial
+from megatron_hexi.planner.joint import Candidate as Whole
+from megatron_hexi.planner.layouts.trial import Progress, Trial
 from megatron_hexi.planner.request import Request
 
 _GIB = 2.0**30
+#: Planners of others, by our reading of their papers.
+PUBLISHED = {"hexiscale": hexiscale, "zorse": zorse}
 #: Pipelines of stages that are alike.
 _DEPTHS = [1, 2, 4, 8, 16]
 
@@ -36,7 +42,8 @@ class Baseline:
     """What one would do without a planner.
 
     Args:
-        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion`` or ``homogeneous``.
+        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``, ``hexiscale``
+            or ``zorse``.
         trial: the best layout that its rules allow; ``None`` where there is none, or none fits.
         why_not: then the reason, one sentence with numbers.
         layout: what the layout is (or the one that fits best), for people.
@@ -44,16 +51,32 @@ class Baseline:
     """
 
     name: str
-    trial: Trial | None
+    trial: Trial | Whole | None
     why_not: str
     layout: str
     uniform: bool
+
+    @property
+    def candidate(self) -> Whole | None:
+        """As a plan that may be the best."""
+        if self.trial is None or isinstance(self.trial, Whole):
+            return self.trial
+        job = replace(self.trial.fleet.job, data_parallel=len(self.trial.layouts))
+        return Whole(self.trial.plan, job, self.trial.timing)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of the global batch a second."""
+        if self.candidate is None:
+            return None
+        job = self.candidate.job
+        return job.global_batch_size * job.seq_length / self.candidate.iteration_s
 
 
 def find_baselines(
     request: Request, cluster: Cluster, *, faster_than: float = inf, progress: Progress | None = None
 ) -> tuple[tuple[Baseline, ...], int]:
-    """Every baseline with its best of Megatron's flags, the same kernels and the same overlap.
+    """Every baseline: the best of Megatron's flags, or its own planner's; the same kernels and overlap.
 
     Flags are tensor-parallel size, stages that are alike, replicas that are alike, and recomputation; those
     that the request fixes stay. ``usp`` is so the best equal layout that Megatron can run.
@@ -81,8 +104,13 @@ def find_baselines(
                 entrants += candidates(part, replicas, (HOMOGENEOUS,))
     race = Race(faster_than, progress)
     race.run(entrants)
-    found = tuple(_baseline(name, race.standings.get(name), fleets, replicas, faster_than) for name in NAMES)
-    return found, race.trials
+    found = [_baseline(name, race.standings.get(name), fleets, replicas, faster_than) for name in NAMES]
+    judge = StagedJudge(request, cluster)
+    for number, (name, planner) in enumerate(PUBLISHED.items()):
+        if progress is not None:
+            progress("published planners", number, len(PUBLISHED))
+        found.append(_published(name, planner(judge), cluster))
+    return tuple(found), race.trials + judge.trials
 
 
 def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
@@ -156,6 +184,16 @@ def _baseline(
     if standing.passed is not None:
         why_not += f"; other layouts cannot be faster {too_slow}"
     return Baseline(name, None, why_not, text, uniform)
+
+
+def _published(name: str, best: Whole | None, cluster: Cluster) -> Baseline:
+    if best is None:
+        return Baseline(name, None, "it has no layout with what is fixed", "", False)
+    text = spell_stages(best.plan, cluster)
+    if best.fits:
+        return Baseline(name, best, "", text, False)
+    excess = best.timing.fullness
+    return Baseline(name, None, f"short of memory: a GPU needs {excess:.2f} times what it has", text, False)
 
 
 def _no_layout(name: str, fleet: Fleet, data_parallel: int | None) -> str:
