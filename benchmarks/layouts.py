@@ -22,7 +22,9 @@ import yaml
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import Job, read_model
 from megatron_hexi.errors import NothingFitsError
-from megatron_hexi.planner import Planned, Request, find_plan
+from megatron_hexi.planner import Request, find_plan
+from megatron_hexi.planner.baselines import find_baselines
+from megatron_hexi.planner.baselines.staged import spell_stages
 from megatron_hexi.text_file import write_text_atomically
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "planner.md"
@@ -138,6 +140,8 @@ class Row:
         iteration_s: seconds of the plan's iteration; ``None``: no plan was found.
         equal_s: of the best layout that gives every rank the same; ``None``: none fits.
         proportion_s: of the best that gives tokens in proportion.
+        hexiscale_s: of HexiScale's planner, as we read it.
+        zorse_s: of Zorse's, likewise.
         gap: to the bound of all layouts.
         layout: of the plan, in short.
         planning_s: processor time of the search.
@@ -147,6 +151,8 @@ class Row:
     iteration_s: float | None
     equal_s: float | None
     proportion_s: float | None
+    hexiscale_s: float | None
+    zorse_s: float | None
     gap: float | None
     layout: str
     planning_s: float
@@ -173,43 +179,27 @@ def measure(cluster: str, model: str, seq_length: int, batch: int, precision: st
     try:
         alone = find_plan(request, machines)
     except NothingFitsError as problem:
-        return Row(name, None, None, None, None, str(problem), time.process_time() - begun)
+        return Row(name, None, None, None, None, None, None, str(problem), time.process_time() - begun)
     planning_s = time.process_time() - begun
-    planned = find_plan(request, machines, with_baselines=True)
-    best = {one.name: one.trial.iteration_s for one in planned.baselines if one.trial is not None}
+    baselines, _ = find_baselines(request, machines)
+    best = {one.name: one.trial.iteration_s for one in baselines if one.trial is not None}
     return Row(
         cell=name,
         iteration_s=alone.cost.iteration_s,
         equal_s=best.get("usp"),
         proportion_s=best.get("proportion"),
+        hexiscale_s=best.get("hexiscale"),
+        zorse_s=best.get("zorse"),
         gap=alone.gap,
-        layout=spell_layout(alone, machines),
+        layout=spell_stages(alone.plan, machines),
         planning_s=planning_s,
     )
 
 
-def spell_layout(planned: Planned, cluster: Cluster) -> str:
-    """``8 H100 tp4 27f, 24 A100 tp8 37``: GPUs, unit and layers of each stage, replicas by semicolons."""
-    plan, replicas = planned.plan, []
-    gpus = plan.gpus or tuple(range(len(cluster.ranks)))
-    for replica in plan.replicas:
-        stages = []
-        for stage in replica.stages:
-            found: dict[str, int] = {}
-            for member in stage.members:
-                for rank in member.ranks:
-                    kind = cluster.ranks[gpus[rank]].device.name.partition("-")[0]
-                    found[kind] = found.get(kind, 0) + 1
-            who = " + ".join(f"{count} {kind}" for kind, count in found.items())
-            layers = "" if stage.layers is None else f": {stage.layers[1] - stage.layers[0]} layers"
-            stages.append(f"{who}, TP {len(stage.members[0].ranks)}{layers}")
-        replicas.append(f"{replica.micro_batches} x ({' / '.join(stages)})")
-    return "; ".join(dict.fromkeys(replicas))
-
-
 _COLUMNS = (
     *("cell: cluster, model, context, batch", "plan, s", "best equal, s", "times as fast"),
-    *("in proportion, s", "over the bound", "planned in, s", "the plan: micro-batches x (stages)"),
+    *("in proportion, s", "HexiScale's planner, s", "Zorse's planner, s", "over the bound", "planned in, s"),
+    "the plan: micro-batches x (stages)",
 )
 _PAGE = """\
 # What choosing the whole layout is worth
@@ -222,11 +212,14 @@ Against the best layout that Megatron can run with equal parts, by search over a
 of the {count} cells where any equal layout fits.
 
 {head}
-|---|---:|---:|---:|---:|---:|---:|---|
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---|
 {rows}
 
 Best equal: every rank the same tokens, heads, layers and batch, ring, Ulysses or USP inside, with the best
 tensor-parallel size, stages, replicas and recomputation. In proportion: tokens by speed, the rest likewise.
+HexiScale's and Zorse's planners: our readings of arXiv 2409.01143 and 2507.10392, judged by the same cost
+model; neither cuts the sequence, and Zorse's has no ministages, offloading or sharded parameters here. -:
+nothing fits.
 Over the bound: how much longer the plan takes than no layout can beat; traffic is not counted there.
 
 ## Clusters
@@ -258,6 +251,8 @@ def _line(row: Row) -> str:
         cell(row.equal_s, ".4g"),
         cell(row.gain, ".2f"),
         cell(row.proportion_s, ".4g"),
+        cell(row.hexiscale_s, ".4g"),
+        cell(row.zorse_s, ".4g"),
         cell(row.gap, ".0%"),
         f"{row.planning_s:.1f}",
     ]

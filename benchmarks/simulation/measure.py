@@ -114,7 +114,7 @@ def _rivals(planned: Planned) -> tuple[Rival, ...]:
         Rival(
             name=one.name,
             uniform=one.uniform,
-            tokens_per_s=None if one.trial is None else one.trial.tokens_per_s,
+            tokens_per_s=one.tokens_per_s,
             layout=one.layout,
             why_not=one.why_not,
         )

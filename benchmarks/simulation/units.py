@@ -83,9 +83,7 @@ def _uniform_tokens_per_s(job: Job, cluster: Cluster) -> float:
     except HexiError:
         return 0.0
     baselines, _ = find_baselines(as_asked(job, 1), cluster)
-    return max(
-        (one.trial.tokens_per_s for one in baselines if one.uniform and one.trial is not None), default=0.0
-    )
+    return max((one.tokens_per_s or 0.0 for one in baselines if one.uniform), default=0.0)
 
 
 def _plan_tokens_per_s(job: Job, cluster: Cluster) -> float:

@@ -15,9 +15,9 @@ from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearch
-from megatron_hexi.planner.layouts.trial import Trial
+from megatron_hexi.planner.layouts.trial import Progress
 from megatron_hexi.planner.request import Request
-from megatron_hexi.planner.result import Planned, Progress
+from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.search.solver import SEED
 
 #: On so many GPUs it takes a part of the search's own time to see whether any baseline is faster.
@@ -52,12 +52,12 @@ def find_plan(
     if with_baselines or best is None:  # what the search passes over for its speed may be all that fits
         baselines, timed = find_baselines(request, cluster, progress=tell)
         trials += timed
-        others = [_candidate(one.trial) for one in baselines if one.trial is not None]
+        others = [one.candidate for one in baselines if one.candidate is not None]
         best = min([*([] if best is None else [best]), *others], key=_order, default=None)
     elif len(cluster.ranks) <= _CHECKED:
         faster, timed = find_faster(request, cluster, best.iteration_s)
         trials += timed
-        best = best if faster is None else _candidate(faster)
+        best = faster or best
     if best is None:
         raise nothing_fits(request, cluster, lambda other: _search(other, cluster, tell)[0] is not None)
     tell("bound", 0, 1)
@@ -105,11 +105,6 @@ def _search(request: Request, cluster: Cluster, tell: Progress) -> tuple[Candida
     return best, trials
 
 
-def _candidate(trial: Trial) -> Candidate:
-    """A baseline as a plan."""
-    return Candidate(trial.plan, replace(trial.fleet.job, data_parallel=len(trial.layouts)), trial.timing)
-
-
 def _order(candidate: Candidate) -> tuple[float, float]:
     return candidate.order
 
@@ -124,7 +119,7 @@ def _planned(
 ) -> Planned:
     cost = CostModel(best.job, cluster).estimate(best.plan)
     planned = Planned(best.plan, best.job, cost, bound, baselines, trials, 0.0, _notes(best.plan, cluster))
-    against = {item.name: item.trial.tokens_per_s for item in baselines if item.trial is not None}
+    against = {item.name: item.tokens_per_s for item in baselines if item.tokens_per_s is not None}
     estimate = Estimate(
         iteration_s=cost.iteration_s,
         tokens_per_s=cost.tokens_per_s,

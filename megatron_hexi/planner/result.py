@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_hexi.cost import IterationCost, Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner.baselines import Baseline
 from megatron_hexi.planner.bound import Bound
-
-#: Told what the planner is at, how many steps of it are done, and how many there are.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,8 +106,8 @@ def compare(planned: Planned, cluster: Cluster) -> Comparison:
     results = [Result(OURS, spell_layout(shares), cost.phases, cost.tokens_per_s, "", False)]
     for one in planned.baselines:
         trial = one.trial
-        phases, tokens_per_s = (None, None) if trial is None else (trial.timing.phases, trial.tokens_per_s)
-        results.append(Result(one.name, one.layout, phases, tokens_per_s, one.why_not, one.uniform))
+        phases = None if trial is None else trial.timing.phases
+        results.append(Result(one.name, one.layout, phases, one.tokens_per_s, one.why_not, one.uniform))
     # Stable: ours stands before a baseline that is just as fast.
     results.sort(key=lambda one: -(one.tokens_per_s or 0.0))
     return Comparison(tuple(results), cluster_ceiling(planned.job, cluster), planned.bound.iteration_s)

@@ -20,7 +20,14 @@ def baseline(name, tokens_per_s=None, *, why_not="", layout="as it is", uniform=
         trial = SimpleNamespace(
             tokens_per_s=tokens_per_s, iteration_s=phases.total, timing=SimpleNamespace(phases=phases)
         )
-    return SimpleNamespace(name=name, trial=trial, why_not=why_not, layout=layout, uniform=uniform)
+    return SimpleNamespace(
+        name=name,
+        trial=trial,
+        tokens_per_s=tokens_per_s,
+        why_not=why_not,
+        layout=layout,
+        uniform=uniform,
+    )
 
 
 def make_planned(job, cluster, speeds, *, gap=0.25, baselines=(), notes=(), gpus=None):

@@ -14,7 +14,8 @@ from megatron_hexi.cost import RECOMPUTES, Job
 from megatron_hexi.cost.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, RESERVE_BYTES, ModelPart, part_params
 from megatron_hexi.errors import HexiError
 from megatron_hexi.planner.baselines.arrange import models
-from megatron_hexi.planner.baselines.race import Entry, Progress, Race, Standing
+from megatron_hexi.planner.baselines.hexiscale import hexiscale
+from megatron_hexi.planner.baselines.race import Entry, Race, Standing
 from megatron_hexi.planner.baselines.rules import (
     HOMOGENEOUS,
     NAMES,
@@ -23,12 +24,17 @@ from megatron_hexi.planner.baselines.rules import (
     candidates,
     why_none,
 )
+from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
+from megatron_hexi.planner.baselines.zorse import zorse
 from megatron_hexi.planner.fleet.units import Fleet, find_units
-from megatron_hexi.planner.layouts.trial import Trial
+from megatron_hexi.planner.joint import Candidate as Whole
+from megatron_hexi.planner.layouts.trial import Progress, Trial
 from megatron_hexi.planner.request import Request
 
 _GIB = 2.0**30
-#: All baselines as one.
+#: Planners of others, by our reading of their papers.
+PUBLISHED = {"hexiscale": hexiscale, "zorse": zorse}
+#: All equal layouts as one.
 _ANY = "any"
 #: Pipelines of stages that are alike.
 _DEPTHS = [1, 2, 4, 8, 16]
@@ -39,7 +45,8 @@ class Baseline:
     """What one would do without a planner.
 
     Args:
-        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion`` or ``homogeneous``.
+        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``, ``hexiscale``
+            or ``zorse``.
         trial: the best layout that its rules allow; ``None`` where there is none, or none fits.
         why_not: then the reason, one sentence with numbers.
         layout: what the layout is (or the one that fits best), for people.
@@ -47,16 +54,31 @@ class Baseline:
     """
 
     name: str
-    trial: Trial | None
+    trial: Trial | Whole | None
     why_not: str
     layout: str
     uniform: bool
+
+    @property
+    def candidate(self) -> Whole | None:
+        """As a plan that may be the best."""
+        if self.trial is None or isinstance(self.trial, Whole):
+            return self.trial
+        return _whole(self.trial)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of the global batch a second."""
+        if self.candidate is None:
+            return None
+        job = self.candidate.job
+        return job.global_batch_size * job.seq_length / self.candidate.iteration_s
 
 
 def find_baselines(
     request: Request, cluster: Cluster, *, faster_than: float = inf, progress: Progress | None = None
 ) -> tuple[tuple[Baseline, ...], int]:
-    """Every baseline with its best of Megatron's flags, the same kernels and the same overlap.
+    """Every baseline: the best of Megatron's flags, or its own planner's; the same kernels and overlap.
 
     Flags are tensor-parallel size, stages that are alike, replicas that are alike, and recomputation; those
     that the request fixes stay. ``usp`` is so the best equal layout that Megatron can run.
@@ -75,12 +97,17 @@ def find_baselines(
     fleets = _fleets(request, cluster)
     race = Race(faster_than, progress)
     race.run([one for fleet in fleets for one in _entrants(fleet, replicas, lambda _part: True)])
-    found = tuple(_baseline(name, race.standings.get(name), fleets, replicas, faster_than) for name in NAMES)
-    return found, race.trials
+    found = [_baseline(name, race.standings.get(name), fleets, replicas, faster_than) for name in NAMES]
+    judge = StagedJudge(request, cluster)
+    for number, (name, planner) in enumerate(PUBLISHED.items()):
+        if progress is not None:
+            progress("published planners", number, len(PUBLISHED))
+        found.append(_published(name, planner(judge), cluster))
+    return tuple(found), race.trials + judge.trials
 
 
-def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple[Trial | None, int]:
-    """The best layout of all baselines, if one is faster; and how many layouts were timed.
+def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple[Whole | None, int]:
+    """The best of all layouts that Megatron's flags allow, if it is faster; and how many were timed.
 
     GPUs whose work alone takes longer at their best rates are left out at once.
 
@@ -96,7 +123,12 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
     race.run([replace(one, texts={_ANY: ""}) for one in entrants])
     best = race.standings[_ANY].best if _ANY in race.standings else None
     faster = best is not None and best.trial.fits and best.trial.iteration_s < faster_than
-    return best.trial if best is not None and faster else None, race.trials
+    return _whole(best.trial) if best is not None and faster else None, race.trials
+
+
+def _whole(trial: Trial) -> Whole:
+    job = replace(trial.fleet.job, data_parallel=len(trial.layouts))
+    return Whole(trial.plan, job, trial.timing)
 
 
 def _fixed_replicas(request: Request) -> int | None:
@@ -193,6 +225,16 @@ def _baseline(
     if standing.passed is not None:
         why_not += f"; other layouts cannot be faster {too_slow}"
     return Baseline(name, None, why_not, text, uniform)
+
+
+def _published(name: str, best: Whole | None, cluster: Cluster) -> Baseline:
+    if best is None:
+        return Baseline(name, None, "it has no layout with what is fixed", "", False)
+    text = spell_stages(best.plan, cluster)
+    if best.fits:
+        return Baseline(name, best, "", text, False)
+    excess = best.timing.fullness
+    return Baseline(name, None, f"short of memory: a GPU needs {excess:.2f} times what it has", text, False)
 
 
 def _no_layout(name: str, fleet: Fleet, data_parallel: int | None) -> str:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.rules import Candidate
 from megatron_hexi.planner.layouts.layout import Layout
-from megatron_hexi.planner.layouts.trial import Judge, Trial
-
-#: Told what it is at, how many layouts are done, and how many there are.
-Progress = Callable[[str, int, int], None]
+from megatron_hexi.planner.layouts.trial import Judge, Progress, Trial
 
 #: Steps of the exchange that the overlap may have under way.
 WINDOWS = (1, 2, 4)

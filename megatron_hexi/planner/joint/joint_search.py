@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import ceiling_tokens_per_s
-from megatron_hexi.planner.baselines.race import Progress
 from megatron_hexi.planner.joint.assembly import Assembly, Candidate
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.packing import Packed, pack
@@ -15,6 +14,7 @@ from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pools import Pools
 from megatron_hexi.planner.joint.replica_columns import Column, ReplicaColumns
 from megatron_hexi.planner.joint.stage_tables import StageTables
+from megatron_hexi.planner.layouts.trial import Progress
 from megatron_hexi.planner.request import Request
 
 #: Numbers of replicas that are told apart: one shares optimizer state, two or three do, four to seven, …

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_hexi.cost import CostModel, Timing
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Layout, build_plan
+
+#: Told what a search is at, how many steps of it are done, and how many there are.
+Progress = Callable[[str, int, int], None]
 
 #: Memory overdrawn by less than this part can still be mended by moving a few tokens.
 _MENDABLE = 0.03

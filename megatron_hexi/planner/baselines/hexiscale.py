@@ -1,0 +1,154 @@
+"""HexiScale's planner (arXiv 2409.01143), our reading of the paper and of the scheduler published with it.
+
+Two levels of graph partitioning; vertices are GPUs, weighed by their memory:
+
+    pipelines   parts of about equal weight with the least cut of 1 / bandwidth: gradients, which pipelines
+                exchange, get the fast links. Also the least cut of bandwidth, which its refinement tries
+    stages      a pipeline's parts with the least cut of bandwidth are the machines, since tensor parallelism
+                stays inside one; each machine's GPUs are cut into tensor-parallel groups of powers of two
+    order       a path through the machines over the thickest links
+    layers      in proportion to a stage's memory, or to its speed
+    batch       by the seconds that each pipeline takes
+
+Theirs is a random walk over the number of pipelines, with METIS for each partition. Here a few numbers of
+pipelines are tried, with the swaps of Kernighan and Lin (1970), so that the result is always the same; the
+widest tensor-parallel group is one number for all machines. The cost model is ours, and chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.planner.baselines.staged import Pipeline, StageChoice, StagedJudge
+from megatron_hexi.planner.joint import Candidate
+
+#: Numbers of pipelines that are tried.
+_PIPELINES = (1, 2, 4, 8)
+#: Swaps of two GPUs at most.
+_SWAPS = 200
+#: What rounding may do to a cut, as a part of an edge.
+_ROUNDING = 1e-9
+
+
+def hexiscale(judge: StagedJudge) -> Candidate | None:
+    """Its best layout by the cost model, one that fits if any does; ``None``: there is none."""
+    size = judge.request.micro_batch_sizes()[0]
+    return judge.best((pipelines, size) for pipelines in _choices(judge))
+
+
+def bandwidths(judge: StagedJudge) -> Floats:
+    """Bytes/s between every two GPUs, the thinner way; 0 on the diagonal, [N, N]."""
+    cluster = judge.cluster
+    count = len(cluster.ranks)
+    firsts = [node.ranks[0] for node in cluster.nodes]
+    between = np.array(
+        [[0.0 if one == other else cluster.bandwidth(one, other) for other in firsts] for one in firsts]
+    )
+    node = np.array([rank.node for rank in cluster.ranks])
+    found = between[np.ix_(node, node)]
+    inside = np.array([one.bandwidth for one in cluster.nodes])
+    found = np.where(node[:, None] == node, inside[node], found)
+    return np.minimum(found, found.T) * (1 - np.eye(count))
+
+
+def partition(edges: Floats, weights: Floats, parts: int) -> Ints:
+    """Vertices in parts of about equal weight, with little cut between parts: the part of each, [N].
+
+    Starts from runs of the vertices, and swaps two of different parts as long as that makes the cut less and
+    parts no more unequal: Kernighan and Lin's step, the best swap of all first.
+
+    Args:
+        edges: symmetric, 0 on the diagonal, [N, N].
+        weights: of vertices, [N].
+        parts: how many.
+    """
+    count = len(weights)
+    ends = np.cumsum(weights) - weights / 2
+    part = np.minimum((ends / weights.sum() * parts).astype(int), parts - 1)
+    if len(np.unique(part)) < parts:
+        part = np.arange(count) * parts // count
+    for _ in range(_SWAPS if parts > 1 else 0):
+        to_part = edges @ np.eye(parts)[part]  # weight from each vertex to each part
+        gain = to_part[:, part] - to_part[np.arange(count), part][:, None]
+        saved = gain + gain.T - 2 * edges
+        heavy = np.bincount(part, weights, parts)
+        apart = heavy[part][:, None] - heavy[part]
+        moved = weights[:, None] - weights
+        worse = np.abs(apart - 2 * moved) > np.maximum(np.abs(apart), weights.max()) + _ROUNDING
+        saved[(part[:, None] == part) | worse] = -np.inf
+        one, other = np.unravel_index(int(np.argmax(saved)), saved.shape)
+        if saved[one, other] <= _ROUNDING * edges.max():
+            break
+        part[one], part[other] = part[other], part[one]
+    return part
+
+
+def _choices(judge: StagedJudge) -> Iterator[tuple[Pipeline, ...]]:
+    """Pipelines to be judged."""
+    request, links = judge.request, bandwidths(judge)
+    weights = np.array(judge.memory)
+    slow = np.divide(1.0, links, out=np.zeros_like(links), where=links > 0)
+    numbers = [request.job.data_parallel] if "data_parallel" in request.fixed else list(_PIPELINES)
+    widest = max(len(node.ranks) for node in judge.cluster.nodes)
+    seen: set[tuple[Pipeline, ...]] = set()
+    for number in numbers:
+        if number > min(len(weights), request.job.global_batch_size):
+            continue
+        for edges in (slow, links) if number > 1 else (links,):
+            part = partition(edges, weights, number)
+            members = [np.flatnonzero(part == own).tolist() for own in range(number)]
+            for width in request.widths(widest):
+                for of in (judge.memory, judge.speeds):
+                    only = "tensor_parallel" in request.fixed
+                    pipelines = tuple(_pipeline(judge, gpus, links, width, of, only) for gpus in members)
+                    if all(map(len, pipelines)) and pipelines not in seen and _may_be(judge, pipelines):
+                        seen.add(pipelines)
+                        yield pipelines
+
+
+def _may_be(judge: StagedJudge, pipelines: Sequence[Pipeline]) -> bool:
+    request = judge.request
+    depths = {len(pipeline) for pipeline in pipelines}
+    return "pipeline_parallel" not in request.fixed or depths == {request.job.pipeline_parallel}
+
+
+def _pipeline(
+    judge: StagedJudge, gpus: Sequence[int], links: Floats, width: int, of: Sequence[float], only: bool
+) -> Pipeline:
+    """Tensor-parallel groups, machine by machine, as stages.
+
+    Args:
+        judge: of the request.
+        gpus: of the pipeline.
+        links: bandwidths of all GPUs.
+        width: of groups at most.
+        of: what layers are in proportion to, by GPU.
+        only: whether narrower groups than `width` are not allowed.
+    """
+    machines: dict[int, list[int]] = {}
+    for gpu in gpus:
+        machines.setdefault(judge.cluster.ranks[gpu].node, []).append(gpu)
+    size = judge.request.micro_batch_sizes()[0]
+    allowed = judge.request.widths(width)
+    stages = []
+    for node in _path(list(machines), links, {node: own[0] for node, own in machines.items()}):
+        own = machines[node]
+        while own and (len(own) >= width or not only):
+            take = max(one for one in allowed if one <= min(width, len(own)))
+            unit, own = tuple(own[:take]), own[take:]
+            stages.append(StageChoice((unit,), sum(of[gpu] for gpu in unit), (size,)))
+    return tuple(stages)
+
+
+def _path(machines: list[int], links: Floats, first: dict[int, int]) -> list[int]:
+    """From the first machine always on over the thickest link; by number where links are alike."""
+    path, left = machines[:1], machines[1:]
+    while left:
+        here = first[path[-1]]
+        following = max(left, key=lambda node: (links[here, first[node]], -node))
+        path.append(following)
+        left.remove(following)
+    return path

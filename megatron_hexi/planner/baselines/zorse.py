@@ -1,0 +1,99 @@
+"""Zorse's planner (arXiv 2507.10392), our reading of the paper.
+
+    groups    a minimum k-cut of the machines by bandwidth, for each number k of groups: traffic inside a
+              group, which is heavy, gets the fast links. A group is a stage, whatever kinds of GPU it has
+    layers    in proportion to what a group's GPUs do together
+    samples   each GPU of a stage takes samples of every micro-batch in proportion to its speed
+    order     a path through the groups over the thickest links
+
+The cut is found by contraction, as Karger's (1993), of the heaviest edge instead of a random one: the two
+groups with the most bandwidth between two of their GPUs become one; where links are alike, those that differ
+least in the speed of their GPUs, then the slowest.
+
+Not here: ministages, offloading, and parameters sharded inside a stage (ZeRO-3). So a GPU holds its stage's
+weights and gradients whole, and only a share of the optimizer's state: where memory decides, Zorse itself can
+do more than this. A stage has no more GPUs than a micro-batch has samples: of a larger group the slowest GPUs
+have nothing to do. There is neither tensor nor context parallelism.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron_hexi.plan.layout import apportion
+from megatron_hexi.planner.baselines.hexiscale import bandwidths
+from megatron_hexi.planner.baselines.staged import Pipeline, StageChoice, StagedJudge
+from megatron_hexi.planner.joint import Candidate
+
+#: Groups at most.
+_MOST_GROUPS = 16
+
+
+def zorse(judge: StagedJudge) -> Candidate | None:
+    """Its best layout by the cost model, one that fits if any does; ``None``: there is none."""
+    fixed, job = judge.request.fixed, judge.request.job
+    if {"tensor_parallel", "data_parallel"} & fixed and (job.tensor_parallel, job.data_parallel) != (1, 1):
+        return None
+    return judge.best(
+        ((_pipeline(judge, groups, size),), size)
+        for groups in k_cuts(judge)
+        if "pipeline_parallel" not in fixed or len(groups) == job.pipeline_parallel
+        for size in _sizes(judge, groups)
+    )
+
+
+def k_cuts(judge: StagedJudge) -> Iterator[list[list[int]]]:
+    """GPUs of each group, for each number of groups, the most first."""
+    cluster, links = judge.cluster, bandwidths(judge)
+    groups = [list(node.ranks) for node in cluster.nodes]
+    while True:
+        if len(groups) <= _MOST_GROUPS:
+            yield _path(groups, links)
+        if len(groups) == 1:
+            return
+
+        def closeness(pair: tuple[int, int]) -> tuple[float, float, float]:
+            one, other = groups[pair[0]], groups[pair[1]]
+            speeds = [np.mean([judge.speeds[gpu] for gpu in group]) for group in (one, other)]
+            together = sum(judge.speeds[gpu] for gpu in one + other)
+            return float(links[np.ix_(one, other)].mean()), -abs(float(speeds[0] - speeds[1])), -together
+
+        first, second = max(itertools.combinations(range(len(groups)), 2), key=closeness)
+        groups[first] = groups[first] + groups.pop(second)
+
+
+def _path(groups: Sequence[list[int]], links: np.ndarray) -> list[list[int]]:
+    path, left = [groups[0]], list(groups[1:])
+    while left:
+        here = path[-1]
+        path.append(max(left, key=lambda group: float(links[np.ix_(here, group)].mean())))
+        left.remove(path[-1])
+    return path
+
+
+def _sizes(judge: StagedJudge, groups: Sequence[list[int]]) -> list[int]:
+    """Samples of a micro-batch: powers of two that divide the batch, from one for each GPU of some stage."""
+    request = judge.request
+    if "micro_batch_size" in request.fixed:
+        return [request.job.micro_batch_size]
+    batch, widest = request.job.global_batch_size, max(map(len, groups))
+    sizes = [size for size in (2**power for power in range(batch.bit_length())) if batch % size == 0]
+    enough = [size for size in sizes if size >= widest]
+    return enough[:2] or sizes[-1:]
+
+
+def _pipeline(judge: StagedJudge, groups: Sequence[list[int]], size: int) -> Pipeline:
+    """A stage a group, its samples dealt by speed."""
+    stages = []
+    for group in groups:
+        chosen = sorted(sorted(group, key=lambda gpu: (-judge.speeds[gpu], gpu))[:size])
+        speeds = [judge.speeds[gpu] for gpu in chosen]
+        more = apportion(size - len(chosen), speeds) if size > len(chosen) else [0] * len(chosen)
+        # Beside one for each, so that nobody has none.
+        ideal = apportion(size, speeds)
+        samples = ideal if min(ideal) else [1 + count for count in more]
+        stages.append(StageChoice(tuple((gpu,) for gpu in chosen), sum(speeds), tuple(samples)))
+    return tuple(stages)
