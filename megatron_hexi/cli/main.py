@@ -18,6 +18,7 @@ from megatron_hexi.cli import (
     arguments,
     devices,
     doctor,
+    launch,
     patching,
     place,
     planning,
@@ -34,7 +35,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # our faults keep a traceback that can be pasted into an issue
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _commands in (planning, plans, devices, patching, doctor, probe, place, arguments, report, testbed):
+for _commands in (
+    planning,
+    launch,
+    plans,
+    devices,
+    patching,
+    doctor,
+    probe,
+    place,
+    arguments,
+    report,
+    testbed,
+):
     app.add_typer(_commands.app)
 
 

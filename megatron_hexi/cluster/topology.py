@@ -15,7 +15,7 @@ the best pair seen to leave (enter) it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_hexi.cluster.device import Device
 from megatron_hexi.cluster.links import LinkId, Node, Rank, Route, Tier, Way
@@ -108,6 +108,26 @@ class Cluster:
         if link.per == "group":
             return f"{tier} {link.owner} {link.way}"
         return f"{self._owner_name(link)} {tier} {link.way}"
+
+    def with_memory_margin(self, margin: float) -> Cluster:
+        """The same machines, with a share of every GPU's usable memory kept free.
+
+        Args:
+            margin: that share, from 0 to 1.
+        """
+        if margin == 0:
+            return self
+        # One object a device: devices are told apart by identity.
+        devices = {id(node.device): node.device for node in self.nodes}
+        less = {
+            key: replace(device, usable_gib=device.usable_gib * (1 - margin))
+            for key, device in devices.items()
+        }
+        return replace(
+            self,
+            nodes=tuple(replace(node, device=less[id(node.device)]) for node in self.nodes),
+            ranks=tuple(replace(rank, device=less[id(rank.device)]) for rank in self.ranks),
+        )
 
     def rank_name(self, rank: int) -> str:
         """A rank for people: ``h100-0/3``."""
