@@ -39,7 +39,7 @@ OWN = (
     ("layout", "agents"),
     [
         (("--data-parallel", "1", "--pipeline-parallel", "1", "--tensor-parallel", "1"), 1),
-        (("--data-parallel", "1", "--pipeline-parallel", "3"), 2),
+        pytest.param(("--data-parallel", "1", "--pipeline-parallel", "3"), 2, marks=pytest.mark.slow),
     ],
     ids=["on-one-node", "on-both-nodes"],
 )
