@@ -8,6 +8,7 @@ Documents asked for with ``--json`` go to standard output, everything said besid
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from megatron_hexi.cli import (
     arguments,
     devices,
     doctor,
+    launch,
     patching,
     place,
     planning,
@@ -26,6 +28,7 @@ from megatron_hexi.cli import (
     report,
     testbed,
 )
+from megatron_hexi.cli.output import print_json
 from megatron_hexi.errors import HexiError, user_errors
 
 app = typer.Typer(
@@ -34,7 +37,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # our faults keep a traceback that can be pasted into an issue
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _commands in (planning, plans, devices, patching, doctor, probe, place, arguments, report, testbed):
+for _commands in (
+    planning,
+    launch,
+    plans,
+    devices,
+    patching,
+    doctor,
+    probe,
+    place,
+    arguments,
+    report,
+    testbed,
+):
     app.add_typer(_commands.app)
 
 
@@ -51,8 +66,21 @@ def main() -> None:
             code = app(prog_name="hexi", standalone_mode=False)
         except typer.TyperException as problem:  # an unknown option, a missing argument
             said = " ".join(problem.format_message().split()).rstrip(".")
-            raise HexiError(f"{said}; see hexi --help") from None
+            wrong = HexiError(f"{said}; see hexi --help")
+            _print_error(wrong)
+            raise wrong from None
+        except HexiError as problem:
+            _print_error(problem)
+            raise
     sys.exit(code)
+
+
+def _print_error(problem: HexiError) -> None:
+    """With ``--json`` an error is a document too; `hexi validate` has printed one of its own."""
+    words = sys.argv[1:]
+    own = words[: words.index("--")] if "--" in words else words
+    if "--json" in own and own[0] != "validate" and os.environ.get("RANK", "0") == "0":
+        print_json({"error": str(problem), "exit_code": problem.exit_code})
 
 
 @app.callback(invoke_without_command=True)

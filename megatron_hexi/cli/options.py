@@ -26,7 +26,7 @@ from megatron_hexi.cost import (
     read_model,
     read_terms,
 )
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.plan import JobTerms, Plan
 
 if TYPE_CHECKING:  # brings the solver, which takes a second
@@ -41,6 +41,8 @@ LIMITS = {
     "tensor_parallel": 2**16,
     "pipeline_parallel": 2**16,
 }
+
+_FACTORS = {"K": 2**10, "M": 2**20}
 
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN.yaml", help="The plan.")]
 ClusterPath = Annotated[Path, typer.Argument(metavar="CLUSTER.yaml", help="The cluster file.")]
@@ -59,19 +61,24 @@ Picture = Annotated[
 _MODEL = "A preset, a Hugging Face config.json, or a file of Megatron's arguments"
 _JOB = "The job"
 #: Fields of bundles that are no terms of a `Job`.
-_NOT_TERMS = ("model", "data_parallel")
+_NOT_TERMS = ("model", "data_parallel", "memory_margin")
 
 
 def whole(text: str | int) -> int:
-    """The number that a word on the command line spells.
+    """The number that a word on the command line spells: ``131072``, ``128K`` or ``1M``, in powers of 1024.
 
     Raises:
         BadParameter: it spells none; typer puts the option's name before.
     """
+    if isinstance(text, int):
+        return text
+    factor = _FACTORS.get(text[-1:].upper(), 1)
     try:
-        return int(text)
+        return int(text[:-1] if factor > 1 else text) * factor
     except ValueError:
-        raise typer.BadParameter(f"{str(text)[:40]!r} is not a whole number; write one, as 131072") from None
+        raise typer.BadParameter(
+            f"{text[:40]!r} is not a whole number; write one, as 131072 or 128K"
+        ) from None
 
 
 def check_limits(given: Mapping[str, int | None]) -> None:
@@ -192,12 +199,22 @@ class NewJob(Training):
     tensor_parallel: Annotated[
         int | None, _number("GPUs of a node that share each weight; chosen for each stage if not given.")
     ] = None
+    memory_margin: Annotated[
+        float,
+        typer.Option(
+            help="Per cent of usable memory to keep free; less with a warning where nothing else fits.",
+            metavar="PERCENT",
+            min=0,
+            max=90,
+            rich_help_panel=_JOB,
+        ),
+    ] = 5.0
     data_parallel: Annotated[
         str, _option("Replicas, of any size; auto: as many as are best.", metavar="N|auto")
     ] = "auto"
 
-    def request(self) -> tuple[Request, dict[str, Any]]:
-        """What is asked for; and those of the job's fields that were stated.
+    def request(self) -> Request:
+        """What is asked for.
 
         Raises:
             HexiError: an unknown model, no context, sizes that cannot be divided, or unknown words.
@@ -210,7 +227,8 @@ class NewJob(Training):
         replicas = self._replicas
         if replicas is not None:
             stated["data_parallel"] = replicas
-        return Request(Job(model=model, **stated), frozenset(stated.keys() & set(CHOSEN))), stated
+        fixed = frozenset(stated.keys() & set(CHOSEN))
+        return Request(Job(model=model, **stated), fixed, self.memory_margin / 100)
 
     @property
     def _replicas(self) -> int | None:
@@ -284,7 +302,22 @@ class PlannedJob(Training):
             )
         # A plan says which terms it was made for; one written by hand may leave that to the file.
         stated = self._stated(model if plan.job == JobTerms() else None)
+        self._check_terms(plan, path, stated)
         return job_of_plan(plan, read_model(model), **stated)
+
+    def _check_terms(self, plan: Plan, path: Path, stated: Mapping[str, Any]) -> None:
+        """Refuse options that contradict the plan, with both values.
+
+        Raises:
+            PlanError: one does.
+        """
+        for name, value in stated.items():
+            planned = getattr(plan.job, name, None)
+            if planned is not None and str(value) != str(planned):
+                raise PlanError(
+                    f"{path}: job.{name} is {planned}, the command line has {_spelled(name, value)}; leave "
+                    "it out, or make a plan for it with hexi plan"
+                )
 
 
 def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:

@@ -34,8 +34,10 @@ def say(message: str) -> None:
 
 
 def print_report(report: RenderableType) -> None:
-    """A report on standard output, as wide as the terminal."""
-    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(report)
+    """A report on standard output, as wide as the terminal or as COLUMNS says."""
+    columns = os.environ.get("COLUMNS", "")
+    known = sys.stdout.isatty() or (columns.isascii() and columns.isdecimal() and int(columns) > 0)
+    Console(width=None if known else _PIPE_WIDTH).print(report)
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_hexi.cli.launch import find_lines
 from megatron_hexi.cli.options import (
     AsJson,
     ClusterOption,
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 # The planner, the simulator and matplotlib take a second to import: only the commands that use them do, and
 # not before their input was found to be right.
 
+#: Starts of torchrun that `hexi plan` prints; `hexi launch` prints all.
+_MOST_NODES = 4
+
 app = typer.Typer()
 
 
@@ -51,6 +55,9 @@ def plan(
     cluster: ClusterPath,
     job: NewJob,
     out: PlanOut,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show what time goes to in the next best layouts too.")
+    ] = False,
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
@@ -67,13 +74,21 @@ def plan(
         from megatron_hexi.report.pictures import draw_plan
 
         write_picture(draw_plan(planned.plan, holdings(planned.plan)), picture)
+    from megatron_hexi.report.launch import launch_dict, launch_text
     from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
+    from megatron_hexi.report.rivals import rivals_dict, rivals_report
 
+    lines = find_lines(planned.plan, machines, out, cluster, job.model, [])
     if as_json:
         files = {"plan": str(out), "cluster": str(cluster)}
-        print_json(files | {"job": job_dict(planned.job)} | planned_dict(planned, machines))
+        found = {"job": job_dict(planned.job)} | planned_dict(planned, machines)
+        found |= {"next_best": rivals_dict(planned, machines), "launch": launch_dict(lines)}
+        print_json(files | found)
     else:
         print_report(planned_report(planned, machines))
+        print_report(rivals_report(planned, machines, explain=explain))
+        again = lines.sbatch[0].removesuffix(" -o job.args")
+        print(launch_text(lines, most=_MOST_NODES, more=again))
 
 
 @app.command(
@@ -158,14 +173,16 @@ def simulate(
 
 
 def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple[Planned, Cluster]:
-    request, stated = options.request()
+    request = options.request()
     cluster = read_cluster(path)
-    from megatron_hexi.planner import CHOSEN, find_plan
+    from megatron_hexi.planner import find_plan
 
     with progress_bar() as tell:
         planned = find_plan(request, cluster, with_baselines=with_baselines, progress=tell)
-    chosen = {field: getattr(planned.job, field) for field in (*CHOSEN, "global_batch_size")}
+    left_open = {"model", "seq_length", "tensor_parallel", "data_parallel", "kernel"}
     if not planned.plan.is_repeated:
-        del chosen["recompute"]  # stages say it
-    terms = job_terms(stated | chosen, planned.plan)
+        left_open.add("recompute")  # stages say it
+    terms = job_terms(
+        {field: value for field, value in vars(planned.job).items() if field not in left_open}, planned.plan
+    )
     return replace(planned, plan=replace(planned.plan, job=terms)), cluster

@@ -86,18 +86,13 @@ def report(
 
 def _job(start: Start, plan: Plan, path: Path, model: str | None) -> Job:
     """The job as it was recorded."""
-    options = PlannedJob(
-        model=model,
-        micro_batch_size=start.micro_batch_size,
-        global_batch_size=start.global_batch_size,
-        pipeline_parallel=start.pipeline_parallel,
-        recompute=start.recompute,
-        precision=start.precision,
-        distributed_optimizer=start.distributed_optimizer,
-        overlap_gradients=start.overlap_gradients,
-        sequence_parallel=start.sequence_parallel,
-    )
-    return options.job(plan, path)
+    names = ["micro_batch_size", "global_batch_size", "precision"]
+    if plan.is_repeated:  # else each rank has a view of its own of these, and the plan says them
+        names += ["pipeline_parallel", "recompute"]
+        names += ["distributed_optimizer", "overlap_gradients", "sequence_parallel"]
+    # What the plan states was set by it, and may say more: so many layers that are recomputed.
+    recorded = {name: getattr(start, name) for name in names if getattr(plan.job, name) is None}
+    return PlannedJob(model=model, **recorded).job(plan, path)
 
 
 def _title(path: Path, job: Job | None, cluster: Cluster | None) -> str:

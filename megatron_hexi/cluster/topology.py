@@ -119,6 +119,26 @@ class Cluster:
             return f"{tier} {link.owner} {link.way}"
         return f"{self._owner_name(link)} {tier} {link.way}"
 
+    def with_memory_margin(self, margin: float) -> Cluster:
+        """The same machines, with a share of every GPU's usable memory kept free.
+
+        Args:
+            margin: that share, from 0 to 1.
+        """
+        if margin == 0:
+            return self
+        # One object a device: devices are told apart by identity.
+        devices = {id(node.device): node.device for node in self.nodes}
+        less = {
+            key: replace(device, usable_gib=device.usable_gib * (1 - margin))
+            for key, device in devices.items()
+        }
+        return replace(
+            self,
+            nodes=tuple(replace(node, device=less[id(node.device)]) for node in self.nodes),
+            ranks=tuple(replace(rank, device=less[id(rank.device)]) for rank in self.ranks),
+        )
+
     def rank_name(self, rank: int) -> str:
         """A rank for people: ``h100-0/3``."""
         return f"{self.nodes[self.ranks[rank].node].name}/{self.ranks[rank].local}"

@@ -4,7 +4,7 @@ from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, 
 from megatron_hexi.cost.fit import Shortage, find_shortage
 from megatron_hexi.cost.iteration import CostModel, IterationCost, check_job, estimate
 from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
-from megatron_hexi.cost.megatron_arguments import ArgumentTerms
+from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.phases import Phases
@@ -34,6 +34,7 @@ __all__ = [
     "job_of_plan",
     "job_terms",
     "model_file",
+    "model_flags",
     "presets",
     "read_model",
     "read_terms",

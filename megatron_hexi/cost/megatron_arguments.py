@@ -148,6 +148,39 @@ def _model(known: argparse.Namespace, path: Path) -> Model:
     )
 
 
+def model_flags(model: Model, seq_length: int) -> list[str]:
+    """Return Megatron's flags for a model: what `model_from_arguments` reads, and what its family implies.
+
+    Args:
+        model: its shapes. Constants that they leave open (--norm-epsilon, --rotary-base) are Megatron's.
+        seq_length: positions that are allowed, where they are not learned.
+    """
+    sizes = {
+        "--num-layers": model.layers,
+        "--hidden-size": model.hidden_size,
+        "--ffn-hidden-size": model.ffn_hidden_size,
+        "--num-attention-heads": model.heads,
+        "--kv-channels": model.head_dim,
+        "--vocab-size": model.vocab_size,
+        "--max-position-embeddings": model.learned_positions or seq_length,
+        "--position-embedding-type": "learned_absolute" if model.learned_positions else "rope",
+        "--attention-dropout": 0,
+        "--hidden-dropout": 0,
+    }
+    flags = [word for flag, value in sizes.items() for word in (flag, str(value))]
+    if model.kv_heads < model.heads:
+        flags += ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
+    if model.gated:
+        flags.append("--swiglu")
+    if not model.biases:
+        flags += ["--disable-bias-linear", "--normalization", "RMSNorm"]
+    if not model.tied_embeddings:
+        flags.append("--untie-embeddings-and-output-weights")
+    if model.qk_norm:
+        flags.append("--qk-layernorm")
+    return flags
+
+
 def _parser(path: Path) -> argparse.ArgumentParser:
     parser = _Parser(path)
     for name in (

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from megatron_hexi import __version__
 from megatron_hexi.cluster import Cluster, cluster_digest
-from megatron_hexi.cost import CostModel
+from megatron_hexi.cost import CostModel, IterationCost
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Estimate, Plan, Provenance
 from megatron_hexi.planner.advice import nothing_fits
@@ -18,6 +18,7 @@ from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearch
 from megatron_hexi.planner.layouts.trial import Progress
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
+from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.search.solver import SEED
 
 #: On so many GPUs it takes a part of the search's own time to see whether any baseline is faster.
@@ -47,22 +48,31 @@ def find_plan(
     begun = time.perf_counter()
     tell: Progress = progress or (lambda _what, _done, _of: None)
     _check_fixed(request, cluster)
-    best, trials = _search(request, cluster, tell)
+    roomy = cluster.with_memory_margin(request.memory_margin)
+    found, trials = _search(request, roomy, tell)
+    if not found and request.memory_margin:
+        roomy = cluster
+        found, more = _search(request, cluster, tell)
+        trials += more
+    best = min(found, key=_order, default=None)
     baselines: tuple[Baseline, ...] = ()
     if with_baselines or best is None:  # what the search passes over for its speed may be all that fits
-        baselines, timed = find_baselines(request, cluster, progress=tell)
+        baselines, timed = find_baselines(request, roomy, progress=tell)
         trials += timed
         others = [one.candidate for one in baselines if one.candidate is not None]
         best = min([*([] if best is None else [best]), *others], key=_order, default=None)
     elif len(cluster.ranks) <= _CHECKED:
-        faster, timed = find_faster(request, cluster, best.iteration_s)
+        faster, timed = find_faster(request, roomy, best.iteration_s)
         trials += timed
         best = faster or best
     if best is None:
-        raise nothing_fits(request, cluster, lambda other: _search(other, cluster, tell)[0] is not None)
+        raise nothing_fits(request, cluster, lambda other: bool(_search(other, cluster, tell)[0]))
     tell("bound", 0, 1)
     bound = joint_bound(request, cluster, best.iteration_s)
-    return _planned(best, cluster, bound, baselines if with_baselines else (), trials, begun)
+    rivals = best_of_each_kind(found, best)
+    planned = _planned(best, cluster, bound, baselines if with_baselines else (), trials, begun)
+    notes = (*_margin_note(planned.cost, request.memory_margin), *planned.notes)
+    return replace(planned, rivals=rivals, notes=notes)
 
 
 def _check_fixed(request: Request, cluster: Cluster) -> None:
@@ -92,17 +102,28 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
         )
 
 
-def _search(request: Request, cluster: Cluster, tell: Progress) -> tuple[Candidate | None, int]:
-    """The best plan that fits, over all sizes of micro-batches, and how many layouts were timed."""
-    best: Candidate | None = None
+def _search(request: Request, cluster: Cluster, tell: Progress) -> tuple[list[Candidate], int]:
+    """Plans that fit, over all sizes of micro-batches, and how many layouts were timed."""
+    found: list[Candidate] = []
     trials = 0
     for size in request.micro_batch_sizes():
         search = JointSearch(request, cluster, size)
-        for candidate in search.run(tell):
-            if candidate.fits and (best is None or _order(candidate) < _order(best)):
-                best = candidate
+        found += [candidate for candidate in search.run(tell) if candidate.fits]
         trials += search.trials
-    return best, trials
+    return found, trials
+
+
+def _margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:
+    """A warning where the margin is not kept."""
+    fullest = max(cost.ranks, key=lambda rank: rank.memory_gib / rank.usable_gib)
+    free = 1 - fullest.memory_gib / fullest.usable_gib
+    if free >= margin - 1e-9:
+        return ()
+    warning = (
+        f"no plan was found that keeps {margin:.0%} of usable memory free: this one leaves {free:.1%} on "
+        f"{fullest.name} ({fullest.memory_gib:.1f} of {fullest.usable_gib:.1f} GiB) and may run out of memory"
+    )
+    return (warning,)
 
 
 def _order(candidate: Candidate) -> tuple[float, float]:

@@ -24,6 +24,7 @@ class Request:
     Args:
         job: the job; what is not fixed becomes as `Job` has it by default.
         fixed: those of `CHOSEN` that must stay as the job says.
+        memory_margin: share of usable memory that plans keep free, where some plan does; from 0 to below 1.
 
     Raises:
         HexiError: a name that is none of `CHOSEN`.
@@ -31,6 +32,7 @@ class Request:
 
     job: Job
     fixed: frozenset[str] = frozenset()
+    memory_margin: float = 0.0
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.difference(CHOSEN))

@@ -8,6 +8,7 @@ from megatron_hexi.cost import IterationCost, Job
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner.baselines import Baseline
 from megatron_hexi.planner.bound import Bound
+from megatron_hexi.planner.joint import Candidate
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +23,7 @@ class Planned:
         baselines: what else could have been done; empty where they were not asked for.
         trials: layouts that were timed.
         planning_s: seconds that it took.
+        rivals: the next best layouts, the best of each other make-up.
         notes: what a user should know, one sentence each: GPUs that are left out, and why.
     """
 
@@ -33,6 +35,7 @@ class Planned:
     trials: int
     planning_s: float
     notes: tuple[str, ...] = ()
+    rivals: tuple[Candidate, ...] = ()
 
     @property
     def gap(self) -> float:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job, ceiling_tokens_per_s
-from megatron_hexi.plan import plan_digest
+from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.report.estimate import phases_line, spell_seconds
 from megatron_hexi.report.shares import find_shares, shares_table, spell_recompute
 
@@ -34,7 +34,7 @@ def planned_report(planned: Planned, cluster: Cluster) -> RenderableType:
     return Group(
         Text(job_line(planned.job, cluster)),
         Text(speed_line(planned, cluster)),
-        Text(layout_line(planned)),
+        Text(f"layout: {layout_line(planned.plan, planned.job)}"),
         Text(bound_line(planned)),
         Text(phases_line(planned.cost)),
         shares_table(shares, planned.job),
@@ -92,17 +92,21 @@ def speed_line(planned: Planned, cluster: Cluster) -> str:
     )
 
 
-def layout_line(planned: Planned) -> str:
-    """What was chosen, in Megatron's terms."""
-    plan, job = planned.plan, planned.job
+def layout_line(plan: Plan, job: Job) -> str:
+    """A layout in Megatron's terms."""
     words = [f"{len(plan.replicas)} replica{'s' if len(plan.replicas) > 1 else ''}"]
     if plan.is_repeated:
         words += [f"PP {job.pipeline_parallel}", f"TP {job.tensor_parallel}"]
         words.append(f"recompute {spell_recompute(job.recompute)}")
     else:
         depths = sorted({len(replica.stages) for replica in plan.replicas})
-        words.append(f"stages: {', '.join(map(str, depths))}")
-    return f"layout: {', '.join(words)}, micro-batch {job.micro_batch_size}"
+        widths = sorted({len(member.ranks) for member in plan.members})
+        words += [f"PP {_listed(depths)}", f"TP {_listed(widths)}"]
+    return f"{', '.join(words)}, micro-batch {job.micro_batch_size}"
+
+
+def _listed(sizes: list[int]) -> str:
+    return " and ".join(map(str, sizes))
 
 
 def bound_line(planned: Planned) -> str:

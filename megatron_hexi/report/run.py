@@ -10,7 +10,7 @@ from typing import Any
 from megatron_hexi.cost import IterationCost
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.errors import HexiError
-from megatron_hexi.plan import Plan, plan_digest, require_repeated
+from megatron_hexi.plan import Member, Plan, plan_digest
 from megatron_hexi.plan.model import Range
 from megatron_hexi.record import Interval, Leg, Record, Start
 from megatron_hexi.report.estimate import spell_seconds
@@ -127,8 +127,7 @@ def last_start(record: Record, plan: Plan) -> Start:
             f"{record.path}: was recorded under the plan {found}, not under {digest[:_DIGEST]}; give that "
             "run's plan"
         )
-    require_repeated(plan, "report on")
-    ranks = plan.units * plan.workload.tensor_parallel * starts[-1].pipeline_parallel
+    ranks = plan.ranks * (starts[-1].pipeline_parallel if plan.is_repeated else 1)
     if len(starts[-1].devices) != ranks:
         raise HexiError(
             f"{record.path}: the job had {len(starts[-1].devices)} ranks, the plan makes it {ranks}; is the "
@@ -226,22 +225,18 @@ def _predicted(plan: Plan, cost: IterationCost | None) -> Pace | None:
 def _ranks(
     plan: Plan, start: Start, intervals: Sequence[Interval], cost: IterationCost | None
 ) -> tuple[RankRun, ...]:
-    members = sorted(
-        (member for replica in plan.replicas for member in replica.domain.members), key=lambda one: one.lead
-    )
-    width = plan.workload.tensor_parallel
+    places = _places(plan, start.pipeline_parallel)
     count = sum(len(interval.iterations) for interval in intervals)
     found = []
     for rank, device in enumerate(start.devices):
-        stage, inside = divmod(rank, width * len(members))  # Megatron's order: tensor, then context and data
-        member = members[inside // width]
+        number, stage, member = places[rank]
         busy, attention, gradients, pipeline = (total / count for total in _summed(intervals, rank))
         waited = attention + gradients + pipeline
         own = None if cost is None else cost.ranks[rank]
         found.append(
             RankRun(
                 rank=rank,
-                member=member.number,
+                member=number,
                 stage=stage,
                 device=device if own is None else f"{own.device} ({own.name})",
                 tokens=member.tokens,
@@ -259,6 +254,25 @@ def _ranks(
             )
         )
     return tuple(found)
+
+
+def _places(plan: Plan, pipeline_parallel: int) -> dict[int, tuple[int, int, Member]]:
+    """Of each rank of the job: its member's number in the plan, its stage, and its member."""
+    number = {member.lead: number for number, member in enumerate(plan.members)}
+    stages = [
+        (stage, member)
+        for replica in plan.replicas
+        for stage, one in enumerate(replica.stages)
+        for member in one.members
+    ]
+    # Megatron repeats a stage on the ranks that follow.
+    repeats = range(pipeline_parallel) if plan.is_repeated else (0,)
+    return {
+        repeat * plan.ranks + rank: (number[member.lead], stage + repeat, member)
+        for repeat in repeats
+        for stage, member in stages
+        for rank in member.ranks
+    }
 
 
 def _estimated_gib(plan: Plan, rank: int, ranks: int) -> float | None:
@@ -303,6 +317,6 @@ def _notes(record: Record, same: Sequence[Leg], timed: Sequence[Interval]) -> tu
 
 
 def _tensor_parallel_note(plan: Plan) -> tuple[str, ...]:
-    if plan.workload.tensor_parallel == 1:
+    if all(len(member.ranks) == 1 for member in plan.members):
         return ()
     return ("sums of tensor parallelism are measured as busy, and predicted as waiting",)

@@ -1,7 +1,16 @@
 """A training as a Slurm job: where each rank runs, and with which arguments it starts. No torch here."""
 
 from megatron_hexi.slurm.nodes import SlurmNode, allocated_hosts, parse_nodes
-from megatron_hexi.slurm.placement import Placed, place
+from megatron_hexi.slurm.placement import Placed, find_gpus, place
 from megatron_hexi.slurm.training import TrainingStart, plan_start
 
-__all__ = ["Placed", "SlurmNode", "TrainingStart", "allocated_hosts", "parse_nodes", "place", "plan_start"]
+__all__ = [
+    "Placed",
+    "SlurmNode",
+    "TrainingStart",
+    "allocated_hosts",
+    "find_gpus",
+    "parse_nodes",
+    "place",
+    "plan_start",
+]

@@ -59,7 +59,7 @@ def place(plan: Plan, cluster: Cluster, known: Mapping[str, SlurmNode], hosts: S
         )
     entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
     nodes = [_Node(node.name, entry) for node, entry in zip(cluster.nodes, entries, strict=True)]
-    node_of = [cluster.ranks[gpu].node for gpu in _gpus(plan, cluster)]
+    node_of = [cluster.ranks[gpu].node for gpu in find_gpus(plan, cluster)]
     host_of = _assign([nodes[number] for number in sorted(set(node_of))], known, hosts)
     _check_stand_ins(nodes, host_of, known)
     placed = tuple(host_of[nodes[number].name] for number in node_of)
@@ -88,8 +88,12 @@ class _Node:
         return next((name for name in self.host_names if name in known), None)
 
 
-def _gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
-    """The cluster's GPU of each rank."""
+def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
+    """The cluster's GPU of each rank.
+
+    Raises:
+        PlanError: the plan was made for another cluster.
+    """
     made_for = plan.provenance.cluster_digest if plan.provenance else None
     if made_for is not None and made_for != cluster_digest(cluster):
         name = plan.provenance.cluster if plan.provenance else None

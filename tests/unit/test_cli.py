@@ -19,6 +19,7 @@ COMMANDS = [
     "catalog",
     "compare",
     "doctor",
+    "launch",
     "patch",
     "place",
     "plan",

@@ -298,7 +298,12 @@ def test_simulate_reports_and_says_what_does_not_fit(hexi):
     assert "simulated: " in report.out
     words = ("plan", "cluster.yaml", *JOB, "--seq-length", 131072, "-o", "long.yaml")
     assert hexi(*words).code == 0
-    crowded = hexi("simulate", "long.yaml", "--cluster", "cluster.yaml", "--recompute", "none", "--json")
+    contradicted = hexi("simulate", "long.yaml", "--cluster", "cluster.yaml", "--precision", "fp32")
+    assert contradicted.code == 2
+    assert "long.yaml: job.precision is bf16, the command line has --precision fp32" in contradicted.err
+    text = Path("long.yaml").read_text()
+    Path("long.yaml").write_text(re.sub("recompute: full", "recompute: none", text))
+    crowded = hexi("simulate", "long.yaml", "--cluster", "cluster.yaml", "--json")
     assert crowded.code == 0
     assert crowded.err.startswith("note: long.yaml does not fit in memory: rank ")
     assert json.loads(crowded.out)["fits"] is False
@@ -397,12 +402,12 @@ def test_a_plan_s_terms_stand_before_those_of_its_model_s_file(hexi):
     assert planned["estimate"]["iteration_s"] == pytest.approx(
         read_plan("p.yaml").estimate.iteration_s  # type: ignore[union-attr]
     )
+    # A plan that says nothing of its job, as one written by hand: then the command line and the file do.
+    text = Path("p.yaml").read_text()
+    Path("p.yaml").write_text(re.sub(r"\njob:\n(  .*\n)+", "\n", text))
     other = ("--recompute", "none", "--json")
     changed = json.loads(hexi("validate", "p.yaml", "--cluster", "cluster.yaml", *other).out)
     assert changed["estimate"]["iteration_s"] < planned["estimate"]["iteration_s"]
-    # A plan that says nothing of its job, as one written by hand: then the file does.
-    text = Path("p.yaml").read_text()
-    Path("p.yaml").write_text(re.sub(r"\njob:\n(  .*\n)+", "\n", text))
     done = hexi("validate", "p.yaml", "--cluster", "cluster.yaml", "--json")
     assert done.err.startswith("note: job.args says --micro-batch-size 2 ")
     found = json.loads(done.out)["estimate"]["iteration_s"]

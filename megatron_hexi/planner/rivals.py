@@ -1,0 +1,39 @@
+"""The next best layouts: of the plans that the search timed, the best of each make-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_hexi.planner.joint import Candidate
+
+#: Layouts that are kept beside the chosen one.
+_MOST = 4
+#: What makes two layouts alike: replicas, pipeline depths, tensor-parallel sizes, GPUs in use.
+_Kind = tuple[int, tuple[int, ...], tuple[int, ...], int]
+
+
+def best_of_each_kind(found: Iterable[Candidate], best: Candidate) -> tuple[Candidate, ...]:
+    """Return the fastest plan of each make-up but the chosen one's, fastest first.
+
+    Args:
+        found: plans that fit.
+        best: the chosen one.
+    """
+    seen = {_kind(best)}
+    rivals: list[Candidate] = []
+    for candidate in sorted(found, key=lambda one: one.iteration_s):
+        if _kind(candidate) not in seen:
+            seen.add(_kind(candidate))
+            rivals.append(candidate)
+    return tuple(rivals[:_MOST])
+
+
+def _kind(candidate: Candidate) -> _Kind:
+    plan = candidate.plan
+    depths = (
+        (candidate.job.pipeline_parallel,)
+        if plan.is_repeated
+        else tuple(sorted(len(replica.stages) for replica in plan.replicas))
+    )
+    widths = tuple(sorted({len(member.ranks) for member in plan.members}))
+    return len(plan.replicas), depths, widths, plan.ranks

@@ -1,0 +1,234 @@
+"""The lines that start a plan's training: Megatron's flags, torchrun for each node, sbatch for all of them.
+
+torchrun numbers the ranks of a job agent by agent, so each agent takes consecutive ranks of the plan on one
+node. A node whose ranks are not consecutive, or that the plan uses in part, gets an agent for each run of
+them, which sees these GPUs only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_hexi.cluster import Cluster, NodeEntry
+from megatron_hexi.plan import Plan
+from megatron_hexi.slurm import find_gpus
+
+#: What a trial run takes where the user has not said: synthetic data, few iterations.
+_TRIAL = {
+    "--mock-data": None,
+    "--tokenizer-type": "NullTokenizer",
+    "--train-iters": "10",
+    "--lr": "1e-4",
+    "--eval-iters": "0",
+    "--eval-interval": "1000",
+    "--log-interval": "1",
+}
+#: With one of these the user has data.
+_DATA = ("--data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
+#: Flags that the plan sets in training where its `job` states the term (megatron/job_terms.py).
+_TERMS = {
+    "micro_batch_size": ("--micro-batch-size",),
+    "global_batch_size": ("--global-batch-size",),
+    "precision": ("--bf16", "--fp16"),
+    "optimizer": ("--optimizer",),
+    "distributed_optimizer": ("--use-distributed-optimizer",),
+    "overlap_gradients": ("--overlap-grad-reduce", "--overlap-param-gather"),
+    "sequence_parallel": ("--sequence-parallel",),
+}
+#: Flags that the plan sets, or that its stages say in place of them.
+_LAYOUT = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--recompute-granularity",
+    "--recompute-method",
+    "--recompute-num-layers",
+    "--recompute-activations",
+)
+_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One start of torchrun.
+
+    Args:
+        node: of the cluster file.
+        entry: that it is one of.
+        gpus: of the node, by their numbers there, ascending as ranks are.
+        first_rank: of the job.
+        whole: whether these are all GPUs of the node.
+    """
+
+    node: str
+    entry: NodeEntry
+    gpus: tuple[int, ...]
+    first_rank: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class LaunchLines:
+    """What to type.
+
+    Args:
+        flags: all of Megatron's, the plan's included.
+        torchrun: node and line, in the order of ranks.
+        sbatch: the lines for Slurm, which run from anywhere in the repository.
+    """
+
+    flags: tuple[str, ...]
+    torchrun: tuple[tuple[str, str], ...]
+    sbatch: tuple[str, ...]
+
+
+def megatron_flags(given: Sequence[str], more: Sequence[str], plan: Plan, path: str) -> tuple[str, ...]:
+    """All flags of a training under a plan.
+
+    Args:
+        given: Megatron's flags for the model, and for the job where a file states it.
+        more: the user's own; they replace flags of the same name.
+        plan: the plan; what it sets is left out.
+        path: its file.
+    """
+    stated = [flag for term, flags in _TERMS.items() if getattr(plan.job, term) is not None for flag in flags]
+    replaced = {"--hexi-plan", "--seq-length", *_LAYOUT, *stated, *(word.partition("=")[0] for word in more)}
+    words = [*_without(given, replaced), "--seq-length", str(plan.workload.seq_length)]
+    names = {word.partition("=")[0] for word in (*words, *more)}
+    has_data = not names.isdisjoint(_DATA)
+    trial = [
+        word
+        for flag, value in _TRIAL.items()
+        if flag not in names and not (has_data and flag in ("--mock-data", "--tokenizer-type"))
+        for word in (flag, value)
+        if word is not None
+    ]
+    return ("--hexi-plan", path, *words, *trial, *more)
+
+
+def find_agents(plan: Plan, cluster: Cluster) -> tuple[Agent, ...]:
+    """The starts of torchrun, in the order of ranks.
+
+    Raises:
+        PlanError: the plan was made for another cluster.
+    """
+    ranks = [cluster.ranks[gpu] for gpu in find_gpus(plan, cluster)]
+    entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
+    agents, first = [], 0
+    for node, some in itertools.groupby(ranks, key=lambda rank: rank.node):
+        gpus = tuple(rank.local for rank in some)
+        whole = gpus == tuple(range(len(cluster.nodes[node].ranks)))
+        # As hosts are called: one node alone has no number.
+        name = entries[node].name if entries[node].count == 1 else cluster.nodes[node].name
+        agents.append(Agent(name, entries[node], gpus, first, whole))
+        first += len(gpus)
+    return tuple(agents)
+
+
+def launch_lines(
+    plan: Plan, cluster: Cluster, flags: Sequence[str], *, plan_path: str, cluster_path: str, model: str
+) -> LaunchLines:
+    """What to type for a plan.
+
+    Args:
+        plan: the plan.
+        cluster: that it was made for.
+        flags: of `megatron_flags`.
+        plan_path: the plan's file.
+        cluster_path: the cluster's file.
+        model: as ``--model`` takes it.
+
+    Raises:
+        PlanError: the plan was made for another cluster.
+    """
+    agents = find_agents(plan, cluster)
+    return LaunchLines(
+        flags=tuple(flags),
+        torchrun=tuple((agent.node, _torchrun(number, agents)) for number, agent in enumerate(agents)),
+        sbatch=_sbatch(agents, plan_path, cluster_path, model),
+    )
+
+
+def launch_dict(lines: LaunchLines) -> dict[str, Any]:
+    """The lines as plain values."""
+    found = asdict(lines)
+    return found | {"torchrun": [{"node": node, "line": line} for node, line in lines.torchrun]}
+
+
+def launch_text(lines: LaunchLines, *, most: int | None = None, more: str = "") -> str:
+    """The lines as a shell takes them: the flags, then torchrun for each node, then Slurm's.
+
+    Args:
+        lines: the lines.
+        most: starts of torchrun that are shown; ``None``: all.
+        more: where the others are.
+    """
+    text = ["# Megatron's flags; the plan sets the others. Synthetic data until you give your own."]
+    text += ["FLAGS=(", *(f"  {line}" for line in _flag_lines(lines.flags)), ")"]
+    text += [f"{line}  # {node}" for node, line in lines.torchrun[:most]]
+    if most is not None and len(lines.torchrun) > most:
+        text.append(f"# and {len(lines.torchrun) - most} nodes more: {more}")
+    return "\n".join([*text, "# or with Slurm; partitions as sinfo names them", *lines.sbatch])
+
+
+def _torchrun(number: int, agents: Sequence[Agent]) -> str:
+    agent = agents[number]
+    together = ["--standalone"]
+    if len(agents) > 1:
+        # Static: node ranks stay as they are written, and agents may have different numbers of ranks.
+        together = [
+            f"--nnodes={len(agents)}",
+            f"--node-rank={number}",
+            f"--master-addr={agents[0].node}",
+            f"--master-port={_PORT}",
+        ]
+    seen = "" if agent.whole else f"CUDA_VISIBLE_DEVICES={','.join(map(str, agent.gpus))} "
+    words = [f"--nproc-per-node={len(agent.gpus)}", *together, "-m", "megatron_hexi.pretrain_gpt"]
+    return f'{seen}torchrun {" ".join(words)} "${{FLAGS[@]}}"'
+
+
+def _sbatch(agents: Sequence[Agent], plan_path: str, cluster_path: str, model: str) -> tuple[str, ...]:
+    used = {agent.node: agent.entry for agent in agents}
+    counts = Counter(entry.name for entry in used.values())
+    gpus = {entry.name: entry.gpus for entry in used.values()}
+    components = [
+        f"--partition={shlex.quote(name)} --nodes={count} --exclusive --gpus-per-node={gpus[name]}"
+        for name, count in counts.items()
+    ]
+    quoted = [shlex.quote(text) for text in (plan_path, cluster_path, model)]
+    settings = f"PLAN={quoted[0]} CLUSTER={quoted[1]} ARGUMENTS=job.args"
+    return (
+        f"hexi launch {quoted[0]} --cluster {quoted[1]} --model {quoted[2]} -o job.args",
+        f"{settings} sbatch {' : '.join(components)} scripts/slurm/train.sbatch",
+    )
+
+
+def _flag_lines(flags: Sequence[str]) -> list[str]:
+    """The flags for a shell, each with its values on a line of its own."""
+    lines: list[list[str]] = []
+    for word in flags:
+        if word.startswith("--") or not lines:
+            lines.append([])
+        lines[-1].append(word)
+    return [shlex.join(line) for line in lines]
+
+
+def flags_text(flags: Sequence[str]) -> str:
+    """The flags as a file of Megatron's arguments."""
+    return "".join(f"{line}\n" for line in _flag_lines(flags))
+
+
+def _without(words: Sequence[str], flags: set[str]) -> list[str]:
+    """The words without these flags and their values."""
+    kept, leaving = [], False
+    for word in words:
+        if word.startswith("--"):
+            leaving = word.partition("=")[0] in flags
+        if not leaving:
+            kept.append(word)
+    return kept

@@ -1,0 +1,68 @@
+"""What `hexi launch` prints: flags that state the model, and a start of torchrun for each run of ranks."""
+
+import dataclasses
+
+import pytest
+
+from megatron_hexi.cluster import read_cluster
+from megatron_hexi.cost import model_flags, presets
+from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.plan import JobTerms, Workload, proportional_plan
+from megatron_hexi.report.launch import find_agents, megatron_flags
+from tests.support.shell import call_hexi
+
+CLUSTER = """\
+name: mixed
+nodes:
+- {name: fast, gpu: H100-SXM-80GB, gpus: 3, count: 2}
+- {name: slow, gpu: A100-SXM-80GB, gpus: 1}
+network: {bandwidth_gb_s: 25}
+"""
+
+
+@pytest.mark.parametrize("name", presets())
+def test_flags_of_a_model_are_read_as_that_model(name, tmp_path):
+    model = presets()[name]
+    read = model_from_arguments(" ".join(model_flags(model, 4096)), tmp_path / "job.args")
+    assert dataclasses.replace(read, name=model.name, source=model.source) == model
+
+
+def test_each_run_of_ranks_on_a_node_is_one_start(tmp_path):
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    plan = proportional_plan(Workload(64, 4, 4, 16), [[[1] * 5]])
+    plan = dataclasses.replace(plan, gpus=(3, 4, 6, 0, 5))
+    agents = find_agents(plan, read_cluster(tmp_path / "cluster.yaml"))
+    found = [(agent.node, agent.gpus, agent.first_rank, agent.whole) for agent in agents]
+    assert found == [
+        ("fast-1", (0, 1), 0, False),
+        ("slow", (0,), 2, True),
+        ("fast-0", (0,), 3, False),
+        ("fast-1", (2,), 4, False),
+    ]
+
+
+def test_what_the_plan_sets_is_not_typed_and_own_flags_stand():
+    plan = proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]])
+    plan = dataclasses.replace(plan, job=JobTerms(precision="bf16"))
+    given = [
+        "--num-layers",
+        "2",
+        "--bf16",
+        "--tensor-model-parallel-size",
+        "2",
+        "--seq-length",
+        "128",
+        "--lr",
+        "1",
+    ]
+    flags = megatron_flags(given, ["--lr", "2", "--data-path", "text"], plan, "plan.yaml")
+    assert flags[:6] == ("--hexi-plan", "plan.yaml", "--num-layers", "2", "--seq-length", "64")
+    assert flags[-4:] == ("--lr", "2", "--data-path", "text")
+    assert not {"--bf16", "--tensor-model-parallel-size", "--mock-data"} & set(flags)
+
+
+def test_an_error_is_a_document_with_json(monkeypatch, capsys):
+    code, out, err = call_hexi(monkeypatch, capsys, ["show", "absent.yaml", "--json"])
+    assert code == 2
+    assert '"exit_code": 2' in out
+    assert err.startswith("hexi: error: absent.yaml")
