@@ -36,7 +36,7 @@ def test_weights_gradients_and_state_take_what_the_cost_model_says(forks: Forks,
     (tmp_path / "model.args").write_text(" ".join(words))
     path = tmp_path / "plan.yaml"
     path.write_text(HEADER + PLAN)
-    training = "--train-iters", "2", "--hexi-plan", path
+    training: list[str | Path] = ["--train-iters", "2", "--hexi-plan", path]
     outcome = forks.launch(
         tmp_path, ranks=4, args=[*words, *training], entry="tests.megatron.held_bytes", timeout=280
     )

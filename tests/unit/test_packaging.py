@@ -43,7 +43,7 @@ def test_a_missing_extra_is_one_line_that_names_it(missing, module, remedy, tmp_
     blocked = f"import sys, runpy; sys.modules[{missing!r}] = None"
     program = f"{blocked}; runpy.run_module({module!r}, run_name='__main__')"
     cluster = REPOSITORY / "examples" / "clusters" / "mixed-16.yaml"
-    words = {
+    arguments: dict[str, list[str | Path]] = {
         "megatron_hexi.cli.main": [
             "plan",
             cluster,
@@ -56,7 +56,8 @@ def test_a_missing_extra_is_one_line_that_names_it(missing, module, remedy, tmp_
         ],
         "megatron_hexi.pretrain_gpt": [],
         "megatron_hexi.run": [__file__],
-    }[module]
+    }
+    words = arguments[module]
     run = subprocess.run(
         [sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=100, cwd=tmp_path
     )
