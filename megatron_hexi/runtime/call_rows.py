@@ -98,4 +98,4 @@ def rows_of(ranges: Sequence[Range], device: torch.device, backwards: bool = Fal
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device, without waiting for it."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

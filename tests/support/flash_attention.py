@@ -42,8 +42,10 @@ def varlen_backward(
     dout, q, k, v, out, lse, dq, dk, dv, ends_q, ends_k, most_q, most_k, softmax_scale, causal
 ):
     sequences = sequences_of(ends_q, ends_k, q, k, most_q, most_k)
-    tensors = (unpacked(tensor) for tensor in (dout, q, k, v, out))
-    grads = MATH.backward(*tensors, lse[None], causal=causal, scale=softmax_scale, sequences=sequences)
+    dout, q, k, v, out = (unpacked(tensor) for tensor in (dout, q, k, v, out))
+    grads = MATH.backward(
+        dout, q, k, v, out, lse[None], causal=causal, scale=softmax_scale, sequences=sequences
+    )
     for target, gradient in zip((dq, dk, dv), grads, strict=True):
         target.copy_(packed(gradient))
 
