@@ -60,7 +60,7 @@ def planned_kernels(text: str | None, cluster: Cluster) -> dict[str, str]:
 
 
 def assumed_kernels(text: str | None, cluster: Cluster) -> dict[str, tuple[str, str]]:
-    """GPUs whose kernel nobody chose or measured, and the image lacks; that one, and the best of the others."""
+    """GPUs whose kernel nobody chose or measured, and the image lacks; it, and the best of the others."""
     found = {}
     for name, kind in _kinds(cluster).items():
         entry = cluster.file.devices.get(name)
