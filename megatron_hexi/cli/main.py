@@ -33,7 +33,6 @@ from megatron_hexi.errors import HexiError, user_errors
 
 app = typer.Typer(
     help="Long-context training on mixed GPU clusters, as a plugin for Megatron-LM.",
-    add_completion=False,
     pretty_exceptions_enable=False,  # our faults keep a traceback that can be pasted into an issue
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -130,7 +130,11 @@ class Training:
     ] = None
     kernel: Annotated[
         str | None,
-        _option("Attention kernel; each GPU's fastest if not given (hexi catalog).", metavar="NAME"),
+        _option(
+            "Attention kernel, or one for each kind of GPU: H100=cudnn,A100=flash-attn-2; if not given, "
+            "the cluster file's, else the fastest of hexi catalog.",
+            metavar="NAME",
+        ),
     ] = None
     distributed_optimizer: Annotated[
         bool | None,

@@ -30,7 +30,7 @@ from megatron_hexi.cli.output import (
     write_picture,
 )
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import estimate, find_shortage, job_terms, model_file
+from megatron_hexi.cost import estimate, find_shortage, job_terms, model_file, planned_kernels
 from megatron_hexi.plan import read_plan, write_plan
 from megatron_hexi.text_file import write_text_atomically
 
@@ -142,6 +142,7 @@ def simulate(
     check_outputs([plan, cluster, job.model_file(replayed)], [trace], picture)
     asked = job.job(replayed, plan)
     machines = read_cluster(cluster)
+    planned_kernels(asked.kernel, machines)
     cost = estimate(replayed, asked, machines)
     shortage = find_shortage(cost)
     if shortage is not None:
@@ -174,6 +175,7 @@ def simulate(
 def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple[Planned, Cluster]:
     request = options.request()
     cluster = read_cluster(path)
+    planned_kernels(request.job.kernel, cluster)
     from megatron_hexi.planner import find_plan
 
     with progress_bar() as tell:

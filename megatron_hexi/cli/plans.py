@@ -20,7 +20,7 @@ from megatron_hexi.cli.options import (
 )
 from megatron_hexi.cli.output import check_outputs, print_json, print_report, say, write_picture
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import estimate, find_shortage
+from megatron_hexi.cost import estimate, find_shortage, planned_kernels
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import (
     Workload,
@@ -92,7 +92,9 @@ def validate(
             print(f"{plan}: a valid plan for {checked.ranks} ranks")
         if cluster is not None:
             asked = job.job(checked, plan)
-            cost = estimate(checked, asked, read_cluster(cluster))
+            machines = read_cluster(cluster)
+            planned_kernels(asked.kernel, machines)
+            cost = estimate(checked, asked, machines)
             document |= {"cluster": str(cluster), "estimate": estimate_dict(cost, asked)}
             if not as_json:
                 print_report(estimate_report(cost))

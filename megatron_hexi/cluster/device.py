@@ -150,7 +150,8 @@ class Device:
         nominal: rates by datasheet.
         link: to the GPUs of its node.
         matmul: achieved by matrix products, against rows, in bf16 (fp16 where there is no bf16).
-        attentions: kernels with curves, the fastest (causal, forward, 16k tokens) first.
+        attentions: kernels with curves, those of the cluster file before the catalogue's, and the fastest
+            (causal, forward, 16k tokens) of each first.
         source: the datasheet.
         note: what a user should know besides.
         matmul_fp8: achieved by matrix products in fp8; ``None`` where nobody measured it.
@@ -179,7 +180,7 @@ class Device:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names of the kernels with curves, the fastest first."""
+        """Names of the kernels with curves, the default first."""
         return tuple(attention.kernel for attention in self.attentions)
 
     @property
@@ -197,7 +198,7 @@ class Device:
         )
 
     def attention(self, kernel: str | None = None) -> Attention:
-        """The curves of a kernel, by default the fastest.
+        """The curves of a kernel, by default the first.
 
         Raises:
             ClusterError: no curves of that kernel are known for this GPU.

@@ -4,6 +4,7 @@ from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, 
 from megatron_hexi.cost.fit import Shortage, find_shortage
 from megatron_hexi.cost.iteration import CostModel, IterationCost, check_job, estimate
 from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
+from megatron_hexi.cost.kernels import assumed_kernels, planned_kernels
 from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
@@ -26,6 +27,7 @@ __all__ = [
     "RankCost",
     "Shortage",
     "Timing",
+    "assumed_kernels",
     "attention_seconds",
     "ceiling_tokens_per_s",
     "check_job",
@@ -35,6 +37,7 @@ __all__ = [
     "job_terms",
     "model_file",
     "model_flags",
+    "planned_kernels",
     "presets",
     "read_model",
     "read_terms",

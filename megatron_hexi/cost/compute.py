@@ -14,6 +14,7 @@ import numpy as np
 from megatron_hexi.cluster import Curve, Device, Passes
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.kernels import kernel_on
 from megatron_hexi.errors import ClusterError
 
 #: Part of a memory's nominal bandwidth that streaming kernels reach. An estimate: BabelStream's triad reaches
@@ -74,7 +75,7 @@ def device_speeds(device: Device, job: Job) -> Speeds:
     half = device.nominal.bf16 or device.nominal.fp16 or rate
     factor = rate / half if job.precision == "fp32" else 1.0
     heads = factor * head_size_factor(job.model.head_dim)
-    attention = device.attention(job.kernel).map(lambda curve: curve.scaled(heads))
+    attention = device.attention(kernel_on(job.kernel, device.name)).map(lambda curve: curve.scaled(heads))
     output = device.layer_matmul.scaled(factor)
     in_fp8 = device.matmul_fp8 if job.precision == "fp8" else None
     return Speeds(

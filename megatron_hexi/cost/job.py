@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NoReturn, get_args
 
+from megatron_hexi.cost.kernels import split_kernels
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Plan, Workload
@@ -47,7 +48,8 @@ class Job:
             Where stages have layers of their own it always is.
            overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
            sequence_parallel: --sequence-parallel, where `tensor_parallel` is above 1.
-           kernel: attention kernel; ``None``: each GPU's fastest.
+           kernel: attention kernel: one name, or one for each kind of GPU (`megatron_hexi.cost.kernels`);
+            ``None``: each GPU's own default.
 
     Raises:
            HexiError: sizes that Megatron cannot divide, or words that it does not know.
@@ -76,6 +78,8 @@ class Job:
             _refuse("recompute", self.recompute, f"use {', '.join(RECOMPUTES)}")
         if self.precision not in (*PRECISIONS, "fp8"):
             _refuse("precision", self.precision, f"use {', '.join(PRECISIONS)}")
+        if self.kernel is not None:
+            split_kernels(self.kernel)
         self._check_division()
 
     def _check_division(self) -> None:

@@ -32,14 +32,14 @@ _OF_ONE_RANK = ("RANK", "LOCAL_RANK")
 
 
 def doctor_report(facts: Sequence[Facts], problems: Sequence[Problem]) -> RenderableType:
-    """All of it: software, kernels, patches, network, variables; and what is wrong, last.
+    """All of it: what is wrong, first; then software, kernels, patches, network, variables.
 
     Args:
         facts: of the ranks that answered, in rank order.
         problems: what is wrong, the worst first.
     """
     tables = (_software, _kernels, _patches, _network, _environment)
-    return Group(*(part for table in tables if (part := table(facts)) is not None), *_findings(problems))
+    return Group(*_findings(problems), *(part for table in tables if (part := table(facts)) is not None))
 
 
 def doctor_dict(facts: Sequence[Facts], problems: Sequence[Problem]) -> dict[str, Any]:
@@ -202,4 +202,4 @@ def _findings(problems: Sequence[Problem]) -> list[RenderableType]:
         (sum(problem.severity == severity for problem in problems), severity) for severity in SEVERITIES
     ]
     said = ", ".join(f"{count} {severity}{'' if count == 1 else 's'}" for count, severity in counts if count)
-    return [table, Text(f"{'healthy' if healthy(list(problems)) else 'not healthy'}: {said}")]
+    return [Text(f"{'healthy' if healthy(list(problems)) else 'not healthy'}: {said}"), table]

@@ -12,7 +12,7 @@ from rich.text import Text
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Phases
 from megatron_hexi.report.estimate import spell_seconds
-from megatron_hexi.report.planned import bound_line, cluster_ceiling, job_line, planned_dict
+from megatron_hexi.report.planned import bound_line, cluster_ceiling, job_line, kernel_lines, planned_dict
 from megatron_hexi.report.shares import find_shares, spell_layout
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need
@@ -119,6 +119,7 @@ def comparison_report(planned: Planned, cluster: Cluster) -> RenderableType:
     ceiling = f"ceiling: {comparison.ceiling_tokens_per_s:,.0f} tokens/s"
     return Group(
         Text(job_line(planned.job, cluster)),
+        *(Text(line) for line in kernel_lines(planned.job, cluster)),
         comparison_table(comparison),
         Text(ceiling),
         Text(bound_line(planned)),

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Job, ceiling_tokens_per_s
+from megatron_hexi.cost import Job, assumed_kernels, ceiling_tokens_per_s, planned_kernels
 from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.report.estimate import phases_line, spell_seconds
 from megatron_hexi.report.shares import find_shares, shares_table, spell_recompute
@@ -35,6 +35,7 @@ def planned_report(planned: Planned, cluster: Cluster) -> RenderableType:
         Text(job_line(planned.job, cluster)),
         Text(speed_line(planned, cluster)),
         Text(f"layout: {layout_line(planned.plan, planned.job)}"),
+        *(Text(line) for line in kernel_lines(planned.job, cluster)),
         Text(bound_line(planned)),
         Text(phases_line(planned.cost)),
         shares_table(shares, planned.job),
@@ -49,6 +50,7 @@ def planned_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
         "digest": plan_digest(planned.plan),
         "ranks": len(cost.ranks),
         "data_parallel": planned.job.data_parallel,
+        "kernels": planned_kernels(planned.job.kernel, cluster),
         "tokens_per_s": cost.tokens_per_s,
         "iteration_s": cost.iteration_s,
         "lower_bound_s": planned.bound.iteration_s,
@@ -103,6 +105,18 @@ def layout_line(plan: Plan, job: Job) -> str:
         widths = sorted({len(member.ranks) for member in plan.members})
         words += [f"PP {_listed(depths)}", f"TP {_listed(widths)}"]
     return f"{', '.join(words)}, micro-batch {job.micro_batch_size}"
+
+
+def kernel_lines(job: Job, cluster: Cluster) -> list[str]:
+    """Which attention kernel the plan counts on; and what to type where nobody said that it is there."""
+    kernels = ", ".join(f"{kernel} on {gpu}" for gpu, kernel in planned_kernels(job.kernel, cluster).items())
+    lines = [f"attention kernel: {kernels}"]
+    for gpu, (assumed, shipped) in assumed_kernels(job.kernel, cluster).items():
+        lines.append(
+            f"note: {assumed} is assumed on {gpu}; the shipped image has none: without it, plan with "
+            f"--kernel {gpu}={shipped}"
+        )
+    return lines
 
 
 def _listed(sizes: list[int]) -> str:

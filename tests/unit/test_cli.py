@@ -194,3 +194,19 @@ def test_proportion_refuses_sizes_that_no_plan_has(hexi, tmp_path, wrong):
     assert result.code == 2
     assert is_one_error_line(result.err)
     assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("hexi pl", {"plan", "place"}),
+        ("hexi plan --seq-", {"--seq-length"}),
+        ("hexi plan --no-s", {"--no-sequence-parallel"}),
+    ],
+)
+def test_a_shell_completes_commands_and_options(hexi, monkeypatch, words, completed):
+    monkeypatch.setenv("_HEXI_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    result = hexi()
+    assert (result.code, set(result.out.split()), result.err) == (0, completed, "")
