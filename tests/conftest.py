@@ -1,7 +1,12 @@
 """What all tests share."""
 
+import os
+
 import pytest
 from hypothesis import settings
+
+# xdist sets it for its workers; what commands print must not depend on that.
+os.environ.pop("COLUMNS", None)
 
 # A machine that is busy is no failure.
 settings.register_profile(

@@ -44,12 +44,12 @@ class WireError(AssertionError):
 class _NoKernel(MathKernel):
     """Gives tensors of the right shapes."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+    def dense(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
 
-    def backward(
+    def dense_backward(
         self,
         grad_output: Tensor,
         query: Tensor,
@@ -57,7 +57,6 @@ class _NoKernel(MathKernel):
         value: Tensor,
         output: Tensor,
         log_sum_exp: Tensor,
-        *,
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:

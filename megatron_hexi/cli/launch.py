@@ -28,8 +28,9 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="Example: hexi launch plan.yaml --cluster cluster.yaml -o job.args -- --data-path data/text "
-    "--tokenizer-type HuggingFaceTokenizer --tokenizer-model meta-llama/Meta-Llama-3-70B --train-iters 5000"
+    epilog="Example: hexi launch plan.yaml --cluster examples/clusters/mixed-16.yaml -o job.args -- "
+    "--data-path data/text --tokenizer-type HuggingFaceTokenizer "
+    "--tokenizer-model meta-llama/Meta-Llama-3-70B --train-iters 5000"
 )
 def launch(
     plan: PlanPath,

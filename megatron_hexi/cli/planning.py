@@ -124,8 +124,7 @@ def compare(
 
 
 @app.command(
-    epilog="Example: hexi simulate plan.yaml --cluster examples/clusters/mixed-16.yaml --recompute full "
-    "--trace trace.json"
+    epilog="Example: hexi simulate plan.yaml --cluster examples/clusters/mixed-16.yaml --trace trace.json"
 )
 @with_bundles
 def simulate(

@@ -53,6 +53,55 @@ class Block:
         return rows * (rows + 1) // 2
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Blocks that one kernel call computes: of one shape, queries and keys ascending without overlap.
+
+    Two are the same only if they are one object, so that what is made of one can be kept beside it.
+    """
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """That of all its blocks."""
+        return self.blocks[0].shape
+
+    @property
+    def queries(self) -> tuple[Range, ...]:
+        """Of each block."""
+        return tuple(block.queries for block in self.blocks)
+
+    @property
+    def keys(self) -> tuple[Range, ...]:
+        """Of each block."""
+        return tuple(block.keys for block in self.blocks)
+
+
+def together(blocks: Iterable[Block]) -> tuple[Call, ...]:
+    """Few calls that compute all blocks: each block goes to the first call that it can follow.
+
+    Without a window two are enough, one causal and one full, however many documents there are.
+    """
+    calls: list[list[Block]] = []
+    for block in blocks:
+        for call in calls:
+            if _can_follow(call[-1], block):
+                call.append(block)
+                break
+        else:
+            calls.append([block])
+    return tuple(Call(tuple(call)) for call in calls)
+
+
+def _can_follow(block: Block, following: Block) -> bool:
+    return (
+        block.shape is following.shape
+        and block.queries[1] <= following.queries[0]
+        and block.keys[1] <= following.keys[0]
+    )
+
+
 @dataclass(frozen=True)
 class Visible:
     """What a group's queries see of another group's keys.

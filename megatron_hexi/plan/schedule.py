@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
-from megatron_hexi.plan.blocks import Block, Visible, exchange_blocks, own_blocks
+from megatron_hexi.plan.blocks import Block, Call, Visible, exchange_blocks, own_blocks, together
 from megatron_hexi.plan.heads import (
     HeadSpan,
     head_parts,
@@ -99,6 +99,11 @@ class Step:
     parts: tuple[Part, ...]
     blocks: tuple[Block, ...]
 
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """The blocks as kernels are given them."""
+        return together(self.blocks)
+
     @property
     def receives(self) -> tuple[Transfer, ...]:
         """What the rank is sent in all parts."""
@@ -143,6 +148,16 @@ class Schedule:
     own: tuple[Block, ...]
     own_beside: tuple[Block, ...]
     steps: tuple[Step, ...]
+
+    @cached_property
+    def own_calls(self) -> tuple[Call, ...]:
+        """`own` as kernels are given it."""
+        return together(self.own)
+
+    @cached_property
+    def own_beside_calls(self) -> tuple[Call, ...]:
+        """`own_beside` as kernels are given it."""
+        return together(self.own_beside)
 
     @property
     def tokens(self) -> int:

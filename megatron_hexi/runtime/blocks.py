@@ -16,15 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_hexi.plan.blocks import Block, Shape
+from megatron_hexi.plan.blocks import Call
 from megatron_hexi.plan.heads import HeadSpan
 from megatron_hexi.plan.model import Range
-from megatron_hexi.plan.parts import BUSY_ROWS
+from megatron_hexi.runtime.call_rows import CallRows, Rows, call_rows
 from megatron_hexi.runtime.kernels.base import Kernel
 
 
@@ -54,34 +55,27 @@ class BlockAttention:
         return (self.spans[0].kv[0], self.spans[-1].kv[1]) if self.spans else (0, 0)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, blocks: Iterable[Block]
-    ) -> Iterator[tuple[Block, Tensor, Tensor]]:
-        """Output [B, h, Q, D] and log-sum-exp [B, h, Q] of each block, of the spans' heads.
+        self, query: Tensor, key: Tensor, value: Tensor, calls: Iterable[Call]
+    ) -> Iterator[tuple[Rows, Tensor, Tensor]]:
+        """Of each call the queries, output [B, h, Q, D] and log-sum-exp [B, h, Q] of the spans' heads.
 
         Args:
-            query: [B, heads, G, D]; blocks say which rows.
-            key: [B, KV heads, keys, D]; blocks say which.
+            query: [B, heads, G, D]; calls say which rows.
+            key: [B, KV heads, keys, D]; calls say which.
             value: likewise.
-            blocks: in any order; they come back in another.
+            calls: in any order.
         """
         width = max(query.shape[3], value.shape[3])
-        for alike in self._alike(blocks if self.spans else ()):
-            shape = alike[0].shape
-            q = _wide(_taken(query, [block.queries for block in alike], shape), width)
-            k, v = (_wide(_taken(t, [block.keys for block in alike], shape), width) for t in (key, value))
+        for call in calls if self.spans else ():
+            rows = call_rows(call, query.device)
+            q = _wide(rows.queries.taken(query), width)
+            k, v = (_wide(rows.keys.taken(tensor), width) for tensor in (key, value))
             parts = [
-                self.kernel.forward(
-                    q[:, slice(*span.queries)],
-                    k[:, slice(*span.kv)],
-                    v[:, slice(*span.kv)],
-                    causal=shape is not Shape.FULL,
-                    scale=self.scale,
-                )
+                self._forward(q[:, slice(*span.queries)], k[:, slice(*span.kv)], v[:, slice(*span.kv)], rows)
                 for span in self.spans
             ]
             output, log_sum_exp = (_join(list(halves)) for halves in zip(*parts, strict=True))
-            outputs = _given(output[..., : value.shape[3]], len(alike), shape)
-            yield from zip(alike, outputs, _given(log_sum_exp, len(alike), shape), strict=True)
+            yield rows.queries, output[..., : value.shape[3]], log_sum_exp
 
     def backward(
         self,
@@ -91,44 +85,34 @@ class BlockAttention:
         value: Tensor,
         output: Tensor,
         log_sum_exp: Tensor,
-        blocks: Iterable[Block],
-    ) -> Iterator[tuple[Block, HeadSpan, tuple[Tensor, Tensor, Tensor]]]:
-        """Gradients of query, key and value of each block and span; exact parts of the whole's.
+        calls: Iterable[Call],
+    ) -> Iterator[tuple[CallRows, HeadSpan, tuple[Tensor, Tensor, Tensor]]]:
+        """Gradients of query, key and value of each call and span; exact parts of the whole's.
 
         Args:
-            grad_output: [B, heads, G, D]; blocks say which rows.
+            grad_output: [B, heads, G, D]; calls say which rows.
             query: likewise.
-            key: [B, KV heads, keys, D]; blocks say which.
+            key: [B, KV heads, keys, D]; calls say which.
             value: likewise.
             output: as `grad_output`, of all blocks merged.
             log_sum_exp: likewise, [B, heads, G].
-            blocks: in any order; they come back in another.
+            calls: in any order.
         """
         width, sizes = max(query.shape[3], value.shape[3]), (query.shape[3], key.shape[3], value.shape[3])
-        for alike in self._alike(blocks):
-            shape = alike[0].shape
-            rows, keys = [block.queries for block in alike], [block.keys for block in alike]
-            grad, q, out = (_wide(_taken(t, rows, shape), width) for t in (grad_output, query, output))
-            k, v = (_wide(_taken(t, keys, shape), width) for t in (key, value))
-            lse = _taken(log_sum_exp, rows, shape)
+        for call in calls if self.spans else ():
+            rows = call_rows(call, query.device)
+            grad, q, out = (_wide(rows.queries.taken(t), width) for t in (grad_output, query, output))
+            k, v = (_wide(rows.keys.taken(t), width) for t in (key, value))
+            lse = rows.queries.taken(log_sum_exp)
             for span in self.spans:
                 heads, kv = slice(*span.queries), slice(*span.kv)
-                grads = self.kernel.backward(
-                    grad[:, heads],
-                    q[:, heads],
-                    k[:, kv],
-                    v[:, kv],
-                    out[:, heads],
-                    lse[:, heads],
-                    causal=shape is not Shape.FULL,
-                    scale=self.scale,
+                tensors = grad[:, heads], q[:, heads], k[:, kv], v[:, kv], out[:, heads], lse[:, heads]
+                grads = (
+                    tensor[..., :size]
+                    for tensor, size in zip(self._backward(tensors, rows), sizes, strict=True)
                 )
-                given = (
-                    _given(tensor[..., :size], len(alike), shape)
-                    for tensor, size in zip(grads, sizes, strict=True)
-                )
-                for block, *gradients in zip(alike, *given, strict=True):
-                    yield block, span, (gradients[0], gradients[1], gradients[2])
+                grad_query, grad_key, grad_value = grads
+                yield rows, span, (grad_query, grad_key, grad_value)
 
     def add_backward(
         self,
@@ -139,27 +123,33 @@ class BlockAttention:
         value: Tensor,
         output: Tensor,
         log_sum_exp: Tensor,
-        blocks: Iterable[Block],
+        calls: Iterable[Call],
     ) -> None:
-        """Add the gradients of blocks to sums of query's, key's and value's; heads of no span are left."""
+        """Add the gradients of calls to sums of query's, key's and value's; heads of no span are left."""
         tensors = grad_output, query, key, value, output, log_sum_exp
-        for block, span, grads in self.backward(*tensors, blocks):
-            places = (span.queries, block.queries), (span.kv, block.keys), (span.kv, block.keys)
-            for total, (heads, rows), grad in zip(sums, places, grads, strict=True):
-                total[:, slice(*heads), slice(*rows)].add_(grad)
+        for rows, span, grads in self.backward(*tensors, calls):
+            places = (span.queries, rows.queries), (span.kv, rows.keys), (span.kv, rows.keys)
+            for total, (heads, some), grad in zip(sums, places, grads, strict=True):
+                some.add(total[:, slice(*heads)], grad)
 
-    def _alike(self, blocks: Iterable[Block]) -> list[list[Block]]:
-        """Blocks that are one call of the kernel: those of one size, as a larger batch, if they are small.
+    def _forward(self, query: Tensor, key: Tensor, value: Tensor, rows: CallRows) -> tuple[Tensor, Tensor]:
+        mode: Any = {"causal": rows.causal, "scale": self.scale, "sequences": rows.sequences}
+        if rows.sequences is None or len(query) == 1:
+            return self.kernel.forward(query, key, value, **mode)
+        each = [
+            self.kernel.forward(*parts, **mode)
+            for parts in zip(query.split(1), key.split(1), value.split(1), strict=True)
+        ]
+        output, log_sum_exp = (torch.cat(list(parts)) for parts in zip(*each, strict=True))
+        return output, log_sum_exp
 
-        Alone such a block would not keep a GPU busy.
-        """
-        heads = self.queries[1] - self.queries[0]
-        calls: dict[object, list[Block]] = {}
-        for block in blocks:
-            queries, keys = (stop - start for start, stop in (block.queries, block.keys))
-            is_small = max(queries, keys) * heads < BUSY_ROWS
-            calls.setdefault((queries, keys, block.shape) if is_small else block, []).append(block)
-        return list(calls.values())
+    def _backward(self, tensors: Sequence[Tensor], rows: CallRows) -> Sequence[Tensor]:
+        mode: Any = {"causal": rows.causal, "scale": self.scale, "sequences": rows.sequences}
+        if rows.sequences is None or len(tensors[0]) == 1:
+            return self.kernel.backward(*tensors, **mode)
+        batches = zip(*(tensor.split(1) for tensor in tensors), strict=True)
+        each = [self.kernel.backward(*parts, **mode) for parts in batches]
+        return [torch.cat(list(parts)) for parts in zip(*each, strict=True)]
 
 
 class Merger:
@@ -174,27 +164,18 @@ class Merger:
         self.output = output.to(log_sum_exp.dtype, copy=True)
         self.log_sum_exp = log_sum_exp.clone()
 
-    def add(self, heads: Range, queries: Range, output: Tensor, log_sum_exp: Tensor) -> None:
-        """Add a block that covers some of the heads and of the queries."""
-        rows = slice(None), slice(*heads), slice(*queries)
-        before = self.log_sum_exp[rows]
+    def add(self, heads: Range, queries: Rows, output: Tensor, log_sum_exp: Tensor) -> None:
+        """Add a call that covers some of the heads and of the queries."""
+        total, sums = (tensor[:, slice(*heads)] for tensor in (self.output, self.log_sum_exp))
+        before = queries.taken(sums)
         merged = torch.logaddexp(before, log_sum_exp)
-        self.output[rows].mul_(torch.exp(before - merged)[..., None]).addcmul_(
+        weighed = queries.taken(total) if queries.index is None else queries.taken(total).contiguous()
+        weighed.mul_(torch.exp(before - merged)[..., None]).addcmul_(
             output, torch.exp(log_sum_exp - merged)[..., None]
         )
-        self.log_sum_exp[rows] = merged
-
-
-def _taken(tensor: Tensor, ranges: Sequence[Range], shape: Shape) -> Tensor:
-    """Rows of [B, heads, rows, ...], several ranges as a larger batch; from behind at a window's edge."""
-    parts = [tensor[:, :, slice(*rows)] for rows in ranges]
-    taken = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return taken.flip(2) if shape is Shape.WINDOW_EDGE else taken
-
-
-def _given(tensor: Tensor, count: int, shape: Shape) -> Sequence[Tensor]:
-    """What `_taken` put together, apart again."""
-    return (tensor.flip(2) if shape is Shape.WINDOW_EDGE else tensor).chunk(count)
+        if queries.index is not None:
+            queries.put(total, weighed)
+        queries.put(sums, merged)
 
 
 def _wide(tensor: Tensor, width: int) -> Tensor:

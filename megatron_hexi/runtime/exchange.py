@@ -9,12 +9,15 @@ one owner serves are one contiguous piece of it.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Part, Schedule, Transfer
+from megatron_hexi.runtime.call_rows import Rows, rows_of
 from megatron_hexi.runtime.wire import Message, Transfers, post
 
 
@@ -53,8 +56,7 @@ class KeyExchange:
     def _rows(self, rows: tuple[Range, ...]) -> Tensor:
         """Some tokens of the own keys, contiguous; groups ask for few selections, so each is kept."""
         if rows not in self._seen:
-            parts = [self._keys[:, :, slice(*part)] for part in rows]
-            self._seen[rows] = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=2)
+            self._seen[rows] = _rows(rows, self._keys.device).taken(self._keys).contiguous()
         return self._seen[rows]
 
 
@@ -100,9 +102,12 @@ class GradientReturn:
         transfers.wait()
         for sent, buffer in arriving:
             total = _heads(self._total, sent, self._schedule.own_kv)
-            sizes = [stop - start for start, stop in sent.rows]
-            for rows, some in zip(sent.rows, buffer.split(sizes, dim=2), strict=True):
-                total[:, :, slice(*rows)].add_(some)
+            _rows(sent.rows, total.device).add(total, buffer)
+
+
+@lru_cache(maxsize=2**8)  # of the latest schedules
+def _rows(rows: tuple[Range, ...], device: torch.device) -> Rows:
+    return rows_of(rows, device)
 
 
 def _buffer(keys: Tensor, part: Part) -> Tensor | None:

@@ -115,8 +115,8 @@ def attend(layer: Layer, arriving: Sequence[Moving], sinks: Tensor | None) -> tu
                     if received is None:
                         continue
                     far = query[:, slice(*part.heads)], *_apart(received, query.shape[3])
-                    for block, out, lse in layer.blocks(spans).forward(*far, schedule.steps[step].blocks):
-                        merger.add(heads, block.queries, out, lse)
+                    for rows, out, lse in layer.blocks(spans).forward(*far, schedule.steps[step].calls):
+                        merger.add(heads, rows, out, lse)
             case Post(Batch("out", half)):
                 if schedule.steps:
                     output[:, halves[half]] = merger.output[:, halves[half]]
@@ -161,7 +161,7 @@ def attend_backward(
             case OwnBlock():
                 blocks = layer.blocks(schedule.own_spans(operation))
                 if schedule.steps:
-                    own = (*schedule.own, *schedule.own_beside)
+                    own = (*schedule.own_calls, *schedule.own_beside_calls)
                     blocks.add_backward(own_sums, grad_output, *saved, own)
                 else:
                     apart.append(_own_gradients(blocks, schedule, grad_output, saved))
@@ -172,15 +172,15 @@ def attend_backward(
             case FarBlocks(step) if received is not None:
                 part = schedule.part(operation)
                 sums = torch.zeros_like(received, dtype=wide)
-                rows = slice(None), slice(*part.heads)
+                heads = slice(None), slice(*part.heads)
                 layer.blocks(part.spans).add_backward(
-                    (grad_query[rows], *_apart(sums, key.shape[3])),
-                    grad_output[rows],
-                    query[rows],
+                    (grad_query[heads], *_apart(sums, key.shape[3])),
+                    grad_output[heads],
+                    query[heads],
                     *_apart(received, key.shape[3]),
-                    output[rows],
-                    log_sum_exp[rows],
-                    schedule.steps[step].blocks,
+                    output[heads],
+                    log_sum_exp[heads],
+                    schedule.steps[step].calls,
                 )
                 gradient = sums.to(query.dtype)
             case Post(Batch("gradients")):
@@ -204,21 +204,21 @@ def _own_forward(
     """Output and log-sum-exp of the own group's blocks, of some heads; in fp32 where they were merged."""
     batch, _, tokens, _ = query.shape
     heads = blocks.queries[1] - blocks.queries[0]
-    computed = blocks.forward(query, key, value, schedule.own)
-    if heads and len(schedule.own) == 1:
+    computed = blocks.forward(query, key, value, schedule.own_calls)
+    if heads and len(schedule.own_calls) == 1:
         ((_, output, log_sum_exp),) = computed
     else:
         output = query.new_empty(batch, heads, tokens, value.shape[3])
         wide = torch.promote_types(query.dtype, torch.float32)
         log_sum_exp = query.new_empty(batch, heads, tokens, dtype=wide)
-        for block, out, lse in computed:
-            rows = slice(*block.queries)
-            output[:, :, rows], log_sum_exp[:, :, rows] = out, lse
+        for rows, out, lse in computed:
+            rows.put(output, out)
+            rows.put(log_sum_exp, lse)
     if not schedule.own_beside:
         return output, log_sum_exp
     merger = Merger(output, log_sum_exp)
-    for block, out, lse in blocks.forward(query, key, value, schedule.own_beside):
-        merger.add((0, heads), block.queries, out, lse)
+    for rows, out, lse in blocks.forward(query, key, value, schedule.own_beside_calls):
+        merger.add((0, heads), rows, out, lse)
     return merger.output, merger.log_sum_exp
 
 
@@ -227,7 +227,7 @@ def _own_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value by the own group's blocks, of the blocks' heads."""
     query, key, value, _, log_sum_exp = saved
-    own = (*schedule.own, *schedule.own_beside)
+    own = (*schedule.own_calls, *schedule.own_beside_calls)
     if blocks.spans and len(own) == 1:
         parts = [grads for _, _, grads in blocks.backward(grad_output, *saved, own)]
         grad_query, grad_key, grad_value = (_cat(grads) for grads in zip(*parts, strict=True))

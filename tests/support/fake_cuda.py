@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_hexi.plan import Schedules
-from megatron_hexi.runtime import all_to_all, exchange
+from megatron_hexi.runtime import all_to_all, call_rows, exchange
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
 from megatron_hexi.runtime.kernels import flash_attn, ranked_kernels
 from megatron_hexi.runtime.kernels.base import KernelOnOffer
@@ -66,8 +66,11 @@ def gpu(capability: tuple[int, int], packages: tuple[str, ...] = (), cudnn: int 
     functions = {name.partition(".")[0]: pair for name, pair in _PACKAGES.items()}
 
     def module(name: str) -> SimpleNamespace:
-        forward, backward = functions[name.partition(".")[0]]
-        return SimpleNamespace(_flash_attn_forward=forward, _flash_attn_backward=backward)
+        forward, backward, *varlen = functions[name.partition(".")[0]]
+        made = SimpleNamespace(_flash_attn_forward=forward, _flash_attn_backward=backward)
+        if varlen:
+            made._flash_attn_varlen_forward, made._flash_attn_varlen_backward = varlen
+        return made
 
     flash_attn._named.cache_clear()
     with (
@@ -81,10 +84,17 @@ def gpu(capability: tuple[int, int], packages: tuple[str, ...] = (), cudnn: int 
     flash_attn._named.cache_clear()
 
 
+def _uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """What is made on the host once for a schedule, on the device: a copy for which nobody waits."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[Operations]:
     """Tensors that are made inside are fake; moving one between host and device is a `HostWait`."""
-    with FakeTensorMode(), Operations() as operations:
+    call_rows.call_rows.cache_clear()
+    exchange._rows.cache_clear()
+    with FakeTensorMode(), Operations() as operations, mock.patch.object(call_rows, "on_device", _uploaded):
         yield operations
 
 
@@ -97,12 +107,24 @@ class CheckedKernel(KernelOnOffer):
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return self.kernel.refuses(device, dtype, head_dim)
 
-    def takes(self, query: Tensor, key: Tensor, causal: bool) -> bool:
-        return self.kernel.takes(query, key, causal)
+    def takes(self, query: Tensor, key: Tensor, causal: bool, sequences: Any) -> bool:
+        return self.kernel.takes(query, key, causal, sequences)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> Any:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        sequences: Any = None,
+    ) -> Any:
         self._check_inputs(causal, query, key, value, query)
-        output, log_sum_exp = self.kernel.forward(query, key, value, causal=causal, scale=scale)
+        self._check_sequences(query, key, causal, sequences)
+        output, log_sum_exp = self.kernel.forward(
+            query, key, value, causal=causal, scale=scale, sequences=sequences
+        )
         _assert_like([output], [query])
         assert (log_sum_exp.shape, log_sum_exp.dtype) == (query.shape[:3], torch.float32)
         assert log_sum_exp.device == CUDA
@@ -119,16 +141,33 @@ class CheckedKernel(KernelOnOffer):
         *,
         causal: bool,
         scale: float,
+        sequences: Any = None,
     ) -> Any:
         tensors = grad_output, query, key, value, output
         self._check_inputs(causal, query, key, value, grad_output, output)
+        self._check_sequences(query, key, causal, sequences)
         assert (log_sum_exp.shape, log_sum_exp.dtype) == (query.shape[:3], torch.float32)
         if self.name != "math":
             assert log_sum_exp.is_contiguous()
             assert_reads_16_bytes(log_sum_exp, rows=False)
-        grads = self.kernel.backward(*tensors, log_sum_exp, causal=causal, scale=scale)
+        grads = self.kernel.backward(*tensors, log_sum_exp, causal=causal, scale=scale, sequences=sequences)
         _assert_like(grads, [query, key, value])
         return grads
+
+    def _check_sequences(self, query: Tensor, key: Tensor, causal: bool, sequences: Any) -> None:
+        if sequences is None:
+            return
+        assert self.name != "cudnn"
+        assert query.shape[0] == 1
+        assert len(sequences.queries) > 1
+        for lengths, ends, tensor in (
+            (sequences.queries, sequences.query_ends, query),
+            (sequences.keys, sequences.key_ends, key),
+        ):
+            assert min(lengths) > 0
+            assert sum(lengths) == tensor.shape[2]
+            assert (ends.shape, ends.dtype, ends.device) == ((len(lengths) + 1,), torch.int32, CUDA)
+        assert not causal or sequences.queries == sequences.keys
 
     def _check_inputs(
         self, causal: bool, query: Tensor, key: Tensor, value: Tensor, *outputs: Tensor

@@ -54,8 +54,7 @@ def truth(query, key, value, grad, *, causal, scale, dtype=torch.float64):
     return [log_sum_exp.detach(), output.detach(), *torch.autograd.grad(output, leaves, grad.to(dtype))]
 
 
-def results(kernel, query, key, value, grad, *, causal, scale):
-    mode = {"causal": causal, "scale": scale}
+def results(kernel, query, key, value, grad, **mode):
     output, log_sum_exp = kernel.forward(query, key, value, **mode)
     grads = kernel.backward(grad, query, key, value, output, log_sum_exp, **mode)
     assert [tensor.shape for tensor in (output, *grads)] == [t.shape for t in (query, query, key, value)]

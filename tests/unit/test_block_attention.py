@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megatron_hexi.plan import Block, Shape
+from megatron_hexi.plan.blocks import together
 from megatron_hexi.plan.heads import head_spans, kv_range, spans_in_two
-from megatron_hexi.runtime import blocks as block_attention
 from megatron_hexi.runtime.blocks import BlockAttention, Merger
+from megatron_hexi.runtime.call_rows import Rows, call_rows
 from megatron_hexi.runtime.kernels import MathKernel
 from tests.support.kernels import (
     BY_NAME,
@@ -32,7 +33,7 @@ def test_blocks_that_are_merged_are_one_attention_forward_and_backward(name, ext
     for keys in earlier:
         merger.add(
             (0, rows.shape[1]),
-            (0, 12),
+            Rows((0, 12)),
             *kernel.forward(rows, key[:, :, keys], value[:, :, keys], causal=False, scale=scale),
         )
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
@@ -64,51 +65,59 @@ def test_a_block_on_some_rows_leaves_the_others_as_they_were():
     before = merger.output.clone()
     merger.add(
         (0, query.shape[1]),
-        (3, 5),
+        Rows((3, 5)),
         *kernel.forward(query[:, :, 3:5], key + 1, value + 1, causal=False, scale=1.0),
     )
     changed = (merger.output != before).any(dim=(0, 1, 3))
     assert changed.tolist() == [False, False, False, True, True, False, False, False]
 
 
+@pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("shape", Shape)
-@pytest.mark.parametrize("size", [5, 60])
-def test_blocks_of_one_size_are_one_call_if_they_are_small(shape, size, monkeypatch):
-    """Three blocks of a sequence: their results are those of each alone."""
-    query, key, value, grad = inputs((4, 2, 3 * size, 3 * size, False), torch.float64, batch=2)
-    starts = (0, size), (2 * size, 0), (size, size)
-    blocks = [Block((q, q + size), (k, k + size), shape) for q, k in starts]
-    monkeypatch.setattr(block_attention, "BUSY_ROWS", 4 * 60)  # of four heads
-    calls: list[dict] = []
-    kernel = MathKernel()
-    monkeypatch.setattr(MathKernel, "forward", log_calls(MathKernel.forward, calls))
-    together = BlockAttention(kernel, head_spans((0, 4), 2), 0.3)
-    found = {block: results for block, *results in together.forward(query, key, value, blocks)}
-    assert len(calls) == (1 if size == 5 else 3)
+@pytest.mark.parametrize("sizes", [(5, 5, 5), (3, 8, 1)])
+def test_several_blocks_are_one_call_with_the_results_of_each_alone(name, shape, sizes):
+    """Rows between the blocks are in none, so that queries and keys are taken out."""
+    starts = [0, sizes[0] + 2, sizes[0] + sizes[1] + 2]
+    rows = sum(sizes) + 4
+    query, key, value, grad = inputs((4, 2, rows, rows, False), torch.float64, batch=2)
+    blocks = [
+        Block((start, start + size), (start + 1, start + 1 + size), shape)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    (call,) = together(blocks)
+    attend = BlockAttention(BY_NAME[name], head_spans((0, 4), 2), 0.3)
+    ((taken, *found),) = attend.forward(query, key, value, [call])
+    whole = [torch.zeros_like(grad), torch.zeros_like(grad), grad.new_zeros(2, 4, rows)]
+    for total, part in zip(whole, (taken.taken(grad), *found), strict=True):
+        taken.put(total, part)
+    sums = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    attend.add_backward(sums, whole[0], query, key, value, whole[1], whole[2], [call])
     for block in blocks:
-        rows, keys = slice(*block.queries), slice(*block.keys)
-        q, g = query[:, :, rows], grad[:, :, rows]
-        leaves = [tensor.clone().requires_grad_() for tensor in (q, key[:, :, keys], value[:, :, keys])]
+        some, keys = slice(*block.queries), slice(*block.keys)
+        size = block.queries[1] - block.queries[0]
+        leaves = [
+            tensor.clone().requires_grad_()
+            for tensor in (query[:, :, some], key[:, :, keys], value[:, :, keys])
+        ]
         seen = {Shape.FULL: lambda s: s, Shape.CAUSAL: torch.tril, Shape.WINDOW_EDGE: torch.triu}[shape]
         hidden = ~seen(torch.ones(size, size, dtype=torch.bool))
         wide = [leaf.repeat_interleave(2, 1) for leaf in leaves[1:]]
         scores = (leaves[0] @ wide[0].mT * 0.3).masked_fill(hidden, -math.inf)
         output = scores.softmax(-1) @ wide[1]
-        assert_close(found[block], (output, scores.logsumexp(-1)), 1e-12)
-        expected = torch.autograd.grad(output, leaves, g)
-        whole = [torch.zeros_like(tensor) for tensor in (grad, grad, scores.new_zeros(2, 4, 3 * size))]
-        whole[0][:, :, rows], whole[1][:, :, rows], whole[2][:, :, rows] = g, *found[block]
-        sums = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        together.add_backward(sums, whole[0], query, key, value, whole[1], whole[2], [block])
-        assert_close([sums[0][:, :, rows], *(total[:, :, keys] for total in sums[1:])], expected, 1e-11)
+        assert_close([whole[1][:, :, some], whole[2][:, :, some]], (output, scores.logsumexp(-1)), 1e-12)
+        expected = torch.autograd.grad(output, leaves, grad[:, :, some])
+        assert_close([sums[0][:, :, some], *(total[:, :, keys] for total in sums[1:])], expected, 1e-11)
 
 
-def log_calls(function, calls):
-    def logged(*args, **kwargs):
-        calls.append(kwargs)
-        return function(*args, **kwargs)
-
-    return logged
+def test_blocks_that_overlap_are_calls_of_their_own():
+    first, same_keys, same_queries = Block((0, 2), (0, 3)), Block((2, 4), (0, 3)), Block((2, 4), (3, 5))
+    calls = together([first, same_keys, same_queries, Block((4, 6), (5, 7), Shape.CAUSAL)])
+    assert [call.blocks for call in calls] == [
+        (first, same_queries),
+        (same_keys,),
+        (Block((4, 6), (5, 7), Shape.CAUSAL),),
+    ]
+    assert call_rows(calls[0], torch.device("cpu")).queries == Rows((0, 4)), "a view, not a copy"
 
 
 @pytest.mark.parametrize("heads", [(0, 8), (1, 8), (3, 9), (2, 6), (5, 6), (0, 12)])
@@ -123,7 +132,8 @@ def test_heads_may_be_cut_anywhere(heads):
     own_block = Block((0, 9), (0, 9), Shape.CAUSAL)
     blocks = BlockAttention(BY_NAME["aten-cpu"], head_spans(heads, 4), scale)
     parts = query[:, own], key[:, kv], value[:, kv]
-    ((_, *found),) = blocks.forward(*parts, [own_block])
+    calls = together([own_block])
+    ((_, *found),) = blocks.forward(*parts, calls)
     assert_close(found, (output[:, own], log_sum_exp[:, own]), 1e-12)
     expected = grad_query[:, own], grad_key[:, kv], grad_value[:, kv]
     # The same added up in two parts, onto what is there already.
@@ -131,5 +141,5 @@ def test_heads_may_be_cut_anywhere(heads):
     sums = ones_query, ones_key, ones_value
     for spans in spans_in_two(heads, 4):
         part = BlockAttention(BY_NAME["aten-cpu"], spans, scale)
-        part.add_backward(sums, grad[:, own], *parts, found[0], found[1], [own_block])
+        part.add_backward(sums, grad[:, own], *parts, found[0], found[1], calls)
     assert_close(sums, [1 + gradient for gradient in expected], 1e-12)

@@ -103,7 +103,7 @@ OPTIONS = {
     "no tokens": ("--seq-length 0", "seq_length = 0; write a whole number above 0"),
     "a negative length": ("--seq-length -5", "seq_length = -5; write a whole number above 0"),
     "10^15 tokens": (f"--seq-length {10**15}", "--seq-length 1000000000000000: is too large"),
-    "a length in words": ("--seq-length 128k", "--seq-length': '128k' is not a whole number"),
+    "a length in words": ("--seq-length long", "--seq-length': 'long' is not a whole number"),
     "a batch of 0": ("--global-batch-size 0", "global_batch_size = 0; write a whole number above 0"),
     "a batch of 10^12": (f"--global-batch-size {10**12}", "--global-batch-size 1000000000000: is too large"),
     "a batch that is no multiple": ("--micro-batch-size 3", "global_batch_size = 8; give a multiple of"),

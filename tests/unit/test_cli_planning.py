@@ -172,7 +172,9 @@ def test_no_plan_fits_is_code_3_and_writes_nothing(hexi, folder, monkeypatch):
 
     monkeypatch.setattr(planner, "find_plan", find_plan)
     words = ("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--picture", "plan.png", "--json")
-    assert hexi(*words) == (3, "", "hexi: error: no plan fits: 3 GiB short\n")
+    result = hexi(*words)
+    assert (result.code, result.err) == (3, "hexi: error: no plan fits: 3 GiB short\n")
+    assert json.loads(result.out) == {"error": "no plan fits: 3 GiB short", "exit_code": 3}
     assert [path.name for path in folder.iterdir()] == ["cluster.yaml"]
 
 
@@ -343,7 +345,7 @@ def test_a_plan_on_a_part_of_the_cluster_names_its_gpus(hexi):
 
 def test_a_refusal_is_one_line_in_json_mode_too(hexi):
     result = hexi("plan", "cluster.yaml", *JOB, "--data-parallel", "x", "-o", "plan.yaml", "--json")
-    assert (result.code, result.out) == (2, "")
+    assert (result.code, json.loads(result.out)["exit_code"]) == (2, 2)
     assert is_one_error_line(result.err)
 
 

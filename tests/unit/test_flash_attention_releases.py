@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from megatron_hexi.errors import PlatformError
+from megatron_hexi.runtime.kernels import MathKernel
 from megatron_hexi.runtime.kernels import flash_attn as flash_attn_adapter
+from megatron_hexi.runtime.kernels.base import Sequences
 from megatron_hexi.runtime.kernels.flash_attn import FlashAttentionKernel
 from tests.support.flash_attention import flash_attention_2_8, flash_attention_3_beta, flash_attention_3_later
 from tests.support.kernels import (
@@ -32,11 +34,14 @@ def flash_attention_without_scale():
 def installed(monkeypatch, functions):
     """A kernel over a module with these functions."""
     module = types.ModuleType("hexi_test_flash_attn")
-    forward, backward = functions()
+    forward, backward, *varlen = functions()
     vars(module).update(_flash_attn_forward=forward, _flash_attn_backward=backward)
+    if varlen:
+        vars(module).update(_flash_attn_varlen_forward=varlen[0], _flash_attn_varlen_backward=varlen[1])
     monkeypatch.setitem(sys.modules, module.__name__, module)
     flash_attn_adapter._named.cache_clear()
-    return FlashAttentionKernel("fake", module.__name__, ((8, 0), (10, 0)))
+    one_function = not varlen
+    return FlashAttentionKernel("fake", module.__name__, ((8, 0), (10, 0)), one_function=one_function)
 
 
 @shapes
@@ -45,6 +50,20 @@ def test_releases_of_flash_attention_are_called_as_they_want_it(monkeypatch, rel
     kernel = installed(monkeypatch, release)
     tensors, mode = inputs(shape, torch.float32), {"causal": shape[-1], "scale": 0.3}
     assert_close(results(kernel, *tensors, **mode), truth(*tensors, **mode), 2e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("release", [flash_attention_2_8, flash_attention_3_beta])
+def test_several_sequences_are_given_with_their_ends(monkeypatch, release, causal):
+    kernel = installed(monkeypatch, release)
+    tensors = [tensor[:1] for tensor in inputs((8, 2, 16, 16, causal), torch.float32)]
+    ends = torch.tensor([0, 3, 4, 16], dtype=torch.int32)
+    mode = {"causal": causal, "scale": 0.3, "sequences": Sequences((3, 1, 12), (3, 1, 12), ends, ends)}
+    assert_close(results(kernel, *tensors, **mode), results(MathKernel(), *tensors, **mode), 2e-5)
+    for start, stop in ((0, 3), (3, 4), (4, 16)):
+        alone = truth(*(tensor[:, :, start:stop] for tensor in tensors), causal=causal, scale=0.3)
+        found = [tensor[:, :, start:stop] for tensor in results(kernel, *tensors, **mode)]
+        assert_close(found, alone, 2e-5)
 
 
 @pytest.fixture

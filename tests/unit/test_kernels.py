@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_hexi.runtime.blocks import Merger
+from megatron_hexi.runtime.call_rows import Rows
 from tests.support.kernels import (
     BY_NAME,
     ON_CPU,
@@ -80,7 +81,7 @@ def test_cuda_kernels_take_views_and_merged_blocks(name, dtype):
     mode = {"causal": False, "scale": 128**-0.5}
     halves = [(key[:, :, half], value[:, :, half]) for half in (slice(0, 57), slice(57, 130))]
     merger = Merger(*kernel.forward(query, *halves[0], **mode))
-    merger.add((0, query.shape[1]), (0, 65), *kernel.forward(query, *halves[1], **mode))
+    merger.add((0, query.shape[1]), Rows((0, 65)), *kernel.forward(query, *halves[1], **mode))
     output = merger.output.to(dtype)
     parts = [kernel.backward(grad, query, *half, output, merger.log_sum_exp, **mode) for half in halves]
     grads = [

@@ -20,6 +20,7 @@ from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner import CHOSEN, Request
 from megatron_hexi.planner.baselines import find_baselines, race
 from megatron_hexi.planner.baselines.arrange import models
+from megatron_hexi.planner.baselines.find import PUBLISHED
 from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.rules import NAMES, UNIFORM, candidates, replica_counts
 from megatron_hexi.planner.fleet.units import find_units
@@ -349,7 +350,9 @@ def test_each_plan_is_timed_once(monkeypatch):
 def test_progress_is_told():
     told, fleet = [], fleet_of([("a", "PLAIN", 4)])
     found(fleet, progress=lambda *words: told.append(words))
-    assert told == [("baselines", done, len(told)) for done in range(len(told))]
+    of_rules = len(told) - len(PUBLISHED)
+    assert told[:of_rules] == [("baselines", done, of_rules) for done in range(of_rules)]
+    assert {what for what, *_ in told[of_rules:]} == {"published planners"}
 
 
 NODES = st.lists(

@@ -1,5 +1,6 @@
 """HexiScale's and Zorse's planners, as we read them: valid plans, and cuts where links are thin."""
 
+import itertools
 from dataclasses import replace
 from random import Random
 
@@ -156,3 +157,10 @@ def test_the_plan_is_never_slower_and_names_both():
         assert against is not None
         assert planned.cost.iteration_s <= trial.iteration_s * (1 + 1e-9)
         assert against[name] == pytest.approx(named[name].tokens_per_s)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_order_of_a_file_s_entries_does_not_matter(name):
+    nodes = [("a", "DOUBLE", 2), ("b", "PLAIN", 4), ("c", "PLAIN", 2)]
+    seconds = [best(name, judge(order)).iteration_s for order in itertools.permutations(nodes)]
+    assert max(seconds) == pytest.approx(min(seconds), rel=1e-9)

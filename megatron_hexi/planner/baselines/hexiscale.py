@@ -89,17 +89,18 @@ def partition(edges: Floats, weights: Floats, parts: int) -> Ints:
 def _choices(judge: StagedJudge) -> Iterator[tuple[Pipeline, ...]]:
     """Pipelines to be judged."""
     request, links = judge.request, bandwidths(judge)
-    weights = np.array(judge.memory)
-    slow = np.divide(1.0, links, out=np.zeros_like(links), where=links > 0)
+    order = np.array(judge.order)
+    weights, ordered = np.array(judge.memory)[order], links[np.ix_(order, order)]
+    slow = np.divide(1.0, ordered, out=np.zeros_like(ordered), where=ordered > 0)
     numbers = [request.job.data_parallel] if "data_parallel" in request.fixed else list(_PIPELINES)
     widest = max(len(node.ranks) for node in judge.cluster.nodes)
     seen: set[tuple[Pipeline, ...]] = set()
     for number in numbers:
         if number > min(len(weights), request.job.global_batch_size):
             continue
-        for edges in (slow, links) if number > 1 else (links,):
+        for edges in (slow, ordered) if number > 1 else (ordered,):
             part = partition(edges, weights, number)
-            members = [np.flatnonzero(part == own).tolist() for own in range(number)]
+            members = [order[part == own].tolist() for own in range(number)]
             for width in request.widths(widest):
                 for of in (judge.memory, judge.speeds):
                     only = "tensor_parallel" in request.fixed
@@ -144,11 +145,11 @@ def _pipeline(
 
 
 def _path(machines: list[int], links: Floats, first: dict[int, int]) -> list[int]:
-    """From the first machine always on over the thickest link; by number where links are alike."""
+    """From the first machine always on over the thickest link, the first of those that are alike."""
     path, left = machines[:1], machines[1:]
     while left:
         here = first[path[-1]]
-        following = max(left, key=lambda node: (links[here, first[node]], -node))
+        following = max(left, key=lambda node: float(links[here, first[node]]))
         path.append(following)
         left.remove(following)
     return path

@@ -19,6 +19,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job, Timing, ceiling_tokens_per_s
 from megatron_hexi.plan import Domain, Group, JobTerms, Member, Plan, Replica, Stage
 from megatron_hexi.plan.model import Recompute
+from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.joint.placing import Place, number_ranks
 from megatron_hexi.planner.layouts.deal import deal_tokens
@@ -82,6 +83,9 @@ class StagedJudge:
         self.speeds = [rates[id(rank.device)] for rank in cluster.ranks]
         #: GiB of each GPU.
         self.memory = [rank.device.usable_gib for rank in cluster.ranks]
+        alone = replace(request.job, tensor_parallel=1, pipeline_parallel=1)
+        #: All GPUs in canonical order: what the cluster file lists first decides nothing.
+        self.order = [unit.gpus[0][0] for unit in find_units(alone, cluster).units]
         fixed = "recompute" in request.fixed
         self._modes: tuple[Recompute, ...] = (request.job.recompute,) if fixed else RECOMPUTES
         self._models: dict[tuple[int, int, int], CostModel] = {}

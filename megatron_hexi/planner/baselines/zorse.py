@@ -48,7 +48,10 @@ def zorse(judge: StagedJudge) -> Candidate | None:
 def k_cuts(judge: StagedJudge) -> Iterator[list[list[int]]]:
     """GPUs of each group, for each number of groups, the most first."""
     cluster, links = judge.cluster, bandwidths(judge)
-    groups = [list(node.ranks) for node in cluster.nodes]
+    machines: dict[int, list[int]] = {}
+    for gpu in judge.order:
+        machines.setdefault(cluster.ranks[gpu].node, []).append(gpu)
+    groups = list(machines.values())
     while True:
         if len(groups) <= _MOST_GROUPS:
             yield _path(groups, links)
@@ -88,8 +91,10 @@ def _sizes(judge: StagedJudge, groups: Sequence[list[int]]) -> list[int]:
 def _pipeline(judge: StagedJudge, groups: Sequence[list[int]], size: int) -> Pipeline:
     """A stage a group, its samples dealt by speed."""
     stages = []
+    place = {gpu: number for number, gpu in enumerate(judge.order)}
     for group in groups:
-        chosen = sorted(sorted(group, key=lambda gpu: (-judge.speeds[gpu], gpu))[:size])
+        fastest = sorted(group, key=lambda gpu: (-judge.speeds[gpu], place[gpu]))
+        chosen = sorted(fastest[:size], key=place.__getitem__)
         speeds = [judge.speeds[gpu] for gpu in chosen]
         more = apportion(size - len(chosen), speeds) if size > len(chosen) else [0] * len(chosen)
         # Beside one for each, so that nobody has none.

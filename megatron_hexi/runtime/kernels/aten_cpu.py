@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_hexi.runtime.kernels.base import KernelOnOffer
+from megatron_hexi.runtime.kernels.base import DenseKernel
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class AtenCpuKernel(KernelOnOffer):
+class AtenCpuKernel(DenseKernel):
     """`aten::_scaled_dot_product_flash_attention_for_cpu`: fp64, fp32, bf16 and fp16, GQA natively.
 
     The operator dies (SIGFPE) on an empty query or key, so none is ever given to it.
@@ -26,12 +26,12 @@ class AtenCpuKernel(KernelOnOffer):
             return f"it does not take {dtype}"
         return None
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+    def dense(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         return _FORWARD(query, key, value, 0.0, causal, scale=scale)
 
-    def backward(
+    def dense_backward(
         self,
         grad_output: Tensor,
         query: Tensor,
@@ -39,7 +39,6 @@ class AtenCpuKernel(KernelOnOffer):
         value: Tensor,
         output: Tensor,
         log_sum_exp: Tensor,
-        *,
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_hexi.runtime.kernels.base import KernelOnOffer
+from megatron_hexi.runtime.kernels.base import KernelOnOffer, Sequences, packed, unpacked
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 
@@ -35,22 +35,22 @@ class AtenFlashKernel(KernelOnOffer):
         return None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor]:
+        ends, most = _lengths(query, key, sequences)
+        there, back = (_swapped, _swapped) if sequences is None else (packed, unpacked)
         output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            causal,
-            False,
-            scale=scale,
+            there(query), there(key), there(value), *ends, *most, 0.0, causal, False, scale=scale
         )
-        return output.transpose(1, 2), log_sum_exp
+        # Of several sequences the log-sum-exp is [H, Q].
+        return back(output), log_sum_exp.view(query.shape[:3])
 
     def backward(
         self,
@@ -63,26 +63,38 @@ class AtenFlashKernel(KernelOnOffer):
         *,
         causal: bool,
         scale: float,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Without dropout the two generator states are not read; any tensors of their type will do.
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
         unused = torch.empty(0, dtype=torch.uint64, device=query.device)
+        ends, most = _lengths(query, key, sequences)
+        there, back = (_swapped, _swapped) if sequences is None else (packed, unpacked)
+        tensors = (there(tensor) for tensor in (grad_output, query, key, value, output))
         grads = torch.ops.aten._flash_attention_backward(
-            grad_output.transpose(1, 2),
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            output.transpose(1, 2),
-            log_sum_exp,
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
+            *tensors,
+            log_sum_exp if sequences is None else log_sum_exp[0],
+            *ends,
+            *most,
             0.0,
             causal,
             state,
             unused,
             scale=scale,
         )
-        grad_query, grad_key, grad_value = (grad.transpose(1, 2) for grad in grads)
+        grad_query, grad_key, grad_value = (back(grad) for grad in grads)
         return grad_query, grad_key, grad_value
+
+
+def _swapped(tensor: Tensor) -> Tensor:
+    """[B, H, rows, D] as [B, rows, H, D], and back."""
+    return tensor.transpose(1, 2)
+
+
+def _lengths(
+    query: Tensor, key: Tensor, sequences: Sequences | None
+) -> tuple[tuple[Tensor | None, Tensor | None], tuple[int, int]]:
+    """Ends of sequences among queries and keys, ``None`` of one; and the most queries and keys of any."""
+    if sequences is None:
+        return (None, None), (query.shape[2], key.shape[2])
+    return (sequences.query_ends, sequences.key_ends), (max(sequences.queries), max(sequences.keys))

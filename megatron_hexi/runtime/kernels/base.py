@@ -6,6 +6,9 @@ Shape letters: B batch, H query heads, K KV heads (K divides H), Q queries, S ke
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -22,20 +25,53 @@ def is_deterministic() -> bool:
     return enabled and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """Blocks that lie one after another in the rows of a call; none is empty.
+
+    Args:
+        queries: of each.
+        keys: of each.
+        query_ends: 0 and the end of each among the queries, int32, on the kernel's device.
+        key_ends: likewise among the keys.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    query_ends: Tensor
+    key_ends: Tensor
+
+    def runs(self) -> Iterator[tuple[slice, slice, int]]:
+        """Neighbours of one size: their queries, their keys, and how many they are."""
+        query = key = 0
+        for (queries, keys), alike in groupby(zip(self.queries, self.keys, strict=True)):
+            count = len(list(alike))
+            yield slice(query, query + count * queries), slice(key, key + count * keys), count
+            query, key = query + count * queries, key + count * keys
+
+
 class Kernel(Protocol):
-    """Attention over one block, in the form that lets blocks be merged.
+    """Attention over one block, or several at once, in the form that lets blocks be merged.
 
     The forward gives the output and the log-sum-exp of each row; the backward takes those of all
     blocks merged, so that the gradients of one block are exact parts of the whole.
 
     Shapes: query [B, H, Q, D], key [B, K, S, D], value [B, K, S, D]; output as query; log-sum-exp
-    [B, H, Q] in fp32 (fp64 for fp64 inputs). Any strides whose last is 1. No size is 0.
+    [B, H, Q] in fp32 (fp64 for fp64 inputs). Any strides whose last is 1. No size is 0. With `sequences` the
+    queries of each block see its own keys only.
     """
 
     name: str
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp. `causal` is given for square blocks only."""
 
@@ -50,6 +86,7 @@ class Kernel(Protocol):
         *,
         causal: bool,
         scale: float,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value of this block; output and log-sum-exp are the merged ones."""
 
@@ -64,33 +101,66 @@ class KernelOnOffer(Kernel, Protocol):
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why the kernel cannot be used for such tensors; ``None`` if it can."""
 
-    def takes(self, query: Tensor, key: Tensor, causal: bool) -> bool:
-        """Whether it may be given this block, forward and backward; asked for tensors not refused.
+    def takes(self, query: Tensor, key: Tensor, causal: bool, sequences: Sequences | None) -> bool:
+        """Whether it may be given these blocks, forward and backward; asked for tensors not refused.
 
         Must not look at values: that would wait for the device.
         """
         return True
 
 
-class MathKernel(KernelOnOffer):
-    """Plain matrix products: any device, any floating type, any head size, O(Q S) memory.
+def packed(tensor: Tensor) -> Tensor:
+    """[1, H, rows, ...] as kernels of several sequences take it, [rows, H, ...]."""
+    assert tensor.shape[0] == 1, "several blocks are given one batch at a time"
+    return tensor[0].transpose(0, 1)
 
-    Computes in fp32 (fp64 for fp64 inputs). The reference, and the way out where nothing else fits.
-    """
 
-    name = "math"
+def unpacked(tensor: Tensor) -> Tensor:
+    """[rows, H, ...] as [1, H, rows, ...]."""
+    return tensor.transpose(0, 1)[None]
 
-    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        return None if dtype.is_floating_point else f"{dtype} is no floating type"
+
+class DenseKernel(KernelOnOffer, Protocol):
+    """A kernel for one block: of several, neighbours of one size are a larger batch."""
+
+    def dense(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The forward of one block."""
+
+    def dense_backward(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The backward of one block."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor]:
-        grouped, key_wide, value_wide = _widen(query, key), _wide(key), _wide(value)
-        scores = _scores(grouped, key_wide, causal, scale)
-        log_sum_exp = torch.logsumexp(scores, dim=-1)
-        output = torch.exp(scores - log_sum_exp[..., None]) @ value_wide[:, :, None]
-        return output.flatten(1, 2).to(query.dtype), log_sum_exp.flatten(1, 2)
+        if sequences is None:
+            return self.dense(query, key, value, causal, scale)
+        output = torch.empty_like(query)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        log_sum_exp = query.new_empty(query.shape[:3], dtype=wide)
+        for rows, keys, count in sequences.runs():
+            q, k, v = (_batch(t, where, count) for t, where in ((query, rows), (key, keys), (value, keys)))
+            for whole, part in zip((output, log_sum_exp), self.dense(q, k, v, causal, scale), strict=True):
+                _put(whole, rows, count, part)
+        return output, log_sum_exp
 
     def backward(
         self,
@@ -101,6 +171,51 @@ class MathKernel(KernelOnOffer):
         output: Tensor,
         log_sum_exp: Tensor,
         *,
+        causal: bool,
+        scale: float,
+        sequences: Sequences | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if sequences is None:
+            tensors = grad_output, query, key, value, output, log_sum_exp
+            return self.dense_backward(*tensors, causal, scale)
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        for rows, keys, count in sequences.runs():
+            grad, q, out, lse = (_batch(t, rows, count) for t in (grad_output, query, output, log_sum_exp))
+            k, v = (_batch(t, keys, count) for t in (key, value))
+            parts = self.dense_backward(grad, q, k, v, out, lse, causal, scale)
+            for whole, where, part in zip(grads, (rows, keys, keys), parts, strict=True):
+                _put(whole, where, count, part)
+        return grads
+
+
+class MathKernel(DenseKernel):
+    """Plain matrix products: any device, any floating type, any head size, O(Q S) memory.
+
+    Computes in fp32 (fp64 for fp64 inputs). The reference, and the way out where nothing else fits.
+    """
+
+    name = "math"
+
+    def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        return None if dtype.is_floating_point else f"{dtype} is no floating type"
+
+    def dense(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        grouped, key_wide, value_wide = _widen(query, key), _wide(key), _wide(value)
+        scores = _scores(grouped, key_wide, causal, scale)
+        log_sum_exp = torch.logsumexp(scores, dim=-1)
+        output = torch.exp(scores - log_sum_exp[..., None]) @ value_wide[:, :, None]
+        return output.flatten(1, 2).to(query.dtype), log_sum_exp.flatten(1, 2)
+
+    def dense_backward(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        log_sum_exp: Tensor,
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,6 +235,17 @@ class MathKernel(KernelOnOffer):
             grad_key.to(key.dtype),
             grad_value.to(value.dtype),
         )
+
+
+def _batch(tensor: Tensor, rows: slice, count: int) -> Tensor:
+    """Some rows of [B, H, rows, ...] as [B count, H, rows / count, ...]."""
+    return tensor[:, :, rows].unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _put(whole: Tensor, rows: slice, count: int, part: Tensor) -> None:
+    """Write what `_batch` took apart back into its rows."""
+    part = part.unflatten(0, (-1, count)).transpose(1, 2)
+    whole[:, :, rows].unflatten(2, (count, -1)).copy_(part)
 
 
 def _wide(tensor: Tensor) -> Tensor:

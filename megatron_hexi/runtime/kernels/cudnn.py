@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_hexi.runtime.kernels.base import KernelOnOffer, is_deterministic
+from megatron_hexi.runtime.kernels.base import KernelOnOffer, Sequences, is_deterministic
 
 #: Of batch and of heads (max_cudnn_dim_size there).
 _MOST = 65535
@@ -42,7 +42,10 @@ class CudnnKernel(KernelOnOffer):
             return "its backward is not deterministic"
         return None
 
-    def takes(self, query: Tensor, key: Tensor, causal: bool) -> bool:
+    def takes(self, query: Tensor, key: Tensor, causal: bool, sequences: Sequences | None) -> bool:
+        # It builds a plan for each shape, and documents have others in each sequence.
+        if sequences is not None:
+            return False
         batch, heads, queries, _ = query.shape
         keys = key.shape[2]
         if keys == 1 or max(batch, heads) > _MOST:
@@ -59,7 +62,14 @@ class CudnnKernel(KernelOnOffer):
         return torch.cuda.get_device_capability(query.device)[0] != 9
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor]:
         output, log_sum_exp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, causal, False, scale=scale
@@ -77,6 +87,7 @@ class CudnnKernel(KernelOnOffer):
         *,
         causal: bool,
         scale: float,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Without dropout seed and offset are not read.
         unused = torch.empty((), dtype=torch.int64, device=query.device)

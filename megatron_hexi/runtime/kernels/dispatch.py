@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_hexi.runtime.kernels.base import Kernel, KernelOnOffer
+from megatron_hexi.runtime.kernels.base import Kernel, KernelOnOffer, Sequences
 
 #: What the vector loads of CUDA kernels, and their bulk copies, want of every row's address.
 _BYTES = 16
@@ -27,10 +27,18 @@ class KernelDispatch(Kernel):
         self._kernels = kernels
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor]:
-        kernel = self._first(query, key, causal)
-        return kernel.forward(aligned(query), aligned(key), aligned(value), causal=causal, scale=scale)
+        kernel = self._first(query, key, causal, sequences)
+        tensors = aligned(query), aligned(key), aligned(value)
+        return kernel.forward(*tensors, causal=causal, scale=scale, sequences=sequences)
 
     def backward(
         self,
@@ -43,11 +51,12 @@ class KernelDispatch(Kernel):
         *,
         causal: bool,
         scale: float,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if log_sum_exp.is_cuda:
             log_sum_exp = log_sum_exp.contiguous()
             log_sum_exp = log_sum_exp if _is_aligned(log_sum_exp, rows=False) else log_sum_exp.clone()
-        return self._first(query, key, causal).backward(
+        return self._first(query, key, causal, sequences).backward(
             aligned(grad_output),
             aligned(query),
             aligned(key),
@@ -56,10 +65,11 @@ class KernelDispatch(Kernel):
             log_sum_exp,
             causal=causal,
             scale=scale,
+            sequences=sequences,
         )
 
-    def _first(self, query: Tensor, key: Tensor, causal: bool) -> KernelOnOffer:
-        return next(kernel for kernel in self._kernels if kernel.takes(query, key, causal))
+    def _first(self, query: Tensor, key: Tensor, causal: bool, sequences: Sequences | None) -> KernelOnOffer:
+        return next(kernel for kernel in self._kernels if kernel.takes(query, key, causal, sequences))
 
 
 def aligned(tensor: Tensor) -> Tensor:

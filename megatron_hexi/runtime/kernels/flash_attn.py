@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.errors import PlatformError
-from megatron_hexi.runtime.kernels.base import KernelOnOffer, is_deterministic
+from megatron_hexi.runtime.kernels.base import KernelOnOffer, Sequences, is_deterministic, packed, unpacked
 
 #: Nothing of what releases offer beside plain attention; given where a release has no default.
 _LEFT_OUT = {
@@ -40,6 +40,7 @@ class FlashAttentionKernel(KernelOnOffer):
         module: the module that holds its functions.
         capability: the CUDA compute capabilities it is built for, least and (exclusive) most.
         deterministic: whether every release with an argument of that name heeds it.
+        one_function: whether the same functions take several sequences.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class FlashAttentionKernel(KernelOnOffer):
         module: str,
         capability: tuple[tuple[int, int], tuple[int, int]],
         deterministic: bool = True,
+        one_function: bool = False,
     ) -> None:
         self.name = name
         self._module = module
         self._capability = capability
         self._deterministic = deterministic
+        self._one_function = one_function
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         if device.type != "cuda":
@@ -73,16 +76,31 @@ class FlashAttentionKernel(KernelOnOffer):
         return None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor]:
-        output, log_sum_exp, *_ = _named(self._module, "_flash_attn_forward")(
-            q=query.transpose(1, 2),
-            k=key.transpose(1, 2),
-            v=value.transpose(1, 2),
+        there, back = (_swapped, _swapped) if sequences is None else (packed, unpacked)
+        output, log_sum_exp, *_ = self._call("forward", sequences)(
+            q=there(query),
+            k=there(key),
+            v=there(value),
             softmax_scale=scale,
             causal=causal,
+            **_lengths(sequences),
         )
-        return output.transpose(1, 2), log_sum_exp
+        if sequences is None:
+            return back(output), log_sum_exp
+        if log_sum_exp.shape != (query.shape[1], query.shape[2]):  # flash-attn before 2.6
+            raise PlatformError(
+                f"{self.name}: it pads the log-sum-exp of documents; install flash-attn 2.6 or later"
+            )
+        return back(output), log_sum_exp[None]
 
     def backward(
         self,
@@ -95,24 +113,32 @@ class FlashAttentionKernel(KernelOnOffer):
         *,
         causal: bool,
         scale: float,
+        sequences: Sequences | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        there, back = (_swapped, _swapped) if sequences is None else (packed, unpacked)
+        q, k, v = (there(tensor) for tensor in (query, key, value))
         dq, dk, dv = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v))
-        _named(self._module, "_flash_attn_backward")(
-            dout=grad_output.transpose(1, 2),
+        self._call("backward", sequences)(
+            dout=there(grad_output),
             q=q,
             k=k,
             v=v,
-            out=output.transpose(1, 2),
-            softmax_lse=log_sum_exp,
+            out=there(output),
+            softmax_lse=log_sum_exp if sequences is None else log_sum_exp[0],
             dq=dq,
             dk=dk,
             dv=dv,
             softmax_scale=scale,
             causal=causal,
+            **_lengths(sequences),
             **({"deterministic": True} if is_deterministic() else {}),
         )
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+        return back(dq), back(dk), back(dv)
+
+    def _call(self, way: str, sequences: Sequences | None) -> Callable[..., Any]:
+        """The package's function: FlashAttention-2 has others for several sequences."""
+        name = "_flash_attn_" if sequences is None or self._one_function else "_flash_attn_varlen_"
+        return _named(self._module, name + way)
 
 
 def flash_attention_2() -> FlashAttentionKernel:
@@ -127,8 +153,25 @@ def flash_attention_3() -> FlashAttentionKernel:
     (https://github.com/Dao-AILab/flash-attention/pull/1766); no version tells them from others.
     """
     return FlashAttentionKernel(
-        "flash-attn-3", "flash_attn_interface", ((9, 0), (10, 0)), deterministic=False
+        "flash-attn-3", "flash_attn_interface", ((9, 0), (10, 0)), deterministic=False, one_function=True
     )
+
+
+def _swapped(tensor: Tensor) -> Tensor:
+    """[B, H, rows, D] as [B, rows, H, D], and back."""
+    return tensor.transpose(1, 2)
+
+
+def _lengths(sequences: Sequences | None) -> dict[str, Any]:
+    """Where sequences end, by the packages' names."""
+    if sequences is None:
+        return {}
+    return {
+        "cu_seqlens_q": sequences.query_ends,
+        "cu_seqlens_k": sequences.key_ends,
+        "max_seqlen_q": max(sequences.queries),
+        "max_seqlen_k": max(sequences.keys),
+    }
 
 
 @cache

@@ -1,0 +1,101 @@
+"""Where the blocks of a kernel call lie in tensors, made once for each call and device.
+
+Blocks that follow each other are a view. Others are taken by an index, once for all of a call; at a window's
+edge from behind, which makes it a causal block. Rows and ends of sequences come from the host, and no
+device is waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron_hexi.plan.blocks import Call, Shape
+from megatron_hexi.plan.model import Range
+from megatron_hexi.runtime.kernels.base import Sequences
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of tensors [B, heads, rows, ...].
+
+    Args:
+        span: from the first to the last.
+        index: which, in their order, each once; ``None``: all of the span.
+    """
+
+    span: Range
+    index: Tensor | None = None
+
+    def taken(self, tensor: Tensor) -> Tensor:
+        """These rows: a view, or a copy where there is an index."""
+        return tensor[:, :, slice(*self.span)] if self.index is None else tensor.index_select(2, self.index)
+
+    def put(self, total: Tensor, part: Tensor) -> None:
+        """Write them."""
+        if self.index is None:
+            total[:, :, slice(*self.span)] = part
+        else:
+            total.index_copy_(2, self.index, part.to(total.dtype))
+
+    def add(self, total: Tensor, part: Tensor) -> None:
+        """Add to them, in the type of the total."""
+        if self.index is None:
+            total[:, :, slice(*self.span)].add_(part)
+        else:  # each row once, so that nothing depends on an order
+            total.index_copy_(2, self.index, total.index_select(2, self.index).add_(part))
+
+
+@dataclass(frozen=True)
+class CallRows:
+    """What a kernel call takes.
+
+    Args:
+        queries: which.
+        keys: which.
+        causal: whether its blocks are.
+        sequences: its blocks; ``None``: it is one.
+    """
+
+    queries: Rows
+    keys: Rows
+    causal: bool
+    sequences: Sequences | None
+
+
+@lru_cache(maxsize=2**12)  # of the latest schedules
+def call_rows(call: Call, device: torch.device) -> CallRows:
+    """What a kernel is given for a call."""
+    backwards = call.shape is Shape.WINDOW_EDGE
+    queries, keys = (rows_of(ranges, device, backwards) for ranges in (call.queries, call.keys))
+    sequences = None
+    if len(call.blocks) > 1:
+        lengths = [tuple(stop - start for start, stop in ranges) for ranges in (call.queries, call.keys)]
+        ends = [
+            on_device(
+                torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device="cpu"), device
+            )
+            for sizes in lengths
+        ]
+        sequences = Sequences(lengths[0], lengths[1], ends[0], ends[1])
+    return CallRows(queries, keys, call.shape is not Shape.FULL, sequences)
+
+
+def rows_of(ranges: Sequence[Range], device: torch.device, backwards: bool = False) -> Rows:
+    """Rows of ranges, ascending; each of them from behind with `backwards`."""
+    span = ranges[0][0], ranges[-1][1]
+    if not backwards and sum(stop - start for start, stop in ranges) == span[1] - span[0]:
+        return Rows(span)
+    pieces = [torch.arange(start, stop, device="cpu") for start, stop in ranges]
+    index = torch.cat([piece.flip(0) for piece in pieces] if backwards else pieces)
+    return Rows(span, on_device(index, device))
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
