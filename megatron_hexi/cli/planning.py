@@ -73,7 +73,8 @@ def plan(
         from megatron_hexi.report.holdings import holdings
         from megatron_hexi.report.pictures import draw_plan
 
-        write_picture(draw_plan(planned.plan, holdings(planned.plan)), picture)
+        gpus = [rank.device for rank in planned.cost.ranks]
+        write_picture(draw_plan(planned.plan, holdings(planned.plan), gpus), picture)
     from megatron_hexi.report.launch import launch_dict, launch_text
     from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
     from megatron_hexi.report.rivals import rivals_dict, rivals_report

@@ -1,4 +1,7 @@
-"""Plans as pictures: who holds which part of the sequence, and which heads, in one colour a rank."""
+"""Plans as pictures: who holds which part of the sequence, and which heads.
+
+One colour a rank; where the GPUs are known, one hue a kind of GPU, in shades that tell neighbours apart.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from pathlib import Path
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan
@@ -25,26 +30,60 @@ _MAX_HEIGHT = 60.0  # inches; beyond it rows get thinner instead
 _LABEL_SHARE = 0.01  # part of the axis that a bar must take for its label to fit
 
 
-def draw_plan(plan: Plan, rows: Sequence[Holding]) -> Figure:
+#: `tab20c` has four shades of each of five hues; the lightest is too near to white.
+_SHADES, _HUES = 4, 5
+_TICKS = 8  # of the sequence
+
+
+def draw_plan(plan: Plan, rows: Sequence[Holding], gpus: Sequence[str] = ()) -> Figure:
     """The sequence above, one row a domain; the heads below, one row a group.
 
     Args:
         plan: the plan.
         rows: its holdings.
+        gpus: the model of GPU of each rank, if they are known.
     """
+    kinds = list(dict.fromkeys(_kind(row, gpus) for row in rows)) if gpus else []
     domains = {row.place[:3]: _domain_name(row) for row in sorted(rows, key=lambda row: row.place)}
     groups = {row.place: _group_name(plan, row) for row in sorted(rows, key=lambda row: row.place)}
-    height = min(2.6 + 0.5 * (len(domains) + len(groups)), _MAX_HEIGHT)
+    height = min(3.4 + 0.5 * (len(domains) + len(groups)), _MAX_HEIGHT)
     figure = Figure(figsize=(11, height), layout="constrained")
     sequence, heads = figure.subplots(2, 1, height_ratios=[len(domains) + 0.5, len(groups) + 0.5])
     _set_up(sequence, "position in the sequence", plan.workload.seq_length, list(domains.values()))
     _set_up(heads, "query head", max(row.heads[1] for row in rows), list(groups.values()))
+    _number_positions(sequence, plan.workload.seq_length)
+    heads.xaxis.set_major_locator(MaxNLocator(integer=True))
+    seen = [0] * len(kinds)
     for row in rows:
-        colour, label = _colour(row.rank, len(rows)), spell_range((row.ranks[0], row.ranks[-1] + 1))
+        if gpus:
+            kind = kinds.index(_kind(row, gpus))
+            colour = _shade(kind, seen[kind])
+            seen[kind] += 1
+        else:
+            colour = _colour(row.rank, len(rows))
+        label = spell_range((row.ranks[0], row.ranks[-1] + 1))
         _add_bars(sequence, row.segments, list(domains).index(row.place[:3]), colour, label)
         _add_bars(heads, [row.heads], list(groups).index(row.place), colour, label)
-    sequence.set_title("Numbers are ranks. Above: tokens outside attention. Below: heads in attention.")
+    sequence.set_title("Outside attention: tokens. Numbers are ranks.", fontsize=10, loc="left")
+    heads.set_title("In attention: query heads.", fontsize=10, loc="left")
+    figure.suptitle(plan_title(plan))
+    if kinds:
+        handles = [Patch(color=_shade(kind, 0), label=name) for kind, name in enumerate(kinds)]
+        figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     return figure
+
+
+def plan_title(plan: Plan) -> str:
+    """As much as the plan says of: model, sequence, cluster, and how fast it is predicted to be."""
+    made, told = plan.provenance, plan.estimate
+    words = [f"{_spell_tokens(plan.workload.seq_length)} tokens", f"{plan.ranks} ranks"]
+    if made and made.model:
+        words.insert(0, Path(made.model).name)
+    if made and made.cluster:
+        words[-1] += f" of {made.cluster}"
+    if told and told.tokens_per_s:
+        words.append(f"predicted {told.tokens_per_s:,.0f} tokens/s")
+    return ", ".join(words)
 
 
 def save_picture(figure: Figure, path: Path) -> None:
@@ -67,6 +106,28 @@ def save_picture(figure: Figure, path: Path) -> None:
 def _colour(rank: int, ranks: int) -> Colour:
     """Colours that neighbours can be told apart by, and that all differ in larger plans too."""
     return colormaps["tab20"](rank) if ranks <= 20 else colormaps["turbo"]((rank + 0.5) / ranks)
+
+
+def _shade(kind: int, number: int) -> Colour:
+    """For the unit of that number among those on one kind of GPU; the darkest first."""
+    return colormaps["tab20c"](_SHADES * (kind % _HUES) + number % (_SHADES - 1))
+
+
+def _kind(row: Holding, gpus: Sequence[str]) -> str:
+    """The GPUs of a unit; a pipeline that the job repeats may have several."""
+    return " + ".join(dict.fromkeys(gpus[rank] for rank in row.ranks))
+
+
+def _number_positions(axes: Axes, end: int) -> None:
+    """Whole positions, at equal parts of a sequence that has them."""
+    even = end % (_TICKS * 1024) == 0
+    axes.xaxis.set_major_locator(MultipleLocator(end // _TICKS) if even else MaxNLocator(integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _spell_tokens(int(value))))
+
+
+def _spell_tokens(count: int) -> str:
+    """131072 as 128K, 5000 as 5,000."""
+    return f"{count // 1024}K" if count and count % 1024 == 0 else f"{count:,}"
 
 
 def _add_bars(axes: Axes, ranges: Sequence[Range], row: int, colour: Colour, label: str) -> None:
@@ -97,7 +158,7 @@ def _domain_name(row: Holding) -> str:
     """Replica, stage with its layers, and samples, where there is more than one."""
     words = [f"replica {row.replica}"]
     if row.layers is not None:
-        words.append(f"layers {spell_range(row.layers)}")
+        words.append(f"stage {row.stage} (layers {spell_range(row.layers)})")
     if row.samples is not None:
         words.append(f"{row.samples} samples")
     return ", ".join(words)

@@ -60,8 +60,9 @@ def run_page(
         simulation: a replay, if there is one.
     """
     rows = holdings(plan)
+    gpus = [rank.device for rank in cost.ranks] if cost else []
     pictures = {
-        "plan": _picture("plan", draw_plan(plan, rows), _plan_alt(rows)),
+        "plan": _picture("plan", draw_plan(plan, rows, gpus), _plan_alt(rows)),
         "ranks": _picture("ranks", draw_ranks(run.ranks), f"Busy and waiting time of each rank. {_TABLE}"),
         "memory": _picture("memory", draw_memory(run.ranks), f"Memory of each rank. {_TABLE}"),
         "course": _picture("course", draw_course(run), _course_alt(run)),

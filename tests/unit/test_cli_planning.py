@@ -349,6 +349,44 @@ def test_a_refusal_is_one_line_in_json_mode_too(hexi):
     assert is_one_error_line(result.err)
 
 
+def test_a_plan_says_which_kernels_it_counts_on(hexi, asked):
+    words = ("plan", "cluster.yaml", *JOB, "-o", "plan.yaml")
+    out = hexi(*words).out
+    assert "attention kernel: flash-attn-3 on H100-SXM-80GB, flash-attn-2 on A100-SXM-80GB" in out
+    assert "plan with --kernel H100-SXM-80GB=cudnn" in " ".join(out.split())
+    chosen = hexi(*words, "--kernel", "H100=cudnn,A100=flash-attn-2", "--json")
+    found = {"H100-SXM-80GB": "cudnn", "A100-SXM-80GB": "flash-attn-2"}
+    assert json.loads(chosen.out)["kernels"] == found
+
+
+@pytest.mark.parametrize(
+    ("kernel", "remedy"),
+    [
+        ("B200=cudnn", "name one of H100-SXM-80GB, A100-SXM-80GB"),
+        ("H100=flash3", "use flash-attn-3 or cudnn or flash-attn-2"),
+        ("cudnn", "A100-SXM-80GB: no curves for kernel cudnn; use flash-attn-2"),
+        ("H100", "use flash-attn-3 or cudnn"),
+        ("H100=cudnn,A100", "is not GPU=NAME"),
+    ],
+)
+def test_a_wrong_kernel_is_refused_before_anything_is_planned(hexi, asked, kernel, remedy):
+    assert hexi("plan", "cluster.yaml", *JOB, "-o", "made.yaml").code == 0
+    asked.clear()
+    on_cluster = ("--cluster", "cluster.yaml", "--model", "gpt-3b", "--kernel", kernel)
+    for words in (
+        ("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--kernel", kernel),
+        ("compare", "cluster.yaml", *JOB, "--kernel", kernel),
+        ("simulate", "made.yaml", *on_cluster),
+        ("validate", "made.yaml", *on_cluster, "--json"),
+    ):
+        result = hexi(*words)
+        assert result.code == 2
+        assert is_one_error_line(result.err)
+        assert remedy in result.err
+    assert not Path("plan.yaml").exists()
+    assert asked == []
+
+
 ARGUMENTS = """\
 --num-layers 4 --hidden-size 512 --num-attention-heads 8 --vocab-size 1000   # a model,
 --position-embedding-type rope

@@ -4,7 +4,7 @@ import io
 from dataclasses import replace
 
 import pytest
-from matplotlib.colors import to_hex
+from matplotlib.colors import rgb_to_hsv, to_hex, to_rgb
 from rich.console import Console
 
 from megatron_hexi.errors import HexiError
@@ -185,6 +185,35 @@ def test_picture_has_every_segment_and_head_range(two_replicas):
         "replica 0: group-1",
         "replica 1: group-0",
     ]
+
+
+def test_picture_has_a_title_and_a_hue_for_each_kind_of_gpu(two_replicas):
+    made = Provenance(model="models/some-7b", cluster="mixed")
+    plan = replace(two_replicas, provenance=made, estimate=Estimate(tokens_per_s=12345.6))
+    gpus = ["FAST"] * 4 + ["SLOW"] * 3
+    figure = draw_plan(plan, holdings(plan), gpus)
+    assert figure.get_suptitle() == "some-7b, 4K tokens, 7 ranks of mixed, predicted 12,346 tokens/s"
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["FAST", "SLOW"]
+
+    def hue(colour):
+        return round(rgb_to_hsv(to_rgb(colour))[0], 1)
+
+    named = [hue(patch.get_facecolor()) for patch in legend.get_patches()]
+    assert len(set(named)) == 2
+    # In the order of the rows: replica 0 has four ranks of one kind, replica 1 three of the other.
+    for axes in figure.axes:
+        drawn = [hue(collection.get_facecolor()[0]) for collection in axes.collections]
+        assert drawn == [named[0]] * 4 + [named[1]] * 3
+
+
+def test_picture_counts_whole_tokens_and_heads(two_replicas):
+    sequence, heads = draw_plan(two_replicas, holdings(two_replicas)).axes
+    assert all(tick == int(tick) for axes in (sequence, heads) for tick in axes.get_xticks())
+    longer = proportional_plan(replace(WORKLOAD, seq_length=2**17), [[[1, 1]]])
+    sequence, _ = draw_plan(longer, holdings(longer)).axes
+    names = [sequence.xaxis.get_major_formatter()(tick, None) for tick in sequence.get_xticks()]
+    assert {"0", "16K", "64K", "128K"} <= set(names)
 
 
 @pytest.mark.parametrize("name", ["plan.png", "plan.svg", "plan.PDF"])

@@ -208,7 +208,7 @@ def test_the_page_needs_nothing_else(record, predicted):
     assert "<script" not in text
     used = set(re.findall(r"url\(#([^)]+)\)", text))
     assert used
-    assert used <= set(page.names)
+    assert used <= set(re.findall(r'\bid="([^"]+)"', text))
     assert not re.search(r"url\((?!#)|@import", text)
 
 
