@@ -122,9 +122,7 @@ def _rope(config: dict[str, Any], path: Path) -> dict[str, Any]:
         raise HexiError(f"{path}: {field} = {json.dumps(rope)[:40]}: write a mapping, or null")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise HexiError(
-            f"{path}: {field}.partial_rotary_factor: is not converted; give a model whose heads are rotated whole"
-        )
+        raise HexiError(f"{path}: {field}.partial_rotary_factor: is not converted; only 1")
     if kind == "default":
         return {name: value for name, value in rope.items() if name != "factor"}
     if kind != "llama3":

@@ -100,7 +100,8 @@ def _places(source: Path, needed: set[str], model: DenseModel) -> dict[str, Path
     missing = sorted(needed - set(places))
     if missing:
         raise HexiError(
-            f"{source}: {missing[0]} is missing, and {len(missing) - 1} more that config.json asks for; check both"
+            f"{source}: {missing[0]}, which config.json asks for, is missing, and {len(missing) - 1} more; "
+            "check both"
         )
     ignored = {name for name in places if name.endswith("rotary_emb.inv_freq")}  # follows from config.json
     if model.shapes.tied_embeddings:
