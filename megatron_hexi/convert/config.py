@@ -21,8 +21,10 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("partial_rotary_factor", (None, 1, 1.0), "rotary embeddings of a part of each head"),
     ("quantization_config", (None,), "quantized weights"),
 )
-#: The constants that Megatron's --use-rope-scaling has built in.
+#: What Megatron's --use-rope-scaling computes with; megatron-core 0.19 builds models with this factor whatever
+#: --rope-scaling-factor says.
 _LLAMA3_ROPE = {
+    "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -38,7 +40,7 @@ class DenseModel:
         qkv_bias: whether queries, keys and values have biases (Qwen2).
         norm_epsilon: of RMSNorm.
         rotary_base: of rotary embeddings.
-        rope_scaling_factor: of Llama 3's scaling of long wavelengths; ``None``: not scaled.
+        rope_scaling: whether long wavelengths are scaled as in Llama 3.1.
         positions: longest sequence that the model was made for.
     """
 
@@ -46,7 +48,7 @@ class DenseModel:
     qkv_bias: bool
     norm_epsilon: float
     rotary_base: float
-    rope_scaling_factor: float | None
+    rope_scaling: bool
     positions: int
 
     def megatron_arguments(self) -> list[tuple[str, str]]:
@@ -63,15 +65,13 @@ class DenseModel:
             "--norm-epsilon": self.norm_epsilon,
             "--rotary-base": int(self.rotary_base),
         }
-        if self.rope_scaling_factor is not None:
-            sizes["--rope-scaling-factor"] = self.rope_scaling_factor
         flags = {
             "--group-query-attention": True,
             "--swiglu": True,
             "--disable-bias-linear": True,
             "--add-qkv-bias": self.qkv_bias,
             "--qk-layernorm": shapes.qk_norm,
-            "--use-rope-scaling": self.rope_scaling_factor is not None,
+            "--use-rope-scaling": self.rope_scaling,
             "--untie-embeddings-and-output-weights": not shapes.tied_embeddings,
         }
         return [
@@ -109,7 +109,7 @@ def read_model(folder: Path) -> DenseModel:
         qkv_bias=config["model_type"] == "qwen2",
         norm_epsilon=_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", path),
         rotary_base=base,
-        rope_scaling_factor=_number(rope["factor"], "factor", path) if "factor" in rope else None,
+        rope_scaling="factor" in rope,
         positions=int(_number(config.get("max_position_embeddings", 2048), "max_position_embeddings", path)),
     )
 
@@ -135,8 +135,6 @@ def _rope(config: dict[str, Any], path: Path) -> dict[str, Any]:
                 f"{path}: {field}.{name} = {json.dumps(rope.get(name))}: Megatron's --use-rope-scaling "
                 f"has {value} built in; give a model with that"
             )
-    if "factor" not in rope:
-        raise HexiError(f"{path}: {field}.factor is missing; add it")
     return rope
 
 

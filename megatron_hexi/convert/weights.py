@@ -1,9 +1,9 @@
 """The table of weights: what a tensor of Megatron's checkpoint is made of in Hugging Face's format.
 
 Megatron joins what it multiplies in one step. Queries, keys and values lie by KV group: the queries of a
-group, its key, its value, then the next group; so a tensor-parallel rank's part is one block of rows. Gate and
-up lie one after the other. Both formats rotate halves of a head (Megatron without ``--rotary-interleaved``), so
-no rows move inside a head.
+group, its key, its value, then the next group; so a tensor-parallel rank's part is one block of rows. Gate
+and up lie one after the other. Both formats rotate halves of a head (Megatron without
+``--rotary-interleaved``): no rows move inside a head.
 """
 
 from __future__ import annotations

@@ -39,11 +39,19 @@ LLAMA = {
 CONFIGS = {
     "llama": LLAMA,
     "qwen2": {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
-    "qwen3-tied": {
+    "qwen3-tied-scaled": {
         **LLAMA,
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
         "tie_word_embeddings": True,
+        # Wavelengths of this base lie in all three ranges of Llama 3's rule.
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
     },
 }
 TRAINING = (
@@ -97,6 +105,14 @@ def write_model(folder: Path, config: dict, dtype: torch.dtype = torch.float32) 
     safetensors_torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def long_wavelengths_scaled(frequencies: torch.Tensor, rule: dict) -> torch.Tensor:
+    """Llama 3's rule: frequencies of long wavelengths are divided, those between are mixed."""
+    turns = rule["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
+    low, high = rule["low_freq_factor"], rule["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / rule["factor"])
+
+
 def reference_logits(folder: Path, tokens_bs: torch.Tensor) -> torch.Tensor:
     """A plain Llama (Qwen2, Qwen3) in float64, [B, S, V]."""
     weights = {
@@ -113,6 +129,8 @@ def reference_logits(folder: Path, tokens_bs: torch.Tensor) -> torch.Tensor:
 
     positions = torch.arange(tokens_bs.shape[1], dtype=torch.float64)
     frequencies = config["rope_theta"] ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+    if config.get("rope_scaling"):
+        frequencies = long_wavelengths_scaled(frequencies, config["rope_scaling"])
     angles = (positions[:, None] * frequencies).repeat(1, 2)
 
     def heads(x, norm_name, rotate=True):
@@ -170,7 +188,9 @@ class Tutorial:
         return found["tokens"], found["logits"][..., :VOCABULARY]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3-tied", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3-tied-scaled", pytest.param("qwen2", marks=pytest.mark.slow)]
+)
 def test_weights_come_back_as_they_were_and_megatron_computes_the_same(forks, tmp_path, family):
     write_model(tmp_path / "model", CONFIGS[family])
     tutorial = Tutorial(forks, tmp_path)
@@ -234,6 +254,7 @@ def test_half_precision_stays_and_is_loaded_into_single(forks, tmp_path):
         ({"attention_bias": True}, "attention_bias"),
         ({"num_local_experts": 8}, "mixture of experts"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, r"rope_scaling\.factor = 32\.0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_theta": 0}, "rope_theta"),
     ],
