@@ -21,8 +21,8 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("partial_rotary_factor", (None, 1, 1.0), "rotary embeddings of a part of each head"),
     ("quantization_config", (None,), "quantized weights"),
 )
-#: What Megatron's --use-rope-scaling computes with; megatron-core 0.19 builds models with this factor whatever
-#: --rope-scaling-factor says.
+#: What Megatron's --use-rope-scaling computes with; megatron-core 0.19 builds models with this factor,
+#: whatever --rope-scaling-factor says.
 _LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
