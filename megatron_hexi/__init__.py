@@ -15,6 +15,7 @@ The rooms, from what is known to what is done (arrows of import run one way, `li
 * `doctor`    what is installed, what is wrong with it and how to mend it, on one machine or all of a job.
 * `slurm`     which hosts of a Slurm job run which ranks of a plan. No torch.
 * `probe`     measures a real cluster under torchrun or srun, and writes the cluster file.
+* `convert`   weights between Hugging Face's format and Megatron's checkpoints.
 * `testbed`   a mixed cluster emulated on one machine. Torch only in what its ranks run.
 * `report`    what people look at.
 * `cli`       the command `hexi`.

@@ -99,7 +99,8 @@ def test_the_pages_that_a_reader_follows_have_commands():
         "docs/performance.md",
     ):
         assert commands_of(PAGES[page], slow=False), page
-    assert commands_of(PAGES["docs/quickstart.md"], slow=True)
+    for page in ("docs/quickstart.md", "docs/tutorial.md"):
+        assert commands_of(PAGES[page], slow=True), page
     for page, text in PAGES.items():
         begun = re.findall(r"^\s*```\s*console", text, re.MULTILINE)
         assert len(begun) == len(_BLOCK.findall(text)), page

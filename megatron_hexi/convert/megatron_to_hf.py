@@ -1,0 +1,104 @@
+"""From a torch_dist checkpoint to Hugging Face's format."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.training.checkpointing import get_checkpoint_tracker_filename
+from safetensors.torch import save_file
+
+from megatron_hexi.convert.config import read_model
+from megatron_hexi.convert.hf_to_megatron import sharded
+from megatron_hexi.convert.weights import Weight, weights_of
+from megatron_hexi.errors import HexiError
+from megatron_hexi.text_file import read_text
+
+#: What describes a model beside its weights, where it is there.
+_BESIDE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def convert(checkpoint: Path, like: Path, out: Path) -> None:
+    """Write model.safetensors into an empty folder, with config.json and tokenizer of the original model.
+
+    Weights keep the precision that they have in the checkpoint. Rows of padding are left out.
+
+    Args:
+        checkpoint: a folder as ``--save`` writes it (the latest iteration is taken), or one iteration in it.
+        like: a folder with the config.json of the model.
+        out: the folder.
+
+    Raises:
+        HexiError: the checkpoint is not in the format torch_dist, or does not hold the model of config.json.
+    """
+    model = read_model(like)
+    weights = weights_of(model)
+    folder = _iteration(checkpoint)
+    try:
+        held = dist_checkpointing.load_tensors_metadata(str(folder))
+    except (CheckpointingException, OSError) as problem:
+        raise HexiError(
+            f"{folder}: not a torch_dist checkpoint ({problem}); save with --ckpt-format torch_dist"
+        ) from None
+
+    targets = {}
+    for place, weight in enumerate(weights):
+        if weight.key not in held:
+            raise HexiError(
+                f"{folder}: holds no {weight.key}, which {like / 'config.json'} asks for; check both"
+            )
+        shape, dtype = tuple(held[weight.key].global_shape), held[weight.key].dtype
+        _check_shape(weight, shape, model.shapes.layers, folder, like)
+        own = shape if weight.layer is None else shape[1:]
+        targets[str(place)] = sharded(weight, torch.empty(own, dtype=dtype), model.shapes.layers)
+    unknown = sorted(
+        key
+        for key in held
+        if key.startswith(("embedding.", "decoder.", "output_layer."))
+        and key not in {weight.key for weight in weights}
+    )
+    if unknown:
+        raise HexiError(
+            f"{folder}: {unknown[0]}: {like / 'config.json'} asks for no such weight; check model_type"
+        )
+
+    loaded = dist_checkpointing.load(targets, str(folder))
+    tensors: dict[str, torch.Tensor] = {}
+    for place, weight in enumerate(weights):
+        tensors |= weight.split(loaded.pop(str(place)))
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    for name in _BESIDE:
+        if (like / name).is_file():
+            shutil.copyfile(like / name, out / name)
+
+
+def _check_shape(weight: Weight, shape: tuple[int, ...], layers: int, folder: Path, like: Path) -> None:
+    expected = weight.shape if weight.layer is None else (layers, *weight.shape)
+    is_padded = weight.is_vocabulary and shape[0] >= expected[0] and shape[1:] == expected[1:]
+    if shape != expected and not is_padded:
+        raise HexiError(
+            f"{folder}: {weight.key} has shape {shape}, "
+            f"{like / 'config.json'} asks for {expected}; check both"
+        )
+
+
+def _iteration(checkpoint: Path) -> Path:
+    tracker = Path(get_checkpoint_tracker_filename(str(checkpoint)))
+    if not tracker.exists():
+        return checkpoint
+    latest = read_text(tracker).strip()
+    return checkpoint / (latest if latest == "release" else f"iter_{int(latest):07d}")

@@ -1,0 +1,281 @@
+"""Weights from Hugging Face's format to Megatron's, trained under an uneven plan, and back."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_hexi.plan import Plan, Workload, proportional_plan
+from tests.megatron.forked import Forks
+from tests.megatron.launch import environment
+
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="pip install safetensors")
+
+VOCABULARY, HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 301, 96, 160, 3, 6, 2, 24
+SEQ_LENGTH = 61
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+CONFIGS = {
+    "llama": LLAMA,
+    "qwen2": {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "qwen3-tied-scaled": {
+        **LLAMA,
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "tie_word_embeddings": True,
+        # Wavelengths of this base lie in all three ranges of Llama 3's rule.
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}
+TRAINING = (
+    *("--seq-length", SEQ_LENGTH, "--micro-batch-size", 2, "--global-batch-size", 2, "--train-iters", 3),
+    *(
+        "--attention-dropout",
+        0,
+        "--hidden-dropout",
+        0,
+        "--lr",
+        1e-2,
+        "--eval-interval",
+        100,
+        "--eval-iters",
+        0,
+    ),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", VOCABULARY, "--num-workers", 0),
+    *("--hexi-platform", "cpu", "--no-save-optim", "--no-load-optim", "--no-save-rng", "--no-load-rng"),
+)
+
+
+def write_model(folder: Path, config: dict, dtype: torch.dtype = torch.float32) -> None:
+    """A model with random weights, norms too: a converter that mixes two up is found out."""
+    torch.manual_seed(1)
+    queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for layer in range(LAYERS):
+        inside = {
+            "input_layernorm.weight": (HIDDEN,),
+            "post_attention_layernorm.weight": (HIDDEN,),
+            "self_attn.q_proj.weight": (queries, HIDDEN),
+            "self_attn.k_proj.weight": (keys, HIDDEN),
+            "self_attn.v_proj.weight": (keys, HIDDEN),
+            "self_attn.o_proj.weight": (HIDDEN, queries),
+            "mlp.gate_proj.weight": (FFN, HIDDEN),
+            "mlp.up_proj.weight": (FFN, HIDDEN),
+            "mlp.down_proj.weight": (HIDDEN, FFN),
+        }
+        if config["model_type"] == "qwen2":
+            inside |= {f"self_attn.{name}_proj.bias": (queries if name == "q" else keys,) for name in "qkv"}
+        if config["model_type"] == "qwen3":
+            inside |= {f"self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in inside.items()}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
+    tensors = {
+        name: (torch.randn(shape) * 0.1 + ("norm" in name)).to(dtype) for name, shape in shapes.items()
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors_torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def long_wavelengths_scaled(frequencies: torch.Tensor, rule: dict) -> torch.Tensor:
+    """Llama 3's rule: frequencies of long wavelengths are divided, those between are mixed."""
+    turns = rule["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
+    low, high = rule["low_freq_factor"], rule["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / rule["factor"])
+
+
+def reference_logits(folder: Path, tokens_bs: torch.Tensor) -> torch.Tensor:
+    """A plain Llama (Qwen2, Qwen3) in float64, [B, S, V]."""
+    weights = {
+        name: t.double() for name, t in safetensors_torch.load_file(folder / "model.safetensors").items()
+    }
+    config = json.loads((folder / "config.json").read_text())
+
+    def norm(x, name):
+        scaled = x / (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt()
+        return scaled * weights[f"{name}.weight"]
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0)
+
+    positions = torch.arange(tokens_bs.shape[1], dtype=torch.float64)
+    frequencies = config["rope_theta"] ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+    if config.get("rope_scaling"):
+        frequencies = long_wavelengths_scaled(frequencies, config["rope_scaling"])
+    angles = (positions[:, None] * frequencies).repeat(1, 2)
+
+    def heads(x, norm_name, rotate=True):
+        x_bhsd = x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+        if f"{norm_name}.weight" in weights:
+            x_bhsd = norm(x_bhsd, norm_name)
+        if not rotate:
+            return x_bhsd
+        first, second = x_bhsd.chunk(2, dim=-1)
+        return x_bhsd * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+    x = weights["model.embed_tokens.weight"][tokens_bs]
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        y = norm(x, f"{at}.input_layernorm")
+        q = heads(linear(y, f"{at}.self_attn.q_proj"), f"{at}.self_attn.q_norm")
+        k = heads(linear(y, f"{at}.self_attn.k_proj"), f"{at}.self_attn.k_norm")
+        v = heads(linear(y, f"{at}.self_attn.v_proj"), "", rotate=False)
+        k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + linear(mixed.transpose(1, 2).flatten(2), f"{at}.self_attn.o_proj")
+        y = norm(x, f"{at}.post_attention_layernorm")
+        gate = torch.nn.functional.silu(linear(y, f"{at}.mlp.gate_proj"))
+        x = x + linear(gate * linear(y, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
+    x = norm(x, "model.norm")
+    return x @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).T
+
+
+def uneven_plan() -> Plan:
+    workload = Workload(
+        SEQ_LENGTH, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, layers=LAYERS, hidden_size=HIDDEN
+    )
+    return proportional_plan(workload, [[(3.0, 1.0), (2.0,)]])
+
+
+class Tutorial:
+    """The tutorial's commands in a folder, in forked ranks."""
+
+    def __init__(self, forks: Forks, folder: Path) -> None:
+        self.forks, self.folder = forks, folder
+
+    def convert(self, *words: str) -> None:
+        outcome = self.forks.launch(self.folder, ranks=1, args=words, entry="tests.megatron.converting")
+        assert outcome.succeeded, outcome.why()
+
+    def arguments(self) -> list[str]:
+        return [*shlex.split((self.folder / "weights/model.args").read_text()), *map(str, TRAINING)]
+
+    def megatron_logits(self, load: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [B, S] and what Megatron makes of them on one rank, [B, S, V]."""
+        words = [*self.arguments(), "--load", load, "--finetune"]
+        outcome = self.forks.launch(self.folder, ranks=1, args=words, entry="tests.megatron.logits")
+        assert outcome.succeeded, outcome.why()
+        found = torch.load(self.folder / "logits.pt", weights_only=True)
+        return found["tokens"], found["logits"][..., :VOCABULARY]
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3-tied-scaled", pytest.param("qwen2", marks=pytest.mark.slow)]
+)
+def test_weights_come_back_as_they_were_and_megatron_computes_the_same(forks, tmp_path, family):
+    write_model(tmp_path / "model", CONFIGS[family])
+    tutorial = Tutorial(forks, tmp_path)
+    tutorial.convert("hf-to-megatron", "model", "weights")
+    tutorial.convert("megatron-to-hf", "weights", "back", "--like", "model")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+
+    tokens, logits = tutorial.megatron_logits("weights")
+    expected = reference_logits(tmp_path / "model", tokens)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_was_trained_under_an_uneven_plan_comes_back(forks, tmp_path):
+    write_model(tmp_path / "model", LLAMA)
+    tutorial = Tutorial(forks, tmp_path)
+    tutorial.convert("hf-to-megatron", "model", "weights")
+    saving = ["--load", "weights", "--finetune", "--save", "trained", "--save-interval", "3"]
+    log = forks.train(tmp_path, ranks=3, args=[*tutorial.arguments(), *saving], plan=uneven_plan())
+    assert log.losses[-1] < log.losses[0]
+    tutorial.convert("megatron-to-hf", "trained", "back", "--like", "model")
+
+    tokens, logits = tutorial.megatron_logits("trained")
+    after = reference_logits(tmp_path / "back", tokens)
+    torch.testing.assert_close(logits.double(), after, atol=1e-5, rtol=1e-5)
+    assert (after - reference_logits(tmp_path / "model", tokens)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_reference_computes_what_transformers_does(tmp_path, family):
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    write_model(tmp_path / "model", CONFIGS[family])
+    tokens = torch.randint(VOCABULARY, (2, SEQ_LENGTH))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    with torch.no_grad():
+        found = model(tokens).logits
+    torch.testing.assert_close(found, reference_logits(tmp_path / "model", tokens), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_half_precision_stays_and_is_loaded_into_single(forks, tmp_path):
+    write_model(tmp_path / "model", LLAMA, torch.bfloat16)
+    tutorial = Tutorial(forks, tmp_path)
+    tutorial.convert("hf-to-megatron", "model", "weights")
+    tutorial.convert("megatron-to-hf", "weights", "back", "--like", "model")
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (
+        tmp_path / "model/model.safetensors"
+    ).read_bytes()
+    tokens, logits = tutorial.megatron_logits("weights")
+    torch.testing.assert_close(
+        logits.double(), reference_logits(tmp_path / "model", tokens), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "mistral"}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"num_local_experts": 8}, "mixture of experts"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, r"rope_scaling\.factor = 32\.0"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_theta": 0}, "rope_theta"),
+    ],
+)
+def test_what_is_not_converted_is_refused_by_name(tmp_path, change, said):
+    from megatron_hexi.convert.config import read_model
+    from megatron_hexi.errors import HexiError
+
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
+    with pytest.raises(HexiError, match=said):
+        read_model(tmp_path)
+
+
+def test_the_command_ends_with_one_line_and_leaves_nothing_behind(tmp_path):
+    write_model(tmp_path / "model", LLAMA)
+    (tmp_path / "model/config.json").write_text(json.dumps({**LLAMA, "intermediate_size": FFN + 1}))
+    command = [sys.executable, "-m", "megatron_hexi.convert", "hf-to-megatron", "model", "weights"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert "gate_proj.weight has shape (160, 96), config.json asks for (161, 96)" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
