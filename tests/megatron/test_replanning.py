@@ -37,7 +37,7 @@ def swapping(tmp_path: Path, plan: Plan, others: tuple[Plan, ...], iterations: i
     words = (*MODEL, "--train-iters", str(iterations), "--lr-decay-iters", "1000", *args)
     replan = ("--hexi-replan-interval", "2", "--hexi-cluster", str(CLUSTER))
     ranks = plan.ranks
-    still = train(tmp_path, ranks=ranks, args=words, plan=tmp_path / "plan.yaml")
+    still = train(tmp_path, ranks=ranks, args=words, plan=tmp_path / "plan.yaml", timeout=600)
     entry = ["-m", "tests.megatron.swapping", str(plans)]
     record = ("--hexi-record", str(tmp_path / "record.jsonl"), "--log-interval", "5")
     swapped = train(
@@ -106,6 +106,7 @@ def test_a_plan_for_another_cluster_stops_the_job(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1300)
 def test_memory_does_not_grow_over_a_hundred_swaps(tmp_path):
     still, swapped, record = swapping(tmp_path, THREE_AND_ONE, OTHERS, 610)
     assert swapped.losses == pytest.approx(still.losses, rel=1e-4)
