@@ -108,7 +108,7 @@ def test_a_plan_for_another_cluster_stops_the_job(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
 def test_memory_does_not_grow_over_a_hundred_swaps(tmp_path):
-    still, swapped, record = swapping(tmp_path, THREE_AND_ONE, OTHERS, 610)
+    still, swapped, record = swapping(tmp_path, THREE_AND_ONE, OTHERS, 1700)
     assert swapped.losses == pytest.approx(still.losses, rel=1e-4)
     times = milliseconds(swapped.output)
     assert len(times) >= 100
