@@ -15,16 +15,13 @@ import functools
 import inspect
 import json
 import math
-import queue
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,14 +29,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hexi.errors import HexiError, PlanError, user_errors
+from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.megatron.metrics import STEP_PARAMETERS
 from megatron_hexi.megatron.options.kinds import is_packed
+from megatron_hexi.megatron.plan_swap import forget_positions, swapped_session
 from megatron_hexi.megatron.progress import close_interval
-from megatron_hexi.megatron.session import Session, active_session, local_shard, set_active_session
+from megatron_hexi.megatron.replan_advice import Advice, job_document, model_document
+from megatron_hexi.megatron.session import active_session, set_active_session
 from megatron_hexi.megatron.step_times import METER
 from megatron_hexi.patching import Patch
-from megatron_hexi.plan import Plan, Schedules, dump_plan, plan_digest, plan_from_yaml
+from megatron_hexi.plan import dump_plan, plan_digest, plan_from_yaml
 from megatron_hexi.runtime import agree_on_plan, job_store, meeting
 from megatron_hexi.yaml_file import yaml_from_text
 
@@ -68,43 +67,6 @@ class Order:
     iteration: int
     plan: str
     final: bool = False
-
-
-class Advice:
-    """The planner's process, asked and heard without waiting; on rank 0.
-
-    Args:
-        opening: the first document that it is given.
-    """
-
-    def __init__(self, opening: dict[str, Any]) -> None:
-        command = [sys.executable, "-m", "megatron_hexi.replan.advisor"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, name="hexi-replan", daemon=True).start()
-        self.ask(opening)
-
-    def ask(self, document: dict[str, Any]) -> None:
-        """Send a document; nothing where the planner has ended."""
-        try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(document) + "\n")
-        except OSError:
-            self._answers.put({"error": "the planner's process has ended"})
-
-    def hear(self) -> dict[str, Any] | None:
-        """The next answer, if it has come."""
-        try:
-            return self._answers.get_nowait()
-        except queue.Empty:
-            return None
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(json.loads(line))
 
 
 class Replanner:
@@ -298,95 +260,6 @@ class Replanner:
     @staticmethod
     def _say(message: str) -> None:
         print(f"hexi: replan: {message}", file=sys.stderr, flush=True)
-
-
-def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
-    """The session of another plan with the same ranks in the same groups.
-
-    Args:
-        session: under way.
-        plan: the other plan.
-        iteration: the first under it.
-
-    Raises:
-        PlanError: the plan has other groups, another model, or other shares of the batch.
-    """
-    old = session.given.plan
-    if grouping(plan) != grouping(old) or plan.workload != old.workload:
-        raise PlanError(
-            f"{session.given.path}: the plan to swap to has other groups or another workload; start the job "
-            "again with it"
-        )
-    attention, domain = session.attention, plan.replicas[session.replica].domain
-    index = dist.get_rank(attention.domain_group)
-    schedules = Schedules(plan.workload, domain, index, plan.exchange.parts)
-    given = replace(session.given, plan=plan, digest=plan_digest(plan))
-    return replace(
-        session,
-        given=given,
-        attention=replace(attention, schedules=schedules, window=plan.exchange.window),
-        shard=local_shard(schedules(), given.row_multiple, session.shard.positions.device),
-        since=iteration,
-    )
-
-
-def grouping(plan: Plan) -> list[tuple[Any, ...]]:
-    """What must stay in a swap: who is in which group of which replica, and the replicas' shares."""
-    return [
-        (
-            replica.micro_batches,
-            frozenset(frozenset(m.ranks for m in group.members) for group in replica.domain.groups),
-        )
-        for replica in plan.replicas
-    ]
-
-
-def forget_positions() -> None:
-    """Drop what Megatron keeps of the old positions: rotary embeddings."""
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
-
-    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
-        embedding.forward.cache_clear()
-
-
-def model_document(args: Namespace) -> dict[str, Any]:
-    """The model as `megatron_hexi.cost.Model` takes it."""
-    return {
-        "name": "the job's",
-        "layers": args.num_layers,
-        "hidden_size": args.hidden_size,
-        "heads": args.num_attention_heads,
-        "kv_heads": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        "head_dim": args.kv_channels,
-        "ffn_hidden_size": args.ffn_hidden_size,
-        "gated": bool(args.swiglu),
-        "vocab_size": args.padded_vocab_size,
-        "tied_embeddings": not args.untie_embeddings_and_output_weights,
-        "biases": bool(args.add_bias_linear),
-        "qk_norm": bool(args.qk_layernorm),
-    }
-
-
-def job_document(args: Namespace, session: Session | None) -> dict[str, Any]:
-    """The job as `megatron_hexi.cost.Job` takes it, without its model."""
-    assert session is not None
-    recompute: str | int = args.recompute_granularity or "none"
-    if recompute == "full" and args.recompute_method == "block":
-        recompute = args.recompute_num_layers
-    return {
-        "seq_length": session.seq_length,
-        "micro_batch_size": args.micro_batch_size,
-        "global_batch_size": args.global_batch_size,
-        "tensor_parallel": args.tensor_model_parallel_size,
-        "pipeline_parallel": args.pipeline_model_parallel_size,
-        "data_parallel": len(session.given.plan.replicas),
-        "recompute": recompute,
-        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        "distributed_optimizer": args.use_distributed_optimizer,
-        "overlap_gradients": args.overlap_grad_reduce,
-        "sequence_parallel": args.sequence_parallel,
-    }
 
 
 _replanner: Replanner | None = None

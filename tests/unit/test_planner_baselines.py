@@ -332,9 +332,8 @@ def test_where_nothing_fits_the_shortage_is_named():
 def test_each_plan_is_timed_once(monkeypatch):
     monkeypatch.setattr(race, "Judge", CountingJudge)
     monkeypatch.setattr(CountingJudge, "timed", Counter())
-    monkeypatch.setattr(
-        "megatron_hexi.planner.baselines.find.PUBLISHED", {}
-    )  # they have a judge of their own
+    # Published planners have a judge of their own.
+    monkeypatch.setattr("megatron_hexi.planner.baselines.find.PUBLISHED", {})
     fleet = fleet_of([("a", "DOUBLE", 4), ("b", "PLAIN", 4)], tiny_job(global_batch_size=4), bandwidth=1)
     _, trials = find_baselines(all_fixed(fleet.job), fleet.cluster)
     timed = CountingJudge.timed

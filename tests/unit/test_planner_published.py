@@ -11,7 +11,8 @@ from megatron_hexi.cost import CostModel
 from megatron_hexi.plan import read_plan, validate_plan, write_plan
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.baselines.find import PUBLISHED
-from megatron_hexi.planner.baselines.hexiscale import bandwidths, partition
+from megatron_hexi.planner.baselines.gpu_links import bandwidths
+from megatron_hexi.planner.baselines.hexiscale import partition
 from megatron_hexi.planner.baselines.staged import StagedJudge
 from megatron_hexi.planner.baselines.zorse import k_cuts
 from tests.support.costs import TINY, cluster, tiny_job
@@ -99,7 +100,7 @@ def test_partitions_do_not_cut_thick_links_where_thin_ones_will_do():
 
 def test_bandwidths_are_the_clusters():
     known = judge(TWO_SITES, extra=SITES)
-    links = bandwidths(known)
+    links = bandwidths(known.cluster)
     for one in range(8):
         for other in range(8):
             if one != other:

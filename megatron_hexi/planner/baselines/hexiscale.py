@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.planner.baselines.gpu_links import bandwidths, thickest_path
 from megatron_hexi.planner.baselines.staged import Pipeline, StageChoice, StagedJudge
 from megatron_hexi.planner.joint import Candidate
 
@@ -37,21 +38,6 @@ def hexiscale(judge: StagedJudge) -> Candidate | None:
     """Its best layout by the cost model, one that fits if any does; ``None``: there is none."""
     size = judge.request.micro_batch_sizes()[0]
     return judge.best((pipelines, size) for pipelines in _choices(judge))
-
-
-def bandwidths(judge: StagedJudge) -> Floats:
-    """Bytes/s between every two GPUs, the thinner way; 0 on the diagonal, [N, N]."""
-    cluster = judge.cluster
-    count = len(cluster.ranks)
-    firsts = [node.ranks[0] for node in cluster.nodes]
-    between = np.array(
-        [[0.0 if one == other else cluster.bandwidth(one, other) for other in firsts] for one in firsts]
-    )
-    node = np.array([rank.node for rank in cluster.ranks])
-    found = between[np.ix_(node, node)]
-    inside = np.array([one.bandwidth for one in cluster.nodes])
-    found = np.where(node[:, None] == node, inside[node], found)
-    return np.minimum(found, found.T) * (1 - np.eye(count))
 
 
 def partition(edges: Floats, weights: Floats, parts: int) -> Ints:
@@ -88,7 +74,7 @@ def partition(edges: Floats, weights: Floats, parts: int) -> Ints:
 
 def _choices(judge: StagedJudge) -> Iterator[tuple[Pipeline, ...]]:
     """Pipelines to be judged."""
-    request, links = judge.request, bandwidths(judge)
+    request, links = judge.request, bandwidths(judge.cluster)
     order = np.array(judge.order)
     weights, ordered = np.array(judge.memory)[order], links[np.ix_(order, order)]
     slow = np.divide(1.0, ordered, out=np.zeros_like(ordered), where=ordered > 0)
@@ -135,21 +121,9 @@ def _pipeline(
     size = judge.request.micro_batch_sizes()[0]
     allowed = judge.request.widths(width)
     stages = []
-    for node in _path(list(machines), links, {node: own[0] for node, own in machines.items()}):
-        own = machines[node]
+    for own in thickest_path(list(machines.values()), links):
         while own and (len(own) >= width or not only):
             take = max(one for one in allowed if one <= min(width, len(own)))
             unit, own = tuple(own[:take]), own[take:]
             stages.append(StageChoice((unit,), sum(of[gpu] for gpu in unit), (size,)))
     return tuple(stages)
-
-
-def _path(machines: list[int], links: Floats, first: dict[int, int]) -> list[int]:
-    """From the first machine always on over the thickest link, the first of those that are alike."""
-    path, left = machines[:1], machines[1:]
-    while left:
-        here = first[path[-1]]
-        following = max(left, key=lambda node: float(links[here, first[node]]))
-        path.append(following)
-        left.remove(following)
-    return path

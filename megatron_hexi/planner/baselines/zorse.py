@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megatron_hexi.plan.layout import apportion
-from megatron_hexi.planner.baselines.hexiscale import bandwidths
+from megatron_hexi.planner.baselines.gpu_links import bandwidths, thickest_path
 from megatron_hexi.planner.baselines.staged import Pipeline, StageChoice, StagedJudge
 from megatron_hexi.planner.joint import Candidate
 
@@ -47,14 +47,14 @@ def zorse(judge: StagedJudge) -> Candidate | None:
 
 def k_cuts(judge: StagedJudge) -> Iterator[list[list[int]]]:
     """GPUs of each group, for each number of groups, the most first."""
-    cluster, links = judge.cluster, bandwidths(judge)
+    cluster, links = judge.cluster, bandwidths(judge.cluster)
     machines: dict[int, list[int]] = {}
     for gpu in judge.order:
         machines.setdefault(cluster.ranks[gpu].node, []).append(gpu)
     groups = list(machines.values())
     while True:
         if len(groups) <= _MOST_GROUPS:
-            yield _path(groups, links)
+            yield thickest_path(groups, links)
         if len(groups) == 1:
             return
 
@@ -66,15 +66,6 @@ def k_cuts(judge: StagedJudge) -> Iterator[list[list[int]]]:
 
         first, second = max(itertools.combinations(range(len(groups)), 2), key=closeness)
         groups[first] = groups[first] + groups.pop(second)
-
-
-def _path(groups: Sequence[list[int]], links: np.ndarray) -> list[list[int]]:
-    path, left = [groups[0]], list(groups[1:])
-    while left:
-        here = path[-1]
-        path.append(max(left, key=lambda group: float(links[np.ix_(here, group)].mean())))
-        left.remove(path[-1])
-    return path
 
 
 def _sizes(judge: StagedJudge, groups: Sequence[list[int]]) -> list[int]:
