@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, dump_plan, plan_digest, write_plan
+from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, dump_plan, plan_digest
 from megatron_hexi.record import read_record
-from tests.megatron.launch import REPOSITORY, train
+from tests.megatron.forked import Forks
+from tests.megatron.launch import REPOSITORY
 from tests.megatron.test_uneven_training import MODEL, SEQ_LENGTH, THREE_AND_ONE, WORKLOAD, one_domain
 
 CLUSTER = REPOSITORY / "scripts/testbed/four-equal.yaml"
@@ -30,25 +31,22 @@ def three_and_one(first: int, tokens: tuple[int, int, int], cuts: tuple[int, int
 OTHERS = (three_and_one(20, (7, 60, 30), (1, 3)), three_and_one(11, (40, 0, 2), (0, 6)), THREE_AND_ONE)
 
 
-def swapping(tmp_path: Path, plan: Plan, others: tuple[Plan, ...], iterations: int, *args: str):
-    plans = tmp_path / "plans.json"
+def swapping(forks: Forks, folder: Path, plan: Plan, others: tuple[Plan, ...], iterations: int, *args: str):
+    plans = folder / "plans.json"
     plans.write_text(json.dumps([dump_plan(other) for other in others]))
-    write_plan(plan, tmp_path / "plan.yaml")
     words = (*MODEL, "--train-iters", str(iterations), "--lr-decay-iters", "1000", *args)
     replan = ("--hexi-replan-interval", "2", "--hexi-cluster", str(CLUSTER))
-    ranks = plan.ranks
-    still = train(tmp_path, ranks=ranks, args=words, plan=tmp_path / "plan.yaml", timeout=600)
-    entry = ["-m", "tests.megatron.swapping", str(plans)]
-    record = ("--hexi-record", str(tmp_path / "record.jsonl"), "--log-interval", "5")
-    swapped = train(
-        tmp_path,
-        ranks=ranks,
-        args=(*words, *replan, *record),
-        plan=tmp_path / "plan.yaml",
-        entry=entry,
+    record = ("--hexi-record", str(folder / "record.jsonl"), "--log-interval", "5")
+    still = forks.train(folder, ranks=plan.ranks, args=words, plan=plan, timeout=600)
+    swapped = forks.train(
+        folder,
+        ranks=plan.ranks,
+        args=[plans, *words, *replan, *record],
+        plan=plan,
+        entry="tests.megatron.swapping",
         timeout=600,
     )
-    return still, swapped, read_record(tmp_path / "record.jsonl")
+    return still, swapped, read_record(folder / "record.jsonl")
 
 
 def milliseconds(output: str) -> list[float]:
@@ -67,8 +65,8 @@ def milliseconds(output: str) -> list[float]:
         ),
     ],
 )
-def test_losses_are_those_without_swaps(tmp_path, plan, others, args):
-    still, swapped, record = swapping(tmp_path, plan, others, 20, *args)
+def test_losses_are_those_without_swaps(forks, tmp_path, plan, others, args):
+    still, swapped, record = swapping(forks, tmp_path, plan, others, 20, *args)
     assert swapped.losses == pytest.approx(still.losses, rel=1e-5)
     assert swapped.grad_norms == pytest.approx(still.grad_norms, rel=1e-4)
     assert len(milliseconds(swapped.output)) == 3
@@ -79,36 +77,34 @@ def test_losses_are_those_without_swaps(tmp_path, plan, others, args):
     assert told == list(range(1, 21))
 
 
-def test_a_rank_with_another_plan_stops_the_job_by_name(tmp_path):
+def test_a_rank_with_another_plan_stops_the_job_by_name(forks, tmp_path):
     wrong = replace(OTHERS[0], replicas=one_domain((63, (0, 3)), (64, (3, 6))).replicas)
     with pytest.raises(AssertionError, match="has other groups or another workload"):
-        swapping(tmp_path, THREE_AND_ONE, (wrong,), 8)
+        swapping(forks, tmp_path, THREE_AND_ONE, (wrong,), 8)
 
 
-def test_the_planner_is_asked_and_says_its_numbers(tmp_path):
-    write_plan(THREE_AND_ONE, tmp_path / "plan.yaml")
+def test_the_planner_is_asked_and_says_its_numbers(forks, tmp_path):
     replan = ("--hexi-replan-interval", "3", "--hexi-cluster", str(CLUSTER))
     words = (*MODEL, "--train-iters", "60", "--log-interval", "60")
-    still = train(tmp_path, ranks=4, args=words, plan=tmp_path / "plan.yaml")
-    led = train(tmp_path, ranks=4, args=(*words, *replan), plan=tmp_path / "plan.yaml")
+    still = forks.train(tmp_path, ranks=4, args=words, plan=THREE_AND_ONE)
+    led = forks.train(tmp_path, ranks=4, args=(*words, *replan), plan=THREE_AND_ONE)
     assert led.losses == pytest.approx(still.losses, rel=1e-5)
     decisions = re.findall(r"hexi: replan: iteration (\d+): .*gain (-?[\d.]+)%", led.output)
     assert decisions
 
 
-def test_a_plan_for_another_cluster_stops_the_job(tmp_path):
+def test_a_plan_for_another_cluster_stops_the_job(forks, tmp_path):
     plan = one_domain((63, (0, 3)), (64, (3, 6)))
-    write_plan(plan, tmp_path / "plan.yaml")
     replan = ("--hexi-replan-interval", "2", "--hexi-cluster", str(CLUSTER))
     words = (*MODEL, "--train-iters", "100000", *replan)
     with pytest.raises(AssertionError, match="the plan is for 2"):
-        train(tmp_path, ranks=2, args=words, plan=tmp_path / "plan.yaml")
+        forks.train(tmp_path, ranks=2, args=words, plan=plan)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
-def test_memory_does_not_grow_over_a_hundred_swaps(tmp_path):
-    still, swapped, record = swapping(tmp_path, THREE_AND_ONE, OTHERS, 1700)
+def test_memory_does_not_grow_over_a_hundred_swaps(forks, tmp_path):
+    still, swapped, record = swapping(forks, tmp_path, THREE_AND_ONE, OTHERS, 1700)
     assert swapped.losses == pytest.approx(still.losses, rel=1e-4)
     times = milliseconds(swapped.output)
     assert len(times) >= 100
