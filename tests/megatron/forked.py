@@ -152,12 +152,12 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
 
-    _prepare()
+    prepare()
     for line in sys.stdin:
-        print(json.dumps(_run(**json.loads(line))), file=answers, flush=True)
+        print(json.dumps(run(**json.loads(line))), file=answers, flush=True)
 
 
-def _prepare() -> None:
+def prepare() -> None:
     """Do what ranks would spend seconds on, each for itself."""
     import megatron_hexi.adaptor
     import megatron_hexi.megatron.gpt  # noqa: F401
@@ -177,7 +177,8 @@ def _prepare() -> None:
     gc.freeze()
 
 
-def _run(folder: str, ranks: int, args: list[str], entry: str, timeout: float) -> list[int | None]:
+def run(folder: str, ranks: int, args: list[str], entry: str, timeout: float) -> list[int | None]:
+    """Fork the ranks of a run, and wait for them; the exit code of each, `None` if it had to be killed."""
     shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     forks = multiprocessing.get_context("fork")
     processes = [
