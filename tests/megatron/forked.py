@@ -7,6 +7,9 @@ kind of process, several times as fast. `Forks` is used in the tests, the rest r
 
 from __future__ import annotations
 
+import argparse
+import functools
+import gc
 import importlib
 import json
 import multiprocessing
@@ -26,6 +29,14 @@ from tests.megatron.launch import REPOSITORY, TrainingLog, environment, read_met
 
 #: What a rank runs unless told otherwise.
 ENTRY = "megatron_hexi.pretrain_gpt"
+
+#: What is imported only while training, by Megatron's tokenizers and torch's optimizers among others.
+LATER_IMPORTS = (
+    "megatron.core.tokenizers.text",
+    "megatron.core.models.mimo",
+    "megatron.core.datasets.helpers",
+    "torch._dynamo",
+)
 
 #: Seconds that the other ranks have to end after one has failed.
 GRACE = 5.0
@@ -141,17 +152,33 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
 
-    # What takes the seconds that the ranks are spared: Megatron, and what torch's optimizers import.
+    prepare()
+    for line in sys.stdin:
+        print(json.dumps(run(**json.loads(line))), file=answers, flush=True)
+
+
+def prepare() -> None:
+    """Do what ranks would spend seconds on, each for itself."""
     import megatron_hexi.adaptor
     import megatron_hexi.megatron.gpt  # noqa: F401
 
-    importlib.import_module("torch._dynamo")
+    for name in LATER_IMPORTS:
+        importlib.import_module(name)
+    # Megatron parses the source of its configurations for arguments' help, whenever it adds arguments.
+    from megatron.training import argument_utils
+    from megatron.training.arguments import add_megatron_arguments
 
-    for line in sys.stdin:
-        print(json.dumps(_run(**json.loads(line))), file=answers, flush=True)
+    factory: Any = getattr(argument_utils, "ArgumentGroupFactory", None)
+    if hasattr(factory, "_get_field_docstrings"):
+        read = functools.cache(functools.partial(factory._get_field_docstrings, factory))
+        factory._get_field_docstrings = staticmethod(read)
+        add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    # Nothing of it is garbage; collecting would copy its pages in each rank.
+    gc.freeze()
 
 
-def _run(folder: str, ranks: int, args: list[str], entry: str, timeout: float) -> list[int | None]:
+def run(folder: str, ranks: int, args: list[str], entry: str, timeout: float) -> list[int | None]:
+    """Fork the ranks of a run, and wait for them; the exit code of each, `None` if it had to be killed."""
     shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     forks = multiprocessing.get_context("fork")
     processes = [
@@ -183,6 +210,10 @@ def _rank(folder: Path, args: list[str], entry: str, variables: dict[str, int | 
     os.chdir(folder)
     os.environ |= {name: str(value) for name, value in variables.items()}
     sys.argv[:] = ["pretrain_gpt.py", *args]
+    if "--save" in args:  # which spawns a process for this queue, unless there is one: seconds of imports
+        from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+        get_write_results_queue("fork")
     try:
         importlib.import_module(entry).main()
     except Exception:  # a process of its own would end by this hook; multiprocessing does not call it
@@ -190,6 +221,5 @@ def _rank(folder: Path, args: list[str], entry: str, variables: dict[str, int | 
         sys.exit(1)
 
 
-# Saving a checkpoint spawns a process that imports this module again.
 if __name__ == "__main__":
     _serve()

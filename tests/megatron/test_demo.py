@@ -1,4 +1,4 @@
-"""The demo, as `make demo` runs it, with few iterations."""
+"""The demo, with few iterations; on request as `make demo` runs it, all ranks under torchrun."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_hexi.plan import read_plan
 from tests.megatron.launch import REPOSITORY
 
 ITERATIONS = 4
 
 
+AS_IT_IS = ("scripts/quickstart/demo.py",)
+
+
 def demo(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/quickstart/demo.py", *map(str, args)]
+    command = [sys.executable, *map(str, args)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_the_uneven_training_is_that_of_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(("-m", "tests.megatron.forked_demo"), id="forked"),
+        pytest.param(AS_IT_IS, id="under-torchrun", marks=pytest.mark.slow),
+    ],
+)
+def test_the_uneven_training_is_that_of_one_rank(start: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    result = demo("--iterations", str(ITERATIONS), "--out", folder)
+    result = demo(*start, "--iterations", str(ITERATIONS), "--out", folder)
     assert result.returncode == 0, result.stdout + result.stderr
 
     found = json.loads((folder / "results.json").read_text())
@@ -44,7 +56,7 @@ def test_the_uneven_training_is_that_of_one_rank(tmp_path: Path) -> None:
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    result = demo("--out", tmp_path)
+    result = demo(*AS_IT_IS, "--out", tmp_path)
     assert result.returncode == 2
     assert "holds files that are not the demo's" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
