@@ -8,6 +8,7 @@ The rooms, from what is known to what is done (arrows of import run one way, `li
 * `cost`      how long and how much memory a plan takes on a cluster. No torch.
 * `planner`   finds the plan: groupings, exact balance, CP-SAT, baselines, a lower bound. No torch.
 * `replan`    the planner beside a job that runs: speeds from times, the plan cut anew. No torch.
+* `scenario`  hours or days of a cluster that changes: the plan kept, re-planned, and the best. No torch.
 * `simulator` replays a plan event by event. No torch.
 * `runtime`   carries a plan out with torch.distributed.
 * `platform`  where it runs: CUDA as it is; the CPU, so that the same training runs without a GPU.

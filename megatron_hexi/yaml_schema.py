@@ -39,6 +39,7 @@ _REMEDIES = {
     "string_too_short": "is empty; write something",
     "string_too_long": "is too long; at most {max_length} characters",
     "string_pattern_mismatch": "is no usable name; take letters, digits and _ . - (not two dots together)",
+    "duration": "is no duration; write 90s, 30m, 1h30m or 7d",
     "literal_error": "is not known; write {expected}",
     "too_short": "is empty; give at least {min_length}",
     "too_long": "has too many values; the most is {max_length}",

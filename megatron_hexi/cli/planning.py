@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,8 +30,9 @@ from megatron_hexi.cli.output import (
     write_picture,
 )
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import estimate, find_shortage, job_terms, model_file, planned_kernels
-from megatron_hexi.plan import read_plan, write_plan
+from megatron_hexi.cost import Job, estimate, find_shortage, job_terms, model_file, planned_kernels
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan, read_plan, write_plan
 from megatron_hexi.text_file import write_text_atomically
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ def compare(
 
 
 @app.command(
-    epilog="Example: hexi simulate plan.yaml --cluster examples/clusters/mixed-16.yaml --trace trace.json"
+    epilog="Example: hexi simulate plan.yaml --cluster examples/clusters/mixed-16.yaml --scenario "
+    "examples/scenarios/throttled-gpu.yaml --picture scenario.png"
 )
 @with_bundles
 def simulate(
@@ -135,12 +137,25 @@ def simulate(
         Path | None,
         typer.Option(metavar="OUT.json", help="Write every event, for ui.perfetto.dev or chrome://tracing."),
     ] = None,
+    scenario: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SCENARIO.yaml",
+            help="Play hours or days of throttled GPUs, congested links and lost nodes in place of an "
+            "iteration: goodput of the plan kept, re-planned, and of the best at every time.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
-    """Replay a plan event by event, every link shared, beside what the cost model says of it."""
+    """Replay a plan event by event, every link shared, beside what the cost model says of it.
+
+    With a scenario, play what happens to the cluster while the job runs instead.
+    """
+    if scenario is not None and trace is not None:
+        raise HexiError(f"--trace {trace}: is of one iteration, --scenario of many; leave one out")
     replayed = read_plan(plan)
-    check_outputs([plan, cluster, job.model_file(replayed)], [trace], picture)
+    check_outputs([plan, cluster, scenario, job.model_file(replayed)], [trace], picture)
     asked = job.job(replayed, plan)
     machines = read_cluster(cluster)
     planned_kernels(asked.kernel, machines)
@@ -148,6 +163,10 @@ def simulate(
     shortage = find_shortage(cost)
     if shortage is not None:
         say(f"note: {plan} does not fit in memory: {shortage}")
+    files = {"plan": str(plan), "cluster": str(cluster), "fits": shortage is None}
+    if scenario is not None:
+        _play(scenario, replayed, asked, job, machines, files if as_json else None, picture)
+        return
     from megatron_hexi import simulator
     from megatron_hexi.report.timeline import timeline_dict, timeline_report
 
@@ -167,10 +186,41 @@ def simulate(
 
         write_picture(draw_timeline(found), picture)
     if as_json:
-        files = {"plan": str(plan), "cluster": str(cluster), "fits": shortage is None}
         print_json(files | timeline_dict(found, cost, differences))
     else:
         print_report(timeline_report(found, cost, differences))
+
+
+def _play(
+    path: Path,
+    plan: Plan,
+    asked: Job,
+    stated: PlannedJob,
+    machines: Cluster,
+    files: dict[str, Any] | None,
+    picture: Path | None,
+) -> None:
+    """Play a scenario; with `files`, a document that begins with them."""
+    from megatron_hexi.planner import CHOSEN, Request
+    from megatron_hexi.report.scenario import scenario_dict, scenario_report
+    from megatron_hexi.scenario import play_scenario, read_scenario
+
+    scenario, events = read_scenario(path, machines)
+    fixed = frozenset(name for name in CHOSEN if getattr(stated, name, None) is not None)
+    request = Request(asked, fixed, NewJob.memory_margin / 100)
+    with progress_bar() as tell:
+        played = play_scenario(
+            *(scenario, events, plan, asked, request, machines),
+            progress=tell and (lambda done, total: tell("playing", done, total)),
+        )
+    if picture is not None:
+        from megatron_hexi.report.scenario_picture import draw_scenario
+
+        write_picture(draw_scenario(played), picture)
+    if files is not None:
+        print_json(files | {"scenario": str(path)} | scenario_dict(played))
+    else:
+        print_report(scenario_report(played))
 
 
 def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple[Planned, Cluster]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from megatron_hexi.cluster.device import Device
@@ -66,6 +67,7 @@ class Tier:
         bandwidth: of each link, bytes/s a direction.
         latency_s: added by crossing it once.
         group_of: the group of each node; a node is its own group between nodes.
+        factors: on the bandwidth of some links, by their group, or else by their node; 1 for the others.
     """
 
     name: str
@@ -73,3 +75,4 @@ class Tier:
     bandwidth: float
     latency_s: float
     group_of: tuple[int, ...]
+    factors: Mapping[int, float] = field(default_factory=dict)

@@ -14,7 +14,7 @@ the best pair seen to leave (enter) it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_hexi.cluster.device import Device
@@ -54,6 +54,11 @@ class Cluster:
         """The cluster's name."""
         return self.file.name
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether nodes are joined by a measured matrix, and not by tiers."""
+        return bool(self._pairs)
+
     def at_speeds(self, factors: Mapping[int, float]) -> Cluster:
         """This cluster with the curves of some ranks so many times as fast; those alike share a device."""
         devices: dict[tuple[int, float], Device] = {}
@@ -63,6 +68,50 @@ class Cluster:
             device = devices.setdefault(key, rank.device.at_speed(key[1]))
             ranks.append(replace(rank, device=device))
         return replace(self, ranks=tuple(ranks))
+
+    def at_bandwidths(self, factors: Mapping[tuple[int, int], float]) -> Cluster:
+        """This cluster with some links so many times as wide, both ways.
+
+        Args:
+            factors: by tier and number: of a node, or of a group where a level's groups have one link each.
+                Tier 0 is what links a node's GPUs.
+        """
+        nodes = tuple(
+            replace(node, bandwidth=node.bandwidth * factors.get((0, number), 1.0))
+            for number, node in enumerate(self.nodes)
+        )
+        tiers = tuple(
+            replace(tier, factors={owner: by for (level, owner), by in factors.items() if level == number})
+            for number, tier in enumerate(self.tiers, start=1)
+        )
+        pairs = {
+            (a, b): (width * factors.get((1, a), 1.0) * factors.get((1, b), 1.0), latency)
+            for (a, b), (width, latency) in self._pairs.items()
+        }
+        return replace(self, nodes=nodes, tiers=tiers, _pairs=pairs, _ways=_ways(pairs))
+
+    def without(self, lost: Collection[int]) -> Cluster:
+        """The other nodes of this cluster, numbered anew in their order.
+
+        Args:
+            lost: numbers of nodes; not of all.
+        """
+        kept = [number for number in range(len(self.nodes)) if number not in lost]
+        place = {number: new for new, number in enumerate(kept)}
+        nodes: list[Node] = []
+        ranks: list[Rank] = []
+        for number in kept:
+            first = len(ranks)
+            ranks += (
+                replace(self.ranks[rank], rank=first + local, node=place[number])
+                for local, rank in enumerate(self.nodes[number].ranks)
+            )
+            nodes.append(replace(self.nodes[number], ranks=range(first, len(ranks))))
+        tiers = tuple(_tier_without(tier, place) for tier in self.tiers) if len(kept) > 1 else ()
+        pairs = {
+            (place[a], place[b]): value for (a, b), value in self._pairs.items() if a in place and b in place
+        }
+        return Cluster(self.file, tuple(nodes), tuple(ranks), tiers, _pairs=pairs, _ways=_ways(pairs))
 
     def distance(self, src: int, dst: int) -> int:
         """Tiers that a transfer climbs: 0 inside a node, 1 between nodes, more for each level crossed."""
@@ -100,7 +149,9 @@ class Cluster:
         if link.tier == 0:
             return self.nodes[self.ranks[link.owner].node].bandwidth
         if not self._pairs:
-            return self.tiers[link.tier - 1].bandwidth
+            tier = self.tiers[link.tier - 1]
+            owner = self.ranks[link.owner].node if link.per == "gpu" else link.owner
+            return tier.bandwidth * tier.factors.get(owner, 1.0)
         if link.per == "pair":
             return self._pairs[divmod(link.owner, len(self.nodes))][0]
         return self._ways[link.owner, link.way]
@@ -129,6 +180,7 @@ class Cluster:
             return self
         # One object a device: devices are told apart by identity.
         devices = {id(node.device): node.device for node in self.nodes}
+        devices |= {id(rank.device): rank.device for rank in self.ranks}
         less = {
             key: replace(device, usable_gib=device.usable_gib * (1 - margin))
             for key, device in devices.items()
@@ -208,6 +260,15 @@ def _tiers(file: ClusterFile) -> tuple[Tier, ...]:
         bandwidth, latency = level.bandwidth_gb_s * GB, level.latency_us / MICRO
         tiers.append(Tier(level.name, level.per, bandwidth, latency, tuple(group_of)))
     return tuple(tiers)
+
+
+def _tier_without(tier: Tier, place: Mapping[int, int]) -> Tier:
+    """A tier over the nodes that are left, by their numbers before; groups keep theirs."""
+    shared = tier.per == "group"
+    factors = tier.factors if shared else {place[n]: by for n, by in tier.factors.items() if n in place}
+    is_first = all(group == node for node, group in enumerate(tier.group_of))
+    group_of = tuple(place[n] if is_first and not shared else tier.group_of[n] for n in place)
+    return replace(tier, group_of=group_of, factors=factors)
 
 
 def _pairs(file: ClusterFile, matrix: Matrix) -> dict[tuple[int, int], tuple[float, float]]:

@@ -49,12 +49,15 @@ class LinkTable:
         self._local_latency = np.array(latencies)
         self._far_latency: Floats = np.cumsum([0.0, *(tier.latency_s for tier in cluster.tiers)])
         self._pair_latency: Floats | None = None
-        if cluster.file.matrix is not None:
+        if cluster.is_measured:
             self._add_matrix(cluster)
         for number, tier in enumerate(cluster.tiers, start=1):
             group_of = np.array(tier.group_of)[self.nodes]
             owners = {"gpu": np.arange(len(self.nodes)), "node": self.nodes}.get(tier.per, group_of)
             capacity = np.full(int(owners.max()) + 1, tier.bandwidth)
+            for number_of, factor in tier.factors.items():
+                held = self.nodes == number_of if tier.per != "group" else group_of == number_of
+                capacity[owners[held]] *= factor  # an owner that several ranks share is scaled once
             for way in ("out", "in"):
                 self._classes.append(_LinkClass(number, _owner(owners, way), capacity, tier.per == "gpu"))
         self._by_distance: dict[int, list[_LinkClass]] = {}

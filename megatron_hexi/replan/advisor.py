@@ -78,6 +78,8 @@ class Advisor:
         self._threshold, self._interval, self._packed = threshold, interval, packed
         self._histories: list[RankHistory] = []
         self._changed: set[int] = set()
+        self._first = plan
+        self._cut: tuple[tuple[float, ...], Plan] | None = None
         self._follow(plan)
 
     def swapped(self, plan: Plan) -> None:
@@ -99,7 +101,9 @@ class Advisor:
         speeds = self._speeds()
         cluster = self._cluster.at_speeds(dict(zip(self._gpus, speeds, strict=True)))
         model = CostModel(self._job, cluster)
-        other = recut(self._plan, self._job, cluster)
+        if self._cut is None or self._cut[0] != speeds:
+            self._cut = speeds, self._cut_anew(model)
+        other = self._cut[1]
         present, best = model.timing(self._plan), model.timing(other)
         before, after = present.phases.total, best.phases.total
         changed, self._changed = tuple(sorted(self._changed)), set()
@@ -114,8 +118,16 @@ class Advisor:
             plan, reason = other, "the gain passes the threshold"
         return Advice(iteration, speeds, changed, before, after, plan, reason)
 
+    def _cut_anew(self, model: CostModel) -> Plan:
+        """The better of two cuts: the search is local, and the job's first plan is a way out of a bad one."""
+        starts = {id(plan): plan for plan in (self._plan, self._first)}
+        plans = [recut(plan, self._job, model.cluster) for plan in starts.values()]
+        timings = [model.timing(plan) for plan in plans]
+        best = min(range(len(plans)), key=lambda one: (not timings[one].fits, timings[one].phases.total))
+        return plans[best]
+
     def _follow(self, plan: Plan) -> None:
-        self._plan = plan
+        self._plan, self._cut = plan, None
         costs = CostModel(self._job, self._cluster).estimate(plan).ranks
         self._gpus = [cost.gpu for cost in costs]
         # A rank that has nothing to do is as fast as it may be.

@@ -12,7 +12,7 @@ from statistics import median
 #: Samples that must agree on a new level.
 WINDOW = 5
 #: Samples of a level that are kept: an old one must not hide a slow drift.
-_KEPT = 40
+KEPT = 40
 #: A change is larger than this part of the level, and than so many standard deviations of its samples.
 _LEAST_CHANGE = 0.05
 _DEVIATIONS = 4.0
@@ -29,7 +29,7 @@ class RankHistory:
     """
 
     def __init__(self) -> None:
-        self._samples: deque[float] = deque(maxlen=_KEPT)
+        self._samples: deque[float] = deque(maxlen=KEPT)
 
     def __len__(self) -> int:
         return len(self._samples)

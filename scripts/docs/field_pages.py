@@ -19,6 +19,8 @@ from megatron_hexi.cluster import model as cluster_model
 from megatron_hexi.cluster.model import ClusterFile
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan import model as plan_model
+from megatron_hexi.scenario import Scenario
+from megatron_hexi.scenario import model as scenario_model
 from scripts.docs.markdown import GENERATED_FROM, code, one_line, paragraphs, slug, table
 
 _PLAN = f"""\
@@ -39,6 +41,15 @@ _CLUSTER = f"""\
 direction; rates are TFLOP/s. Unknown fields are refused.
 """
 
+_SCENARIO = f"""\
+# Fields of the scenario file
+
+{GENERATED_FROM.format(source="megatron_hexi/scenario/model.py")}
+
+`hexi simulate --scenario` plays one ([scenarios](../scenarios.md)). Durations are `90s`, `30m`, `1h30m` or
+`7d`; times are since the start. Unknown fields are refused.
+"""
+
 #: Where the word for a type takes its plural.
 _PLURAL = re.compile(r"^(list|name|(?:whole )?number)")
 _ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
@@ -47,6 +58,11 @@ _ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
 def plan_fields_page() -> str:
     """The page, in Markdown."""
     return _PLAN + _sections(Plan, vars(plan_model))
+
+
+def scenario_fields_page() -> str:
+    """The page, in Markdown."""
+    return _SCENARIO + _sections(Scenario, vars(scenario_model))
 
 
 def cluster_fields_page() -> str:
@@ -164,7 +180,8 @@ def _type(schema: Mapping[str, Any], found: Mapping[str, _Section]) -> str:
         case "boolean":
             return "`true` or `false`"
         case "string":
-            return "name" if "pattern" in schema else "text"
+            is_time = schema.get("format") == "duration"
+            return "duration" if is_time else "name" if "pattern" in schema else "text"
         case other:
             raise SystemExit(f"no words for the type {other} in {schema}; add them to {__name__}")
 

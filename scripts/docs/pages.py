@@ -10,7 +10,7 @@ from scripts.docs.draw_exchange import draw_exchange
 from scripts.docs.draw_layout import draw_all_to_all, draw_layout
 from scripts.docs.draw_resources import draw_memory, draw_time
 from scripts.docs.drawing import as_svg
-from scripts.docs.field_pages import cluster_fields_page, plan_fields_page
+from scripts.docs.field_pages import cluster_fields_page, plan_fields_page, scenario_fields_page
 from scripts.docs.training_page import training_page
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,6 +20,7 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "reference/commands.md": commands_page,
     "reference/plan-file.md": plan_fields_page,
     "reference/cluster-file.md": cluster_fields_page,
+    "reference/scenario-file.md": scenario_fields_page,
     "reference/training.md": training_page,
     "images/layout.svg": lambda: as_svg(draw_layout()),
     "images/all-to-all.svg": lambda: as_svg(draw_all_to_all()),

@@ -183,7 +183,7 @@ def _device_key(cluster: Cluster, stack: _Stack) -> tuple[int, ...]:
 
 def _measured(cluster: Cluster, node: int) -> list[float]:
     """With a measured matrix, what a node has to and from the others, the most first."""
-    if cluster.file.matrix is None:
+    if not cluster.is_measured:
         return []
     here = cluster.nodes[node].ranks[0]
     others = [other.ranks[0] for number, other in enumerate(cluster.nodes) if number != node]
