@@ -288,6 +288,8 @@ def check_job(plan: Plan, job: Job) -> Ints:
 
 
 def _check_stages(plan: Plan, job: Job) -> None:
+    if plan.has_ministages:
+        raise PlanError("the plan has ministages, which this version cannot time yet; time it without them")
     if job.pipeline_parallel != 1:
         raise PlanError(
             f"pipeline_parallel = {job.pipeline_parallel}: the plan has stages with layers of their own; "

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.megatron.session import active_session
+from megatron_hexi.megatron.stages.ministages import forward_backward_by_ministages
 from megatron_hexi.patching import Patch
 
 
@@ -49,7 +50,8 @@ def _told(schedule: Callable[..., Any]) -> Callable[..., Any]:
             first, last = stages.view.place.samples
             micro_batch_size = last - first
             stages.channels.begin(num_microbatches, forward_only)
-        result = schedule(
+        by_ministages = stages is not None and stages.stage.ministages is not None
+        result = (forward_backward_by_ministages if by_ministages else schedule)(
             num_microbatches=num_microbatches,
             seq_length=length,
             micro_batch_size=micro_batch_size,

@@ -82,6 +82,11 @@ class Mesh:
         """Stages of a rank's replica."""
         return len(self.replica(place).stages)
 
+    def goes_round(self, replica: int) -> bool:
+        """Whether the last stage of a replica sends to the first, for the next ministage."""
+        stages = self.plan.replicas[replica].stages
+        return len(stages) > 1 and (stages[0].ministages or 1) > 1
+
     def is_last_stage(self, place: Place) -> bool:
         """Whether a rank computes the loss."""
         return place.stage == self.depth(place) - 1

@@ -17,6 +17,7 @@ Terms:
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -200,12 +201,19 @@ class Stage:
             each pipeline stage of the job repeats it, on the ranks that follow.
         recompute: what its backward pass computes again; ``None``: as the job says.
         exchange: how keys and values travel in it; ``None``: as the plan says.
+        ministages: in how many parts it runs, of as many layers as they divide evenly, the larger ones first.
+            The stages of a replica take turns: the first layers of the model are the first ministage of the
+            first stage, the next that of the second, and so on round; `layers` then only says how many.
+            All micro-batches pass one ministage before the next, forward and then backward. Only its input
+            is kept, and its backward pass begins by running it again; `recompute` says what is kept of that.
+            ``None``: it runs whole, in 1F1B.
     """
 
     domains: tuple[Domain, ...]
     layers: Range | None = None
     recompute: Recompute | None = None
     exchange: Exchange | None = None
+    ministages: Positive | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -219,6 +227,13 @@ class Stage:
     def members(self) -> tuple[Member, ...]:
         """The members of all domains, in the order of their ranks."""
         return tuple(sorted((m for d in self.domains for m in d.members), key=lambda m: m.lead))
+
+    @property
+    def ministage_sizes(self) -> tuple[int, ...]:
+        """Layers of each ministage, as even as they divide, the larger ones first."""
+        assert self.layers is not None, "a stage that the job repeats runs whole"
+        layers, count = self.layers[1] - self.layers[0], self.ministages or 1
+        return tuple((layers + count - 1 - number) // count for number in range(count))
 
 
 @dataclass(frozen=True)
@@ -234,6 +249,18 @@ class Replica:
     micro_batches: Positive | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    @property
+    def ministages(self) -> int | None:
+        """In how many parts each of its stages runs; ``None``: whole."""
+        return self.stages[0].ministages
+
+    def ministage_layers(self, stage: int) -> tuple[Range, ...]:
+        """The model's layers of each ministage of a stage; of a stage that runs whole, all it has."""
+        turns = range(self.ministages or 1)
+        sizes = (one.ministage_sizes[turn] for turn in turns for one in self.stages)
+        ranges = itertools.pairwise(itertools.accumulate(sizes, initial=0))
+        return tuple(itertools.islice(ranges, stage, None, len(self.stages)))
 
     @property
     def domain(self) -> Domain:
@@ -363,6 +390,11 @@ class Plan:
     def ranks(self) -> int:
         """Ranks that it numbers: those of the job, or of one pipeline stage where the job repeats it."""
         return sum(len(member.ranks) for member in self.members)
+
+    @property
+    def has_ministages(self) -> bool:
+        """Whether some stages run in ministages."""
+        return any(stage.ministages is not None for replica in self.replicas for stage in replica.stages)
 
     @property
     def is_repeated(self) -> bool:

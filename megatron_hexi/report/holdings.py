@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_hexi.plan import Plan, Stage, Traffic, backward_traffic, build_schedule, forward_traffic
+from megatron_hexi.plan import Plan, Replica, Traffic, backward_traffic, build_schedule, forward_traffic
 from megatron_hexi.plan.model import Range, Recompute
 
 #: What the traffic is counted for: one sequence in bf16.
@@ -23,6 +23,7 @@ class Holding:
         replica: index of its replica.
         stage: index of its stage in the replica.
         layers: the layers of the stage; ``None``: all, and the job's pipeline repeats it.
+        ministages: the layers of each of its ministages; ``None``: it runs whole.
         recompute: what the stage computes again; ``None``: as the job says.
         domain: index of its domain in the stage.
         samples: of each micro-batch, what the domain takes; ``None``: all.
@@ -43,6 +44,7 @@ class Holding:
     replica: int
     stage: int
     layers: Range | None
+    ministages: tuple[Range, ...] | None
     recompute: Recompute | None
     domain: int
     samples: int | None
@@ -69,15 +71,16 @@ def holdings(plan: Plan) -> list[Holding]:
     rows = (
         row
         for r, replica in enumerate(plan.replicas)
-        for s, stage in enumerate(replica.stages)
-        for row in _stage_holdings(plan, number, stage, (r, s))
+        for s in range(len(replica.stages))
+        for row in _stage_holdings(plan, number, replica, (r, s))
     )
     return sorted(rows, key=lambda row: row.rank)
 
 
 def _stage_holdings(
-    plan: Plan, number: dict[int, int], stage: Stage, place: tuple[int, int]
+    plan: Plan, number: dict[int, int], replica: Replica, place: tuple[int, int]
 ) -> Iterator[Holding]:
+    stage = replica.stages[place[1]]
     exchange = stage.exchange or plan.exchange
     for d, domain in enumerate(stage.domains):
         workload = plan.workload_of(domain)
@@ -92,6 +95,7 @@ def _stage_holdings(
                 replica=place[0],
                 stage=place[1],
                 layers=stage.layers,
+                ministages=None if stage.ministages is None else replica.ministage_layers(place[1]),
                 recompute=stage.recompute,
                 domain=d,
                 samples=domain.samples,

@@ -20,7 +20,7 @@ from megatron_hexi.plan import Plan
 from megatron_hexi.plan.model import Range
 from megatron_hexi.regular_file import write_atomically
 from megatron_hexi.report.holdings import Holding
-from megatron_hexi.report.tables import spell_range
+from megatron_hexi.report.tables import spell_layers, spell_range
 
 #: Red, green, blue, opacity; each from 0 to 1.
 Colour = tuple[float, float, float, float]
@@ -158,7 +158,9 @@ def _domain_name(row: Holding) -> str:
     """Replica, stage with its layers, and samples, where there is more than one."""
     words = [f"replica {row.replica}"]
     if row.layers is not None:
-        words.append(f"stage {row.stage} (layers {spell_range(row.layers)})")
+        words.append(f"stage {row.stage} (layers {spell_layers(row)})")
+    if row.ministages is not None:
+        words.append(f"{len(row.ministages)} ministages")
     if row.samples is not None:
         words.append(f"{row.samples} samples")
     return ", ".join(words)

@@ -25,6 +25,7 @@ _COLUMNS: dict[str, Callable[[Plan, Sequence[Holding]], bool]] = {
     "replica": lambda plan, rows: len(plan.replicas) > 1,
     "stage": lambda plan, rows: not plan.is_repeated,
     "layers": lambda plan, rows: not plan.is_repeated,
+    "ministages": lambda plan, rows: plan.has_ministages,
     "recompute": lambda plan, rows: any(row.recompute is not None for row in rows),
     "rank": _always,
     "samples": lambda plan, rows: any(row.samples is not None for row in rows),
@@ -70,7 +71,8 @@ def holdings_table(plan: Plan, rows: Sequence[Holding]) -> Table:
         cells: dict[str, str | Text] = {
             "replica": str(row.replica),
             "stage": str(row.stage),
-            "layers": spell_range(row.layers or (0, 0)),
+            "layers": spell_layers(row),
+            "ministages": "" if row.ministages is None else str(len(row.ministages)),
             "recompute": "" if row.recompute is None else str(row.recompute),
             "rank": spell_range((row.ranks[0], row.ranks[-1] + 1)),
             "samples": "all" if row.samples is None else str(row.samples),
@@ -99,6 +101,11 @@ def against_table(against: Mapping[str, float], tokens_per_s: float | None) -> T
         ratio = [] if tokens_per_s is None else [f"{tokens_per_s / other:.2f}x" if other else "-"]
         table.add_row(Text(name), f"{other:,.0f}", *ratio)
     return table
+
+
+def spell_layers(row: Holding) -> str:
+    """The layers of a unit's stage, those of each ministage apart."""
+    return ", ".join(map(spell_range, row.ministages or (row.layers or (0, 0),)))
 
 
 def spell_range(span: Range) -> str:

@@ -108,6 +108,8 @@ class PieceBuffers:
         self._launched = 0
         #: Whether gradients of the micro-batch under way complete the batch. Set by Megatron.
         self.is_last_microbatch = True
+        #: Parameters to whose gradients a part of the model adds whose backward pass comes later.
+        self.unfinished: frozenset[Parameter] = frozenset()
         self._by_key: dict[str, list[HeldBox]] = {}
         for held in boxes:
             self._by_key.setdefault(held.box.key, []).append(held)
@@ -211,7 +213,7 @@ class PieceBuffers:
 
     def register_grad_ready(self, parameter: Parameter, *_: object) -> None:
         """Note that a gradient is complete, and start the sums that waited for it."""
-        if not self.is_last_microbatch:
+        if not self.is_last_microbatch or parameter in self.unfinished:
             return
         for buffer in self._by_parameter[parameter]:
             buffer.waits_for.discard(parameter)

@@ -95,6 +95,7 @@ HOLDERS = {
     "depths": ("depths", 4, ()),
     "samples": ("samples", 3, ()),
     "domains": ("domains", 5, ()),
+    "ministages": ("ministages", 3, ()),
 }
 FORMATS = {
     "fp32": (),
@@ -134,6 +135,7 @@ IN_CI = {
     ("units", "samples", "distributed"),
     ("samples", "one-rank", "bf16"),
     ("depths", "tp-pp", "bf16-distributed"),
+    ("ministages", "one-rank", "distributed"),
 }
 PAIRS = [
     pytest.param(

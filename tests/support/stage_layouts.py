@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -11,8 +12,8 @@ from megatron_hexi.plan import Plan, read_plan
 #: Beside `MODEL`; under a plan with tensor parallelism one rank must have the same padded vocabulary.
 FOUR_LAYERS = ("--num-layers", "4")
 
-#: By name: stages of each replica with layers and units, and how many micro-batches it takes.
-LAYOUTS = {
+#: By name: stages of each replica with layers, units and ministages, and how many micro-batches it takes.
+LAYOUTS: dict[str, list[tuple[int, list[Any]]]] = {
     # Depth 3 beside depth 1.
     "depths": [
         (1, [([0, 1], "{ranks: [0]}"), ([1, 2], "{ranks: [1]}"), ([2, 4], "{ranks: [2]}")]),
@@ -42,6 +43,13 @@ LAYOUTS = {
                          {ranks: [4], tokens: 127, heads: [2, 6]}]}]}"""),
         ]),
     ],
+    # Layers in turns: 0 and 3 are in the first stage, 1 and 2 in the second.
+    "ministages": [
+        (2, [
+            ([0, 2], "{ranks: [0], samples: 1, state: 2}, {ranks: [1], samples: 1}", 2),
+            ([2, 4], "{ranks: [2]}", 2),
+        ]),
+    ],
 }  # fmt: skip
 
 
@@ -58,7 +66,12 @@ def stage_layout(name: str, folder: Path, micro_batch_size: int = 2, job: str = 
         {
             "micro_batches": micro_batches,
             "stages": [
-                {"layers": layers, "domains": yaml.safe_load(f"[{domains}]")} for layers, domains in stages
+                {
+                    "layers": layers,
+                    "domains": yaml.safe_load(f"[{domains}]"),
+                    **({"ministages": ministages[0]} if ministages else {}),
+                }
+                for layers, domains, *ministages in stages
             ],
         }
         for micro_batches, stages in LAYOUTS[name]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan import Exchange, dump_plan, read_plan
+from megatron_hexi.plan import Exchange, Replica, Stage, dump_plan, read_plan
 
 #: Two depths, units of one and two ranks, domains by tokens and by samples, uneven state.
 MIXED = """\
@@ -51,6 +55,23 @@ job:
   global_batch_size: 16
   precision: bf16
   distributed_optimizer: true
+"""
+
+THREE_STAGES = """\
+version: 2
+workload: {seq_length: 64, heads: 8, kv_heads: 4, head_dim: 16, layers: 9}
+replicas:
+- stages:
+  - {layers: [0, 3], ministages: 2, domains: [{ranks: [0]}]}
+  - {layers: [3, 5], ministages: 2, domains: [{ranks: [1]}]}
+  - {layers: [5, 9], ministages: 2, domains: [{ranks: [2]}]}
+"""
+
+REPEATED = """\
+version: 2
+workload: {seq_length: 64, heads: 8, kv_heads: 4, head_dim: 16}
+replicas:
+- stages: [{ministages: 2, domains: [{ranks: [0]}]}]
 """
 
 VERSION_1 = """\
@@ -157,6 +178,36 @@ def test_mistakes_in_version_1_are_told_in_its_own_words(old, new, says, read):
             "pipeline_parallel is 2, the plan has stages of its own",
         ),
         ("  layers: 6\n", "", ":3: workload.layers is missing, stages have layers of their own"),
+        (
+            "recompute: full",
+            "ministages: 2",
+            ":24: replicas[0].stages[0].ministages is 2, the stage has 1 layer;",
+        ),
+        (
+            "recompute: full",
+            "ministages: 1",
+            "replicas[0].stages[1].ministages is missing, in the replica's first stage 1; give all stages",
+        ),
+        (
+            "    recompute: 2",
+            "    ministages: 2",
+            ":30: replicas[0].stages[1].ministages is 2, in the replica's first stage missing",
+        ),
+        (
+            "layers: [0, 6]",
+            "layers: [0, 6]\n    ministages: 7",
+            ":36: replicas[1].stages[0].ministages is 7, the stage has 6 layers; give every",
+        ),
+        (
+            "layers: [0, 6]",
+            "layers: [0, 6]\n    ministages: 2\n    recompute: 3",
+            ":37: replicas[1].stages[0].recompute is 3, and all layers of a ministage are computed again",
+        ),
+        (
+            "layers: [0, 6]",
+            "layers: [0, 6]\n    ministages: 0",
+            ":36: replicas[1].stages[0].ministages",
+        ),
         ("{ranks: [6], samples: 3}", "{ranks: [6], samples: 3, groups: []}", "ranks is not a known field"),
     ],
 )
@@ -165,3 +216,37 @@ def test_a_broken_rule_of_stages_names_its_place_in_the_file(old, new, says, rea
     with pytest.raises(PlanError) as refused:
         read(MIXED.replace(old, new))
     assert says in str(refused.value)
+
+
+def test_ministages_deal_the_layers_in_turns(read):
+    (stages,) = read(THREE_STAGES).replicas
+    assert [stages.ministage_layers(number) for number in range(3)] == [
+        ((0, 2), (5, 6)),
+        ((2, 3), (6, 7)),
+        ((3, 5), (7, 9)),
+    ]
+
+
+@given(sizes=st.lists(st.integers(3, 9), min_size=1, max_size=4), count=st.integers(1, 3))
+def test_ministages_hold_every_layer_once(sizes, count):
+    cuts = list(itertools.accumulate(sizes, initial=0))
+    stages = tuple(Stage((), layers=layers, ministages=count) for layers in itertools.pairwise(cuts))
+    replica = Replica(stages)
+    dealt = [replica.ministage_layers(number) for number in range(len(sizes))]
+    held = [[layer for start, stop in own for layer in range(start, stop)] for own in dealt]
+    assert [len(own) for own in held] == sizes
+    assert sorted(itertools.chain(*held)) == list(range(sum(sizes)))
+    for own in dealt:
+        lengths = [stop - start for start, stop in own]
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[0] - lengths[-1] <= 1
+    # In the order of the model: stage after stage, round after round.
+    order = [own[turn] for turn in range(count) for own in dealt]
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(order))
+
+
+def test_a_stage_that_the_job_repeats_has_no_ministages(read):
+    with pytest.raises(
+        PlanError, match=r"stages\[0\].ministages is 2, in a stage that the job's pipeline repeats"
+    ):
+        read(REPEATED)

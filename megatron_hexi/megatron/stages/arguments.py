@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.megatron.job_terms import recompute_settings
+from megatron_hexi.megatron.options.kinds import is_packed
 from megatron_hexi.mesh import Mesh, Place
 from megatron_hexi.plan import Plan
 
@@ -69,6 +70,11 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
         raise PlanError(
             f"{path}: rank 0 reads no data, and whether there is any is the job's first rank to say; give it "
             "a place in the first or the last stage of a replica"
+        )
+    if plan.has_ministages and is_packed(args):
+        raise PlanError(
+            f"{path}: its stages have ministages, which do not follow documents yet; "
+            "leave out --dataloader-inter-document-masking and --sft, or the ministages"
         )
     size = args.ffn_hidden_size
     for member in plan.members:

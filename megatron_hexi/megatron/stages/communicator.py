@@ -81,23 +81,24 @@ class BorderChannels:
 
     def __init__(self, mesh: Mesh, view: RankView, device: torch.device, is_packed: bool) -> None:
         place = view.place
-        stage = place.stage
+        stage, depth = place.stage, mesh.depth(place)
+        before, behind = (stage - 1) % depth, (stage + 1) % depth
         self._is_packed = is_packed
         self._device = device
         self._activations_in = self._gradients_out = self._activations_out = self._gradients_in = None
         if view.before is not None:
-            self._activations_in = _Direction(mesh, place, (stage - 1, stage), view.before.forward, device)
-            self._gradients_out = _Direction(mesh, place, (stage, stage - 1), view.before.backward, device)
+            self._activations_in = _Direction(mesh, place, (before, stage), view.before.forward, device)
+            self._gradients_out = _Direction(mesh, place, (stage, before), view.before.backward, device)
         if view.behind is not None:
-            self._activations_out = _Direction(mesh, place, (stage, stage + 1), view.behind.forward, device)
-            self._gradients_in = _Direction(mesh, place, (stage + 1, stage), view.behind.backward, device)
+            self._activations_out = _Direction(mesh, place, (stage, behind), view.behind.forward, device)
+            self._gradients_in = _Direction(mesh, place, (behind, stage), view.behind.backward, device)
         self._unfilled: Tensor | None = None
         #: Documents of the micro-batches whose backward pass is to come, and of the one under way.
         self._documents: deque[Documents] = deque()
         self._backward_documents: Documents = None
 
     def begin(self, micro_batches: int, forward_only: bool) -> None:
-        """Say how many micro-batches the schedule is going to run."""
+        """Say how many micro-batches the schedule is going to run, or pass through a ministage."""
         self._documents.clear()
         for direction in (self._activations_in, self._gradients_in):
             if direction is not None:

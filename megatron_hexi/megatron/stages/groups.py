@@ -95,8 +95,9 @@ class RankView:
         domain: those with which it exchanges keys.
         a2a: those of its A2A group.
         loss: one rank of each unit that computes the loss; itself alone where it is none of them.
-        before: the border to the stage before; ``None`` at the first.
-        behind: the border to the stage behind; ``None`` at the last.
+        before: the border to the stage before; with ministages, the last stage is before the first. ``None``:
+            there is none.
+        behind: the border to the stage behind, likewise.
         world: all ranks of the job.
     """
 
@@ -122,10 +123,12 @@ def make_view(mesh: Mesh, groups: MeshGroups) -> RankView:
         a2a = groups.of(a2a_lane(mesh, place), "A2A") or a2a
     borders: list[BorderGroups | None] = [None, None]
     for number, replica in enumerate(mesh.plan.replicas):
-        for stage in range(1, len(replica.stages)):
-            sides = [mesh.stage_ranks(number, side) for side in (stage - 1, stage)]
+        depth = len(replica.stages)
+        for stage in range(1, depth + mesh.goes_round(number)):
+            sides = [mesh.stage_ranks(number, side % depth) for side in (stage - 1, stage)]
             ranks = sorted(sides[0] + sides[1])
-            forward, backward = groups.of(ranks, "FORWARD"), groups.of(ranks, "BACKWARD")
+            turn = "ROUND_" if stage == depth else ""  # two stages have two borders between them
+            forward, backward = groups.of(ranks, f"{turn}FORWARD"), groups.of(ranks, f"{turn}BACKWARD")
             for side in (0, 1):
                 if groups.rank in sides[side]:
                     assert forward is not None

@@ -10,6 +10,7 @@ from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.checkpoints import _as_chain, _by_rank, _into_buckets, stages_active
 from megatron_hexi.megatron.stages.communicator import BorderCommunicator
 from megatron_hexi.megatron.stages.gradients import _over_all_holders, _with_pieces
+from megatron_hexi.megatron.stages.ministages import MINISTAGE_PATCHES
 from megatron_hexi.megatron.stages.optimizer import _for_pieces
 from megatron_hexi.patching import Patch
 
@@ -33,6 +34,7 @@ def _of_equal_stages(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 STAGES_PATCHES = (
+    *MINISTAGE_PATCHES,
     Patch(
         target="megatron.core.pipeline_parallel.schedules:P2PCommunicator",
         why="rows travel between stages by the plan's table",

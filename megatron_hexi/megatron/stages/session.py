@@ -11,6 +11,7 @@ from megatron_hexi.megatron.stages.communicator import BorderChannels
 from megatron_hexi.megatron.stages.groups import MeshGroups, RankView, make_view, set_megatron_groups
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import Schedules
+from megatron_hexi.plan.model import Stage
 from megatron_hexi.runtime import DomainAttention
 from megatron_hexi.runtime.wire import connect
 
@@ -30,6 +31,11 @@ class StagesSession:
     groups: MeshGroups
     view: RankView
     channels: BorderChannels
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of this rank."""
+        return self.mesh.stage(self.view.place)
 
 
 def start_stages_session(
@@ -56,7 +62,8 @@ def start_stages_session(
         workload, schedules, view.domain, view.a2a, window=exchange.window, kernel_name=given.kernel
     )
     attention.connect(device)
-    for border in (view.before, view.behind):
+    # The border on which micro-batches go round is the last of its replica: no rank may wait there first.
+    for border in (view.before, view.behind) if place.stage else (view.behind, view.before):
         if border is not None:
             connect(border.forward, device)
             connect(border.backward, device)

@@ -1,0 +1,392 @@
+"""Ministages: all micro-batches pass one part of every stage before the next, after Zorse (arXiv 2507.10392).
+
+Forward, the stages take turns: stage 0 runs its first ministage on each micro-batch, stage 1 its first, and
+so on; what leaves the last stage's first ministage enters the second of stage 0. Backward is the same in
+reverse. Forward passes keep nothing but the rows that enter a ministage: its backward pass runs it again from
+these. In the last ministage of the model each micro-batch turns round at once, so that one runs once.
+
+So a rank has the activations of one ministage and one micro-batch at a time, and needs the weights of one
+ministage at a time; the step comes after all of them, since clipping needs the norm of all gradients.
+
+The model is Megatron's, built whole. A ministage is the same module with some of its layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.mesh import Mesh, Place
+from megatron_hexi.patching import Patch
+
+
+class StageSlices:
+    """A stage's model as one ministage after the other.
+
+    Args:
+        model: Megatron's, wrapped or not.
+        mesh: the places of all ranks.
+        place: of this rank.
+    """
+
+    def __init__(self, model: Any, mesh: Mesh, place: Place) -> None:
+        from megatron.core.utils import get_attr_wrapped_model
+
+        self._model = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+        self._decoder = self._model.decoder
+        layers = iter(self._decoder.layers)
+        sizes = mesh.stage(place).ministage_sizes
+        self._layers = [torch.nn.ModuleList(itertools.islice(layers, size)) for size in sizes]
+        self.count = len(self._layers)
+        self._is_first, self._is_last = place.stage == 0, mesh.is_last_stage(place)
+
+    def takes_tokens(self, number: int) -> bool:
+        """Whether a ministage begins with the embedding; all others begin with rows of the one before."""
+        return self._is_first and number == 0
+
+    def gives_loss(self, number: int) -> bool:
+        """Whether a ministage ends with the loss; all others end with rows for the one behind."""
+        return self._is_last and number == self.count - 1
+
+    @contextlib.contextmanager
+    def only(self, number: int) -> Iterator[None]:
+        """Let the model be one ministage; also while its backward pass recomputes layers."""
+        first, last = self.takes_tokens(number), self.gives_loss(number)
+        model, decoder = self._model, self._decoder
+        with contextlib.ExitStack() as stack:
+            if model.share_embeddings_and_output_weights and last:
+                # A model that does not begin with the embedding looks for a copy that is not here.
+                shared = model.shared_embedding_or_output_weight()
+                model.shared_embedding_or_output_weight = lambda: shared
+                stack.callback(delattr, model, "shared_embedding_or_output_weight")
+            stack.enter_context(_replaced(model, pre_process=first, post_process=last))
+            stack.enter_context(
+                _replaced(
+                    decoder,
+                    layers=self._layers[number],
+                    num_layers_per_pipeline_rank=len(self._layers[number]),
+                    final_layernorm=decoder.final_layernorm if last else None,
+                    pre_process=first,
+                    post_process=last,
+                )
+            )
+            yield
+
+    def used_before(self, number: int) -> frozenset[Parameter]:
+        """Parameters of a ministage whose gradients earlier ones add to later: embeddings that are tied."""
+        if number == 0 or not self.takes_tokens(0):
+            return frozenset()
+        return frozenset(self._model.embedding.parameters())
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give an object other attributes, and its own back afterwards."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+class _Replayed:
+    """The batches of an iteration: each is read once, and given to all ministages.
+
+    Args:
+        source: Megatron's iterator.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._read: list[Any] = []
+        self._place = 0
+
+    def rewind(self) -> None:
+        """Begin again with the first."""
+        self._place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._place == len(self._read):
+            self._read.append(next(self._source))
+        self._place += 1
+        return copy.copy(self._read[self._place - 1])
+
+
+class _Iteration:
+    """One iteration of one rank.
+
+    Args:
+        session: what this rank trains by.
+        model: its only model chunk.
+        step: runs the model on a micro-batch: of a ministage's number, the micro-batch's and its rows.
+        micro_batches: how many pass.
+        shape: of the rows between ministages, [L, b, hidden].
+        batches: rewound before each pass.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        model: Any,
+        step: Callable[[StageSlices, int, int, Tensor | None], Tensor],
+        micro_batches: int,
+        shape: Any,
+        batches: _Replayed | None,
+    ) -> None:
+        assert session.stages is not None
+        self._stages = session.stages
+        place = self._stages.view.place
+        self._slices = StageSlices(model, self._stages.mesh, place)
+        self._model, self._step, self._shape, self._batches = model, step, shape, batches
+        self._micro_batches = micro_batches
+        #: The rows that entered each ministage, until its backward pass.
+        self._entered: list[deque[Tensor | None]] = [deque() for _ in range(self._slices.count)]
+        #: Of the only stage of a replica: what it hands to itself.
+        self._own: deque[Tensor] | None = deque() if self._stages.mesh.depth(place) == 1 else None
+
+    def run(self, forward_only: bool) -> None:
+        """All passes of all ministages."""
+        *others, last = range(self._slices.count)
+        for number in others:
+            self._forward(number, keep=not forward_only)
+        if forward_only:
+            self._forward(last, keep=False)
+            return
+        if self._slices.gives_loss(last):
+            self._forward(last, keep=True, turn=True)
+        else:
+            self._forward(last, keep=True)
+            self._backward(last)
+        for number in reversed(others):
+            self._backward(number)
+
+    def _begin(self, number: int) -> contextlib.AbstractContextManager[None]:
+        if self._batches is not None:
+            self._batches.rewind()
+        self._stages.channels.begin(self._micro_batches, forward_only=False)
+        return self._slices.only(number)
+
+    def _forward(self, number: int, keep: bool, turn: bool = False) -> None:
+        """All micro-batches through a ministage; with `turn`, each also back."""
+        with self._begin(number):
+            for micro_batch in range(self._micro_batches):
+                rows = None if self._slices.takes_tokens(number) else self._receive_rows()
+                if turn:
+                    self._pass_back(number, micro_batch, rows)
+                    continue
+                if keep:
+                    self._entered[number].append(rows)
+                with torch.no_grad():
+                    output = self._step(self._slices, number, micro_batch, rows)
+                if not self._slices.gives_loss(number):
+                    self._send_rows(output)
+
+    def _backward(self, number: int) -> None:
+        """The gradients of all micro-batches through a ministage, each run again before."""
+        with self._begin(number):
+            for micro_batch in range(self._micro_batches):
+                self._pass_back(number, micro_batch, self._entered[number].popleft())
+
+    def _pass_back(self, number: int, micro_batch: int, rows: Tensor | None) -> None:
+        from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
+
+        config = self._model.config
+        pieces = self._model.pieces
+        pieces.is_last_microbatch = micro_batch == self._micro_batches - 1
+        pieces.unfinished = self._slices.used_before(number)
+        rows = None if rows is None else rows.detach().requires_grad_()
+        output = self._step(self._slices, number, micro_batch, rows)
+        gradient = None
+        if not self._slices.gives_loss(number):
+            gradient = self._receive_gradients()
+            deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+        gradient = backward_step(rows, output, gradient, config)
+        if rows is not None:
+            self._send_gradients(gradient)
+
+    # Over a border, or by hand where the replica has one stage.
+
+    def _receive_rows(self) -> Tensor:
+        if self._own is not None:
+            return self._own.popleft()
+        rows = self._stages.channels.receive_activations(self._shape, self._model.config.pipeline_dtype)
+        assert rows is not None, "a stage is before this one, or takes turns with it"
+        return rows.detach()
+
+    def _send_rows(self, rows: Tensor) -> None:
+        if self._own is not None:
+            self._own.append(rows)
+        else:
+            self._stages.channels.send_activations(rows)
+
+    def _receive_gradients(self) -> Tensor:
+        if self._own is not None:
+            return self._own.popleft()
+        rows = self._stages.channels.receive_gradients(self._shape, self._model.config.pipeline_dtype)
+        assert rows is not None, "a stage is behind this one, or takes turns with it"
+        return rows
+
+    def _send_gradients(self, rows: Tensor) -> None:
+        if self._own is not None:
+            self._own.append(rows)
+        else:
+            self._stages.channels.send_gradients(rows)
+
+
+def forward_backward_by_ministages(
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    force_all_reduce: bool | None = False,
+    **others: Any,
+) -> list[Any]:
+    """Stands for Megatron's schedules, with their arguments and their result, where stages have ministages.
+
+    Args:
+        forward_step_func: the script's; called once a ministage and micro-batch in each direction.
+        data_iterator: of micro-batches, alone or in a list.
+        model: the only model chunk, alone or in a list.
+        num_microbatches: that this replica takes.
+        seq_length: rows of this rank times its context-parallel size.
+        micro_batch_size: samples of this rank.
+        decoder_seq_length: as `seq_length`.
+        forward_only: whether it is an evaluation.
+        collect_non_loss_data: handed on.
+        first_val_step: handed on.
+        force_all_reduce: handed on.
+        others: what Megatron's schedules take besides; nothing else is carried out.
+
+    Returns:
+        What the loss function says of each micro-batch; empty but on a last stage.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    given = [name for name, value in others.items() if value is not None]
+    assert not given, f"{given}: not known with ministages"
+    session = active_session()
+    assert session is not None
+    (model,) = model if isinstance(model, list) else [model]
+    (source,) = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    batches = None if source is None else _Replayed(source)
+    config = model.config
+    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    (shape,) = schedules.get_tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=config,
+        tp_group=groups[0],
+        cp_group=groups[1],
+    )
+    store: list[Any] = []
+    tokens = torch.zeros([], dtype=torch.int, device=session.shard.positions.device)
+
+    def step(slices: StageSlices, number: int, micro_batch: int, rows: Tensor | None) -> Tensor:
+        nonlocal tokens
+        is_first = schedules.check_first_val_step(first_val_step, forward_only, micro_batch == 0)
+        output, counted = schedules.forward_step(
+            forward_step_func,
+            batches,
+            model,
+            num_microbatches,
+            rows,
+            store,
+            config,
+            cp_group_size=groups[1].size(),
+            collect_non_loss_data=collect_non_loss_data,
+            is_first_microbatch=is_first,
+            current_microbatch=micro_batch,
+            is_last_stage=slices.gives_loss(number),
+        )
+        tokens += counted
+        # The last stage's wrapper gives fp32, which is right for losses only.
+        return output if slices.gives_loss(number) else output.to(config.pipeline_dtype)
+
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    _Iteration(session, model, step, num_microbatches, shape, batches).run(forward_only)
+    if config.finalize_model_grads_func is not None and not forward_only:
+        config.finalize_model_grads_func([model], tokens, force_all_reduce=force_all_reduce)
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+    return store
+
+
+def dealt_layers(session: Session | None) -> list[int] | None:
+    """The numbers, in its stage, that the layers of this rank would have if stages had them in a row.
+
+    ``None``: they have.
+    """
+    if session is None or session.stages is None or session.stages.stage.ministages is None:
+        return None
+    place, stage = session.stages.view.place, session.stages.stage
+    assert stage.layers is not None
+    ranges = session.stages.mesh.replica(place).ministage_layers(place.stage)
+    return [layer - stage.layers[0] for start, stop in ranges for layer in range(start, stop)]
+
+
+def _numbered(original: Callable[..., None]) -> Callable[..., None]:
+    """Megatron numbers the layers of a stage in a row; windows and checkpoints go by these numbers."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, submodules: Any, layer_number: int = 1, **more: Any) -> None:
+        dealt = dealt_layers(active_session())
+        number = layer_number if dealt is None else dealt[layer_number - 1] + 1
+        original(self, config, submodules, number, **more)
+
+    return __init__
+
+
+def _named(original: Callable[..., None]) -> Callable[..., None]:
+    """A layer's name in its block is its number in the stage: where its state dict looks for it."""
+
+    @functools.wraps(original)
+    def _build_layers(self: Any) -> None:
+        original(self)
+        dealt = dealt_layers(active_session())
+        if dealt is not None:
+            self.layers._modules = {
+                str(number): layer for number, layer in zip(dealt, self.layers, strict=True)
+            }
+
+    return _build_layers
+
+
+MINISTAGE_PATCHES = (
+    Patch(
+        target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+        why="with ministages the layers of a stage are not in a row",
+        build=_numbered,
+    ),
+    Patch(
+        target="megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
+        why="a layer is named by its number, as its state dict expects it",
+        build=_named,
+        parameters=("self",),
+    ),
+)

@@ -1,0 +1,153 @@
+"""Training in ministages is the training on one rank, from one checkpoint, and goes on from others."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron_hexi.errors import PlanError
+from megatron_hexi.megatron.stages.arguments import check_stages
+from tests.megatron.forked import Forks
+from tests.megatron.test_option_training import logged
+from tests.megatron.test_stages_training import (
+    MODEL,
+    QK_NORM,
+    SEQUENCE,
+    SMALL_BUCKETS,
+    UNTIED,
+    Case,
+    words,
+)
+from tests.megatron.test_uneven_training import largest_difference
+
+CASES = {
+    # One stage hands to itself; tied embeddings are used by its first ministage and by its last.
+    "one-stage": Case(
+        """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 6], ministages: 4, domains: [{ranks: [0], samples: 3}, {ranks: [1], samples: 1, state: 2}]}
+""",
+        job=SMALL_BUCKETS,
+        slow=False,
+    ),
+    # Two stages have a border each way between them; a domain of uneven tokens and heads.
+    "two-stages": Case(
+        """\
+- micro_batches: 4
+  stages:
+  - layers: [0, 3]
+    ministages: 2
+    domains:
+    - groups:
+      - segments: [[0, 127]]
+        members:
+        - {ranks: [0], tokens: 90, heads: [0, 5]}
+        - {ranks: [1], tokens: 37, heads: [5, 6], state: 4}
+  - {layers: [3, 6], ministages: 2, recompute: full, domains: [{ranks: [2]}]}
+""",
+        slow=False,
+    ),
+    "three-stages": Case(
+        """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 2], ministages: 2, domains: [{ranks: [0, 1]}]}
+  - layers: [2, 4]
+    ministages: 2
+    recompute: selective
+    domains: [{ranks: [2], samples: 3}, {ranks: [3], samples: 1}]
+  - {layers: [4, 6], ministages: 2, domains: [{ranks: [4, 5]}]}
+""",
+        (*QK_NORM, *UNTIED),
+        SEQUENCE,
+        rounding=3e-5,  # as of the same model without ministages
+    ),
+    # Beside a replica that runs 1F1B, with fewer micro-batches than stages.
+    "beside-others": Case(
+        """\
+- micro_batches: 1
+  stages:
+  - {layers: [0, 2], ministages: 2, domains: [{ranks: [0]}]}
+  - {layers: [2, 4], ministages: 2, domains: [{ranks: [1]}]}
+  - {layers: [4, 6], ministages: 2, domains: [{ranks: [2]}]}
+- micro_batches: 3
+  stages:
+  - {layers: [0, 4], domains: [{ranks: [3]}]}
+  - {layers: [4, 6], domains: [{ranks: [4]}]}
+""",
+        job=SMALL_BUCKETS,
+    ),
+    # All micro-batches forward, then all backward.
+    "one-ministage": Case(
+        """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 2], ministages: 1, domains: [{ranks: [0]}]}
+  - {layers: [2, 6], ministages: 1, domains: [{ranks: [1]}]}
+"""
+    ),
+    "three-ministages": Case(
+        """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 3], ministages: 3, domains: [{ranks: [0], samples: 2}, {ranks: [1, 2], samples: 2}]}
+  - {layers: [3, 6], ministages: 3, domains: [{ranks: [3, 4]}]}
+""",
+        job=(*SEQUENCE, *SMALL_BUCKETS),
+    ),
+}
+
+
+def runs() -> list[object]:
+    """Four iterations of the cases that are quick, and on request twenty of all."""
+    quick = [
+        pytest.param(case, 4, id=name, marks=[pytest.mark.slow] if case.slow else [])
+        for name, case in CASES.items()
+    ]
+    long = [pytest.param(case, 20, id=f"{name}-long", marks=pytest.mark.slow) for name, case in CASES.items()]
+    return [*quick, *long]
+
+
+@pytest.mark.parametrize(("case", "iterations"), runs())
+def test_training_is_that_of_one_rank(case: Case, iterations: int, forks: Forks, references, tmp_path: Path):
+    model = (*MODEL, *case.model)
+    weights, reference = references(model, iterations)
+    plan = case.plan(tmp_path)
+    log = forks.train(tmp_path, ranks=plan.ranks, args=words(model, iterations, weights, case.job), plan=plan)
+    difference = largest_difference(log, reference)
+    print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
+    assert difference < case.rounding
+
+
+def test_documents_are_refused_by_name(tmp_path: Path):
+    plan = CASES["one-ministage"].plan(tmp_path)
+    args = Namespace(
+        hexi_plan="plan.yaml",
+        world_size=2,
+        ffn_hidden_size=None,
+        dataloader_inter_document_masking=True,
+        sft=False,
+    )
+    with pytest.raises(PlanError, match=r"ministages.* leave out --dataloader-inter-document-masking"):
+        check_stages(args, set(), plan)
+
+
+@pytest.mark.slow
+def test_evaluation_gives_the_loss_of_one_rank(forks: Forks, references, tmp_path: Path):
+    weights, _ = references(MODEL, 4)
+    plan = CASES["three-ministages"].plan(tmp_path)
+    evaluating = ("--eval-interval", "2", "--eval-iters", "2")
+    losses = [
+        logged(
+            forks.train(
+                tmp_path / str(ranks), ranks=ranks, args=words(MODEL, 4, weights, evaluating), plan=given
+            ).output,
+            "lm loss value",
+        )
+        for ranks, given in ((1, None), (plan.ranks, plan))
+    ]
+    assert len(losses[0]) >= 3  # after two iterations, after four, and of the test set
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
