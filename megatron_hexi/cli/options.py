@@ -29,6 +29,7 @@ from megatron_hexi.cost import (
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.plan import JobTerms, Plan
 from megatron_hexi.plan.flags import flag_name, spell_flag
+from megatron_hexi.plan.kernels import join_kernels, kernel_on
 
 if TYPE_CHECKING:  # brings the solver, which takes a second
     from megatron_hexi.planner import Request
@@ -333,7 +334,13 @@ class PlannedJob(Training):
         """
         for name, value in stated.items():
             planned = getattr(plan.job, name, None)
-            if planned is not None and str(value) != str(planned):
+            differs = planned is not None and str(value) != str(planned)
+            if name == "kernel":
+                differs = any(
+                    kernel_on(value, gpu) not in (None, kernel) for gpu, kernel in (planned or {}).items()
+                )
+                planned = join_kernels(planned or {})
+            if differs:
                 raise PlanError(
                     f"{path}: job.{name} is {planned}, the command line has {spell_flag(name, value)}; leave "
                     "it out, or make a plan for it with hexi plan"

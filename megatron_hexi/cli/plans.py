@@ -92,9 +92,9 @@ def validate(
         if not as_json:
             print(f"{plan}: a valid plan for {checked.ranks} ranks")
         if cluster is not None:
-            asked = job.job(checked, plan)
             machines = read_cluster(cluster)
-            planned_kernels(asked.kernel, machines)
+            planned_kernels(job.kernel, machines)
+            asked = job.job(checked, plan)
             cost = estimate(checked, asked, machines)
             document |= {"cluster": str(cluster), "estimate": estimate_dict(cost, asked)}
             if not as_json:

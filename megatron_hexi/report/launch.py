@@ -17,6 +17,7 @@ from typing import Any
 from megatron_hexi.cluster import Cluster, NodeEntry
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import FLAGS
+from megatron_hexi.plan.kernels import join_kernels
 from megatron_hexi.slurm import find_gpus
 
 #: What a trial run takes where the user has not said: synthetic data, few iterations.
@@ -106,7 +107,9 @@ def megatron_flags(given: Sequence[str], more: Sequence[str], plan: Plan, path: 
         for word in (flag, value)
         if word is not None
     ]
-    return ("--hexi-plan", path, *words, *trial, *more)
+    kernels = plan.job.kernel or {}
+    pinned = ["--hexi-kernel", join_kernels(kernels)] if kernels and "--hexi-kernel" not in names else []
+    return ("--hexi-plan", path, *pinned, *words, *trial, *more)
 
 
 def find_agents(plan: Plan, cluster: Cluster) -> tuple[Agent, ...]:
