@@ -64,7 +64,7 @@ class Answer:
 
 def questions(folder: Path) -> Iterator[Question]:
     """Everything that is measured; files are written into the folder."""
-    job = "--model", "gpt-7b", "--recompute", "full"
+    job = "--model", "gpt-7b", "--recompute-granularity", "full"
     compare = "compare", str(MIXED), *job, "--seq-length"
     yield Question("hexi compare, 8 H100 + 8 A100, 256K", (*compare, "262144"), 0, 3.0)
     for number, (name, text) in enumerate(BROKEN.items()):

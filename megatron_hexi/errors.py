@@ -4,8 +4,8 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 #: Exit code of every command and entry point where the user's input is wrong (0: done, 1: our fault).
 EXIT_USER_ERROR = 2
@@ -33,9 +33,18 @@ class ClusterError(HexiError):
 
 
 class NothingFitsError(HexiError):
-    """No plan fits in the cluster's memory; the message says what is short, and what would fit."""
+    """No plan fits in the cluster's memory; the message says what is short, and what would fit.
+
+    Args:
+        message: for people.
+        details: the same for machines, which ``--json`` adds to the message.
+    """
 
     exit_code = EXIT_NO_PLAN
+
+    def __init__(self, message: str, details: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.details: Mapping[str, Any] = details or {}
 
 
 class CheckpointError(HexiError):

@@ -10,9 +10,10 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 import megatron_hexi
 from megatron_hexi.cli import (
@@ -29,10 +30,13 @@ from megatron_hexi.cli import (
     testbed,
 )
 from megatron_hexi.cli.output import print_json
-from megatron_hexi.errors import HexiError, user_errors
+from megatron_hexi.cli.renamed import with_present_names
+from megatron_hexi.errors import HexiError, NothingFitsError, user_errors
 
 app = typer.Typer(
-    help="Long-context training on mixed GPU clusters, as a plugin for Megatron-LM.",
+    help="Long-context training on mixed GPU clusters, as a plugin for Megatron-LM. Options have Megatron's "
+    "names; those of the release before (--tensor-parallel, --recompute, …) are read for one more.",
+    rich_markup_mode=None,  # the tables of the other mode cut long names off
     pretty_exceptions_enable=False,  # our faults keep a traceback that can be pasted into an issue
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -62,7 +66,8 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     with user_errors():
         try:
-            code = app(prog_name="hexi", standalone_mode=False)
+            command = get_command(app)
+            code = command.main(_words(command), prog_name="hexi", standalone_mode=False)
         except typer.TyperException as problem:  # an unknown option, a missing argument
             said = " ".join(problem.format_message().split()).rstrip(".")
             wrong = HexiError(f"{said}; see hexi --help")
@@ -74,12 +79,23 @@ def main() -> None:
     sys.exit(code)
 
 
+def _words(command: Any) -> list[str]:
+    """The command line with the names that options have today."""
+    words = sys.argv[1:]
+    chosen = command.commands.get(words[0]) if words else None
+    parameters = [] if chosen is None else chosen.params
+    return with_present_names(
+        words, {name for one in parameters for name in (*one.opts, *one.secondary_opts)}
+    )
+
+
 def _print_error(problem: HexiError) -> None:
     """With ``--json`` an error is a document too; `hexi validate` has printed one of its own."""
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
     if "--json" in own and own[0] != "validate" and os.environ.get("RANK", "0") == "0":
-        print_json({"error": str(problem), "exit_code": problem.exit_code})
+        details = problem.details if isinstance(problem, NothingFitsError) else {}
+        print_json({"error": str(problem), "exit_code": problem.exit_code, **details})
 
 
 @app.callback(invoke_without_command=True)

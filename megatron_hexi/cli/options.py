@@ -28,6 +28,8 @@ from megatron_hexi.cost import (
 )
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.plan import JobTerms, Plan
+from megatron_hexi.plan.flags import flag_name, spell_flag
+from megatron_hexi.plan.kernels import join_kernels, kernel_on
 
 if TYPE_CHECKING:  # brings the solver, which takes a second
     from megatron_hexi.planner import Request
@@ -89,27 +91,18 @@ def check_limits(given: Mapping[str, int | None]) -> None:
     """
     for field, value in given.items():
         if value is not None and value > LIMITS[field]:
-            raise HexiError(f"--{field.replace('_', '-')} {value}: is too large; the most is {LIMITS[field]}")
+            raise HexiError(f"{spell_flag(field, value)}: is too large; the most is {LIMITS[field]}")
 
 
-def _number(text: str) -> Any:
-    return typer.Option(help=text, metavar="N", rich_help_panel=_JOB, parser=whole)
+def count_option(field: str, text: str, panel: str | None = _JOB) -> Any:
+    """An option for a number, by Megatron's name of a field."""
+    return typer.Option(flag_name(field), help=text, metavar="N", rich_help_panel=panel, parser=whole)
 
 
-def _either(option: str) -> str:
-    """A flag and its opposite."""
-    return f"--{option}/--no-{option}"
-
-
-def _spelled(name: str, value: Any) -> str:
-    """One of `Job`'s fields as an option."""
-    option = name.replace("_", "-")
-    return f"--{option} {value}" if not isinstance(value, bool) else f"--{'' if value else 'no-'}{option}"
-
-
-def _option(text: str, *, name: str | None = None, metavar: str | None = None) -> Any:
-    """An option in the job's panel; a name stops typer from inventing the opposite of a flag."""
-    return typer.Option(*([name] if name else []), help=text, metavar=metavar, rich_help_panel=_JOB)
+def _option(field: str, text: str, *, metavar: str | None = None) -> Any:
+    """A job's option by Megatron's name of a field; without a metavar a flag and its opposite."""
+    name = flag_name(field) if metavar else "/".join(spell_flag(field, value) for value in (True, False))
+    return typer.Option(name, help=text, metavar=metavar, rich_help_panel=_JOB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,20 +110,29 @@ class Training:
     """How Megatron is told to train; the fields are `Job`'s, ``None`` where the command line does not say."""
 
     micro_batch_size: Annotated[
-        int | None, _number(f"Sequences that pass at once ({Job.micro_batch_size}).")
+        int | None, count_option("micro_batch_size", f"Sequences of a micro-batch ({Job.micro_batch_size}).")
     ] = None
-    pipeline_parallel: Annotated[int | None, _number(f"Pipeline stages ({Job.pipeline_parallel}).")] = None
+    pipeline_parallel: Annotated[
+        int | None, count_option("pipeline_parallel", f"Pipeline stages ({Job.pipeline_parallel}).")
+    ] = None
     recompute: Annotated[
         str | None,
-        _option(f"What is recomputed: {', '.join(RECOMPUTES)} ({Job.recompute}).", metavar="WHAT"),
+        _option(
+            "recompute", f"What is recomputed: {', '.join(RECOMPUTES)} ({Job.recompute}).", metavar="WHAT"
+        ),
     ] = None
     precision: Annotated[
         str | None,
-        _option(f"Of weights and activations: {', '.join(PRECISIONS)} ({Job.precision}).", metavar="TYPE"),
+        _option(
+            "precision",
+            f"Of weights and activations: {', '.join(PRECISIONS)} ({Job.precision}).",
+            metavar="TYPE",
+        ),
     ] = None
     kernel: Annotated[
         str | None,
         _option(
+            "kernel",
             "Attention kernel, or one for each kind of GPU: H100=cudnn,A100=flash-attn-2; if not given, "
             "the cluster file's, else the fastest of hexi catalog.",
             metavar="NAME",
@@ -138,15 +140,15 @@ class Training:
     ] = None
     distributed_optimizer: Annotated[
         bool | None,
-        _option("Cut the optimizer's state over all ranks (yes).", name=_either("distributed-optimizer")),
+        _option("distributed_optimizer", "Shard the optimizer's state over the replicas (yes)."),
     ] = None
     overlap_gradients: Annotated[
         bool | None,
-        _option("Hide gradients and weights behind work (yes).", name=_either("overlap-gradients")),
+        _option("overlap_gradients", "Overlap gradients, and --overlap-param-gather, with compute (yes)."),
     ] = None
     sequence_parallel: Annotated[
         bool | None,
-        _option("With tensor parallelism, cut norms' rows too (yes).", name=_either("sequence-parallel")),
+        _option("sequence_parallel", "Sequence parallelism, where tensor-parallel (yes)."),
     ] = None
 
     def _stated(self, arguments: str | None) -> dict[str, Any]:
@@ -164,7 +166,7 @@ class Training:
         if terms is not None:
             taken = {name: terms.fields[name] for name in names if name in terms.fields.keys() - stated}
             if taken:
-                say(f"note: {arguments} says {' '.join(starmap(_spelled, taken.items()))}")
+                say(f"note: {arguments} says {' '.join(starmap(spell_flag, taken.items()))}")
             if terms.unread:
                 say(f"note: {arguments}: plans do not depend on {', '.join(terms.unread)}")
             stated |= taken
@@ -181,27 +183,31 @@ class Training:
 class NewJob(Training):
     """A job to make a plan for; what is not given of its layout, the planner chooses."""
 
-    micro_batch_size: Annotated[int | None, _number("Sequences that pass at once; chosen if not given.")] = (
-        None
-    )
-    pipeline_parallel: Annotated[int | None, _number("Pipeline stages; chosen if not given.")] = None
+    micro_batch_size: Annotated[
+        int | None, count_option("micro_batch_size", "Sequences of a micro-batch; chosen if not given.")
+    ] = None
+    pipeline_parallel: Annotated[
+        int | None, count_option("pipeline_parallel", "Pipeline stages; chosen if not given.")
+    ] = None
     recompute: Annotated[
         str | None,
         _option(
+            "recompute",
             f"What is recomputed: {', '.join(RECOMPUTES)}; chosen for each stage if not given.",
             metavar="WHAT",
         ),
     ] = None
 
     model: Annotated[
-        str, _option(f"{_MODEL}; what that says of the job stands for options.", metavar="NAME|PATH")
+        str, _option("model", f"{_MODEL}; what that says of the job stands for options.", metavar="NAME|PATH")
     ]
-    seq_length: Annotated[int | None, _number("Tokens of one sequence.")] = None
+    seq_length: Annotated[int | None, count_option("seq_length", "Tokens of one sequence.")] = None
     global_batch_size: Annotated[
-        int | None, _number(f"Sequences of an iteration ({Job.global_batch_size}).")
+        int | None, count_option("global_batch_size", f"Sequences of an iteration ({Job.global_batch_size}).")
     ] = None
     tensor_parallel: Annotated[
-        int | None, _number("GPUs of a node that share each weight; chosen for each stage if not given.")
+        int | None,
+        count_option("tensor_parallel", "Tensor-parallel size; chosen for each stage if not given."),
     ] = None
     memory_margin: Annotated[
         float,
@@ -214,7 +220,7 @@ class NewJob(Training):
         ),
     ] = 5.0
     data_parallel: Annotated[
-        str, _option("Replicas, of any size; auto: as many as are best.", metavar="N|auto")
+        str, _option("data_parallel", "Replicas, of any size; auto: as many as are best.", metavar="N|auto")
     ] = "auto"
 
     def request(self) -> Request:
@@ -246,7 +252,7 @@ class NewJob(Training):
             return None
         # A number of more digits is no number of GPUs, and may be too long for Python to read.
         if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0):
-            raise HexiError(f"--data-parallel {text[:40]}: give a number above 0, or auto")
+            raise HexiError(f"--data-parallel-size {text[:40]}: give a number above 0, or auto")
         return int(text)
 
 
@@ -255,28 +261,39 @@ class PlannedJob(Training):
     """The job that a plan was made for; what is not given is as the plan says, or else the default."""
 
     micro_batch_size: Annotated[
-        int | None, _number("Sequences that pass at once; what the plan says, or 1.")
+        int | None, count_option("micro_batch_size", "Sequences of a micro-batch; what the plan says, or 1.")
     ] = None
     pipeline_parallel: Annotated[
-        int | None, _number("Pipeline stages, where the plan does not have them; what it says, or 1.")
+        int | None,
+        count_option(
+            "pipeline_parallel", "Pipeline stages, where the plan does not have them; what it says, or 1."
+        ),
     ] = None
     recompute: Annotated[
         str | None,
-        _option(f"What is recomputed: {', '.join(RECOMPUTES)}; what the plan says, or none.", metavar="WHAT"),
+        _option(
+            "recompute",
+            f"What is recomputed: {', '.join(RECOMPUTES)}; what the plan says, or none.",
+            metavar="WHAT",
+        ),
     ] = None
     precision: Annotated[
         str | None,
         _option(
+            "precision",
             f"Of weights and activations: {', '.join(PRECISIONS)}; what the plan says, or bf16.",
             metavar="TYPE",
         ),
     ] = None
     model: Annotated[
-        str | None, _option(f"{_MODEL}; the one that the plan names if not given.", metavar="NAME|PATH")
+        str | None,
+        _option("model", f"{_MODEL}; the one that the plan names if not given.", metavar="NAME|PATH"),
     ] = None
     global_batch_size: Annotated[
         int | None,
-        _number(f"Sequences of an iteration; what the plan says, or {Job.global_batch_size}."),
+        count_option(
+            "global_batch_size", f"Sequences of an iteration; what the plan says, or {Job.global_batch_size}."
+        ),
     ] = None
 
     def _name(self, plan: Plan) -> str | None:
@@ -317,9 +334,15 @@ class PlannedJob(Training):
         """
         for name, value in stated.items():
             planned = getattr(plan.job, name, None)
-            if planned is not None and str(value) != str(planned):
+            differs = planned is not None and str(value) != str(planned)
+            if name == "kernel":
+                differs = any(
+                    kernel_on(value, gpu) not in (None, kernel) for gpu, kernel in (planned or {}).items()
+                )
+                planned = join_kernels(planned or {})
+            if differs:
                 raise PlanError(
-                    f"{path}: job.{name} is {planned}, the command line has {_spelled(name, value)}; leave "
+                    f"{path}: job.{name} is {planned}, the command line has {spell_flag(name, value)}; leave "
                     "it out, or make a plan for it with hexi plan"
                 )
 

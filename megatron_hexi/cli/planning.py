@@ -156,9 +156,9 @@ def simulate(
         raise HexiError(f"--trace {trace}: is of one iteration, --scenario of many; leave one out")
     replayed = read_plan(plan)
     check_outputs([plan, cluster, scenario, job.model_file(replayed)], [trace], picture)
-    asked = job.job(replayed, plan)
     machines = read_cluster(cluster)
-    planned_kernels(asked.kernel, machines)
+    planned_kernels(job.kernel, machines)
+    asked = job.job(replayed, plan)
     cost = estimate(replayed, asked, machines)
     shortage = find_shortage(cost)
     if shortage is not None:
@@ -237,4 +237,9 @@ def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple
     terms = job_terms(
         {field: value for field, value in vars(planned.job).items() if field not in left_open}, planned.plan
     )
+    if planned.job.precision != "fp32":  # no kernel that the catalogue knows takes it
+        kernels = planned_kernels(planned.job.kernel, cluster)
+        gpus = planned.plan.gpus or range(len(cluster.ranks))
+        used = {cluster.ranks[gpu].device.name for gpu in gpus}
+        terms = replace(terms, kernel={gpu: kernel for gpu, kernel in kernels.items() if gpu in used})
     return replace(planned, plan=replace(planned.plan, job=terms)), cluster

@@ -15,7 +15,7 @@ from megatron_hexi.cli.options import (
     PlanOut,
     PlanPath,
     check_limits,
-    whole,
+    count_option,
     with_bundles,
 )
 from megatron_hexi.cli.output import check_outputs, print_json, print_report, say, write_picture
@@ -30,6 +30,7 @@ from megatron_hexi.plan import (
     read_plan,
     write_plan,
 )
+from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.report.estimate import estimate_dict, estimate_report
 from megatron_hexi.report.holdings import holdings
 from megatron_hexi.report.tables import plan_report
@@ -40,8 +41,8 @@ _MOST_RANKS = 2**16
 app = typer.Typer()
 
 
-def _number(text: str) -> Any:
-    return typer.Option(help=text, metavar="N", parser=whole)
+def _number(field: str, text: str) -> Any:
+    return count_option(field, text, panel=None)
 
 
 @app.command(epilog="Example: hexi show plan.yaml --picture plan.png")
@@ -91,9 +92,9 @@ def validate(
         if not as_json:
             print(f"{plan}: a valid plan for {checked.ranks} ranks")
         if cluster is not None:
-            asked = job.job(checked, plan)
             machines = read_cluster(cluster)
-            planned_kernels(asked.kernel, machines)
+            planned_kernels(job.kernel, machines)
+            asked = job.job(checked, plan)
             cost = estimate(checked, asked, machines)
             document |= {"cluster": str(cluster), "estimate": estimate_dict(cost, asked)}
             if not as_json:
@@ -109,7 +110,8 @@ def validate(
 
 
 @app.command(
-    epilog="Example: hexi proportion --speeds 4,3,2/3 --seq-length 1021 --heads 8 --kv-heads 4 --head-dim 16 "
+    epilog="Example: hexi proportion --speeds 4,3,2/3 --seq-length 1021 "
+    "--num-attention-heads 8 --num-query-groups 4 --kv-channels 16 "
     "-o plan.yaml"
 )
 def proportion(
@@ -121,24 +123,24 @@ def proportion(
             "slashes between groups. Once for each data-parallel replica.",
         ),
     ],
-    seq_length: Annotated[int, _number("Tokens of one sequence.")],
-    heads: Annotated[int, _number("Query heads of a layer.")],
-    head_dim: Annotated[int, _number("Size of one head.")],
+    seq_length: Annotated[int, _number("seq_length", "Tokens of one sequence.")],
+    heads: Annotated[int, _number("heads", "Query heads of a layer.")],
+    head_dim: Annotated[int, _number("head_dim", "Size of one head.")],
     out: PlanOut,
     kv_heads: Annotated[
-        int | None, _number("KV heads of a layer; as many as query heads if not given.")
+        int | None, _number("kv_heads", "KV heads of a layer; as many as query heads if not given.")
     ] = None,
-    tensor_parallel: Annotated[int, _number("Ranks that share each weight.")] = 1,
+    tensor_parallel: Annotated[int, _number("tensor_parallel", "Ranks of a tensor-parallel unit.")] = 1,
     value_dim: Annotated[
-        int | None, _number("Size of one head's values, where another (multi-latent attention).")
+        int | None, _number("value_dim", "Size of one head's values, where another (multi-latent attention).")
     ] = None,
-    window: Annotated[int, _number("KV blocks in flight ahead of the one in use.")] = 1,
+    window: Annotated[int, _number("window", "KV blocks in flight ahead of the one in use.")] = 1,
 ) -> None:
     """Write the plain plan: tokens and heads in proportion to the ranks' speeds."""
     check_outputs([], [out], None)
     check_limits({"seq_length": seq_length, "heads": heads, "tensor_parallel": tensor_parallel})
     if tensor_parallel < 1:
-        raise HexiError(f"--tensor-parallel {tensor_parallel}: give a number above 0")
+        raise HexiError(f"{spell_flag('tensor_parallel', tensor_parallel)}: give a number above 0")
     replicas = [parse_speeds(text) for text in speeds]
     ranks = tensor_parallel * sum(len(group) for replica in replicas for group in replica)
     if ranks > _MOST_RANKS:

@@ -21,6 +21,7 @@ from megatron_hexi.cli.output import (
     write_picture,
 )
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan.flags import flag_name
 
 if TYPE_CHECKING:
     from megatron_hexi.probe import Measurement, World
@@ -32,8 +33,10 @@ app = typer.Typer()
 _WHAT = "What to measure"
 
 
-def _number(text: str) -> Any:
-    return typer.Option(help=text, metavar="N", parser=whole, rich_help_panel=_WHAT, show_default=False)
+def _number(field: str, text: str) -> Any:
+    return typer.Option(
+        flag_name(field), help=text, metavar="N", parser=whole, rich_help_panel=_WHAT, show_default=False
+    )
 
 
 @app.command(
@@ -56,9 +59,13 @@ def probe(
     precision: Annotated[
         str, typer.Option(help="bf16, fp16 or fp32.", metavar="TYPE", rich_help_panel=_WHAT)
     ] = "bf16",
-    hidden: Annotated[int | None, _number("Hidden size of the job; 4096 on GPUs, 1024 on CPUs.")] = None,
-    heads: Annotated[int | None, _number("Heads on a rank in attention; 8 on GPUs, 2 on CPUs.")] = None,
-    head_dim: Annotated[int | None, _number("Size of a head of the job; 128.")] = None,
+    hidden: Annotated[
+        int | None, _number("hidden_size", "Hidden size of the job; 4096 on GPUs, 1024 on CPUs.")
+    ] = None,
+    heads: Annotated[
+        int | None, _number("local_heads", "Heads on a rank in attention; 8 on GPUs, 2 on CPUs.")
+    ] = None,
+    head_dim: Annotated[int | None, _number("head_dim", "Size of a head of the job; 128.")] = None,
     budget: Annotated[
         float | None,
         typer.Option(

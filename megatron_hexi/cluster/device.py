@@ -16,9 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_hexi.errors import ClusterError
-
-#: Kernels that share another's curves: torch ships FlashAttention-2's CUDA code as `aten::_flash_attention`.
-KERNEL_ALIASES = {"aten-flash": "flash-attn-2"}
+from megatron_hexi.plan.kernels import KERNEL_ALIASES
 
 
 @dataclass(frozen=True)

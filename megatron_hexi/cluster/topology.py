@@ -191,6 +191,24 @@ class Cluster:
             ranks=tuple(replace(rank, device=less[id(rank.device)]) for rank in self.ranks),
         )
 
+    def with_nodes(self, name: str, count: int) -> Cluster:
+        """This cluster with so many nodes of an entry; its network has neither levels nor a matrix."""
+        assert not self.file.levels
+        assert not self.file.matrix
+        entries = tuple(
+            replace(entry, count=count) if entry.name == name else entry for entry in self.file.nodes
+        )
+        file = replace(self.file, nodes=entries)
+        nodes: list[Node] = []
+        ranks: list[Rank] = []
+        for entry, numbers in zip(entries, self.file.node_numbers.values(), strict=True):
+            like = self.nodes[numbers[0]]
+            for copy in range(entry.count):
+                own = range(len(ranks), len(ranks) + entry.gpus)
+                ranks += (Rank(rank, len(nodes), rank - own.start, like.device) for rank in own)
+                nodes.append(replace(like, name=f"{entry.name}-{copy}", ranks=own))
+        return Cluster(file, tuple(nodes), tuple(ranks), _tiers(file))
+
     def rank_name(self, rank: int) -> str:
         """A rank for people: ``h100-0/3``."""
         return f"{self.nodes[self.ranks[rank].node].name}/{self.ranks[rank].local}"

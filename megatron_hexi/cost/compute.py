@@ -14,8 +14,8 @@ import numpy as np
 from megatron_hexi.cluster import Curve, Device, Passes
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.kernels import kernel_on
 from megatron_hexi.errors import ClusterError
+from megatron_hexi.plan.kernels import kernel_on
 
 #: Part of a memory's nominal bandwidth that streaming kernels reach. An estimate: BabelStream's triad reaches
 #: about 90 % on A100 and H100 (https://github.com/UoB-HPC/BabelStream).

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NoReturn, get_args
 
-from megatron_hexi.cost.kernels import split_kernels
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Plan, Workload
+from megatron_hexi.plan.kernels import join_kernels, split_kernels
 from megatron_hexi.plan.model import Precision, Recompute
 
 #: How a layer is computed again, if it is.
@@ -167,6 +167,8 @@ def job_of_plan(plan: Plan, model: Model, **stated: Any) -> Job:
     """
     terms = {field: value for field, value in asdict(plan.job).items() if value is not None}
     terms.pop("optimizer", None)
+    if "kernel" in terms:
+        terms["kernel"] = join_kernels(terms["kernel"])
     terms |= stated
     shares = [replica.micro_batches for replica in plan.replicas]
     if "global_batch_size" not in stated and None not in shares:

@@ -1,46 +1,17 @@
-"""Which attention kernel a job is planned with, on each kind of GPU.
+"""Which attention kernel a job is planned with, on each kind of GPU of a cluster.
 
-A choice is one name for all GPUs (``flash-attn-2``), or one for each kind (``H100=cudnn,A100=flash-attn-2``),
-where a kind is the beginning of a GPU's name, and the longest that fits counts. A kind without a choice has
-the kernel that the cluster file gives curves for, or else its fastest in the catalogue.
+A kind without a choice has the kernel that the cluster file gives curves for, or else its fastest in the
+catalogue.
 """
 
 from __future__ import annotations
 
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan.kernels import kernel_on, split_kernels
 
 #: Built from source, and not in the shipped image; the others come with torch.
 _NOT_IN_IMAGE = "flash-attn-3"
-
-
-def split_kernels(text: str) -> dict[str, str]:
-    """The kernel of each kind of GPU by the beginning of its name; empty is every GPU.
-
-    Raises:
-        HexiError: a part is no ``GPU=NAME``, or a GPU is named twice.
-    """
-    if "=" not in text and "," not in text and text:
-        return {"": text}
-    found: dict[str, str] = {}
-    for part in text.split(","):
-        gpu, _, kernel = part.partition("=")
-        if not gpu or not kernel or "=" in kernel:
-            raise HexiError(
-                f"kernel = {text!r}: {part!r} is not GPU=NAME; write one name, or as "
-                "H100=cudnn,A100=flash-attn-2"
-            )
-        if gpu in found:
-            raise HexiError(f"kernel = {text!r}: names {gpu} twice; name each GPU once")
-        found[gpu] = kernel
-    return found
-
-
-def kernel_on(text: str | None, device: str) -> str | None:
-    """The kernel chosen for a GPU, by its name; ``None``: its own default."""
-    chosen = {} if text is None else split_kernels(text)
-    fitting = [gpu for gpu in chosen if device.startswith(gpu)]
-    return chosen[max(fitting, key=len)] if fitting else None
 
 
 def planned_kernels(text: str | None, cluster: Cluster) -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.errors import user_errors
+from megatron_hexi.megatron.kernel_choice import kernel_choice
 from megatron_hexi.megatron.metrics import check_metrics
 from megatron_hexi.megatron.options import refuse_yaml_configuration
 from megatron_hexi.megatron.plan_arguments import check_interleaving, take_plan
@@ -51,9 +52,12 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
     )
     group.add_argument(
         "--hexi-kernel",
-        choices=KERNEL_NAMES,
+        type=kernel_choice,
         default="auto",
-        help="the attention kernel of a plan; auto: the fastest that is installed and takes the model",
+        metavar="NAME|GPU=NAME,…",
+        help="the attention kernel of a plan, or one for each kind of GPU (H100=cudnn,A100=flash-attn-2): "
+        f"{', '.join(KERNEL_NAMES[1:])}; auto: what the plan was made for, where that is installed, or the "
+        "fastest that is and takes the model",
     )
     group.add_argument(
         "--hexi-metrics",

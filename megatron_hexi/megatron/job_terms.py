@@ -9,7 +9,18 @@ from typing import Any
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.flags import FLAGS
 
+#: Terms that are one of Megatron's arguments.
+_SINGLE = (
+    "micro_batch_size",
+    "global_batch_size",
+    "pipeline_parallel",
+    "optimizer",
+    "distributed_optimizer",
+    "overlap_gradients",
+    "sequence_parallel",
+)
 _RECOMPUTE_FLAGS = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
 
 
@@ -91,20 +102,11 @@ def _settings(plan: Plan) -> Iterator[_Setting]:
     job = plan.job
     if plan.is_repeated:
         width = plan.workload.tensor_parallel
-        yield _Setting("tensor-parallel size", width, "--tensor-model-parallel-size", width)
-    values = (
-        ("micro_batch_size", "--micro-batch-size"),
-        ("global_batch_size", "--global-batch-size"),
-        ("pipeline_parallel", "--pipeline-model-parallel-size"),
-        ("optimizer", "--optimizer"),
-        ("distributed_optimizer", "--use-distributed-optimizer"),
-        ("overlap_gradients", "--overlap-grad-reduce"),
-        ("sequence_parallel", "--sequence-parallel"),
-    )
-    for name, flag in values:
+        yield _Setting("tensor-parallel size", width, FLAGS["tensor_parallel"], width)
+    for name in _SINGLE:
         stated = getattr(job, name)
         if stated is not None:
-            yield _Setting(f"job.{name}", stated, flag, stated)
+            yield _Setting(f"job.{name}", stated, FLAGS[name], stated)
     if job.precision is not None:
         for precision in ("bf16", "fp16"):
             yield _Setting("job.precision", job.precision, f"--{precision}", job.precision == precision)

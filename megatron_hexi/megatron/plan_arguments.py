@@ -9,6 +9,7 @@ import torch
 
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.job_terms import set_job_terms
+from megatron_hexi.megatron.kernel_choice import choose_kernel
 from megatron_hexi.megatron.options import refuse_unsupported
 from megatron_hexi.megatron.options.kinds import PlanKind
 from megatron_hexi.megatron.replan_arguments import check_replanning
@@ -25,7 +26,6 @@ from megatron_hexi.plan import (
     require_repeated,
 )
 from megatron_hexi.record import open_record
-from megatron_hexi.runtime import select_kernel
 
 
 def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[str]:
@@ -73,8 +73,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     if args.deterministic_mode:
         # Megatron does so when it checks its arguments, which is later; the choice of a kernel goes by it.
         torch.use_deterministic_algorithms(True)
-    widest = max(plan.workload.head_dim, plan.workload.value_size)
-    kernel = select_kernel(args.hexi_kernel, device, _dtype(args), widest)
+    kernel = choose_kernel(args, plan, device, _dtype(args))
     mesh = Mesh(plan, args.micro_batch_size, args.sequence_parallel) if stages else None
     width = len(mesh.member(mesh.places[args.rank]).ranks) if mesh else args.tensor_model_parallel_size
     row_multiple = width if args.sequence_parallel else 1

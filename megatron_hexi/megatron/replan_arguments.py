@@ -52,7 +52,7 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
     if not plan.is_repeated:
         raise HexiError(
             f"{what}: {args.hexi_plan} has stages with layers of their own, whose weights would have to "
-            "move; make a plan with --pipeline-parallel N, or train without it"
+            "move; make a plan with --pipeline-model-parallel-size N, or train without it"
         )
     if all(len(replica.domain.members) == 1 for replica in plan.replicas):
         raise HexiError(

@@ -285,6 +285,7 @@ class JobTerms:
         distributed_optimizer: --use-distributed-optimizer.
         overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
         sequence_parallel: --sequence-parallel, where units have several ranks.
+        kernel: attention kernel of each kind of GPU, by its name in the cluster file: --hexi-kernel.
     """
 
     micro_batch_size: Positive | None = None
@@ -296,6 +297,7 @@ class JobTerms:
     distributed_optimizer: bool | None = None
     overlap_gradients: bool | None = None
     sequence_parallel: bool | None = None
+    kernel: dict[str, str] | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 

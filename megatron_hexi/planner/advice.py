@@ -1,45 +1,207 @@
-"""What to do where nothing fits: requests that were tried, and for which a plan was found."""
+"""What to do where nothing fits: other requests that were planned, and of those the ones that fit.
+
+Changes are tried by kind: fewer fixed terms, the memory-saving switches, a shorter sequence, more nodes, a
+smaller batch. The first of a kind that fits is proposed. Where the first two kinds do not help, the others
+are tried with all of their changes too. Requests that the bound's rows of memory refute are not planned.
+"""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.memory import GIB, GRADIENT_BYTES, OPTIMIZER_BYTES
 from megatron_hexi.errors import NothingFitsError
+from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.bound import memory_fits
 from megatron_hexi.planner.request import Request
 
-#: Contexts are proposed as multiples of this.
+#: Seconds after which no further request is planned. Plans do not depend on it, only how much is proposed.
+_BUDGET_S = 6.0
+#: Sequence lengths are proposed as multiples of this.
 _ROUND = 1024
-#: Proposals that are made.
-_MOST = 2
+#: Times as many nodes of an entry; clusters of more GPUs are not tried.
+_TIMES, _MOST_GPUS = (2, 4, 8), 1024
+#: Terms that save memory with another value, and which.
+_SAVING = {
+    "sequence_parallel": True,
+    "distributed_optimizer": True,
+    "precision": "bf16",
+}
+
+#: Tokens/s of a plan for a request on a cluster, ``None``: none is found that fits.
+Planner = Callable[[Request, Cluster], float | None]
 
 
-def nothing_fits(request: Request, cluster: Cluster, fits: Callable[[Request], bool]) -> NothingFitsError:
+@dataclass(frozen=True)
+class Remedy:
+    """A change after which a plan was found.
+
+    Args:
+        changes: what to type, or to write into the cluster file.
+        tokens_per_s: of the first plan that was found, predicted.
+    """
+
+    changes: tuple[str, ...]
+    tokens_per_s: float
+
+    @property
+    def text(self) -> str:
+        """All changes in one line."""
+        return " and ".join(self.changes)
+
+
+@dataclass(frozen=True)
+class _Other:
+    """Another request."""
+
+    changes: tuple[str, ...]
+    request: Request
+    cluster: Cluster
+
+    def with_term(self, field: str, value: Any) -> _Other:
+        """With another value of one of the job's terms."""
+        job = replace(self.request.job, **{field: value})
+        changes = (*self.changes, spell_flag(field, value))
+        return replace(self, changes=changes, request=replace(self.request, job=job))
+
+    def without(self, fields: Iterable[str]) -> _Other:
+        """With these terms left to the planner."""
+        job, fields = self.request.job, tuple(fields)
+        changes = tuple(f"leave out {spell_flag(field, getattr(job, field))}" for field in fields)
+        request = replace(self.request, fixed=self.request.fixed.difference(fields))
+        return replace(self, changes=(*self.changes, *changes), request=request)
+
+
+class _Trials:
+    """Plans requests as long as there is time.
+
+    Args:
+        planner: plans one.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._end = planner, time.monotonic() + _BUDGET_S
+        self.count, self.ended = 0, False
+
+    def first(self, others: Iterable[_Other]) -> Remedy | None:
+        """The first that fits, and what it took; ``None``: none, or there was no time."""
+        for other in others:
+            if not memory_fits(other.request, other.cluster):
+                continue
+            if time.monotonic() > self._end:
+                self.ended = True
+                return None
+            self.count += 1
+            rate = self._planner(other.request, other.cluster)
+            if rate is not None:
+                return Remedy(other.changes, rate)
+        return None
+
+
+def nothing_fits(request: Request, cluster: Cluster, planner: Planner) -> NothingFitsError:
     """The error for a job that has no plan.
 
     Args:
         request: what was asked for.
         cluster: where.
-        fits: whether a plan is found for another request.
+        planner: plans other requests.
     """
-    job = request.job
     proven = not memory_fits(request, cluster)
     what = "no plan fits on cluster" if proven else "no plan was found that fits on cluster"
-
-    def found(proposals: Iterable[tuple[str, Request]]) -> Iterator[str]:
-        return (words for words, other in proposals if memory_fits(other, cluster) and fits(other))
-
-    shortened = itertools.islice(found(_shortened(request)), 1)
-    remedies = list(itertools.islice(itertools.chain(found(_freed(request)), shortened), _MOST))
-    remedy = "; or ".join(remedies) if remedies else "take GPUs with more memory, or a smaller model"
+    trials = _Trials(planner)
+    remedies = _remedies(_Other((), request, cluster), trials)
+    told = "; or ".join(f"{one.text} (about {one.tokens_per_s:,.0f} tokens/s)" for one in remedies)
+    ended = f", in the {_BUDGET_S:g} s that this may take" if trials.ended else ""
+    count = f"{trials.count} other request{'' if trials.count == 1 else 's'} planned{ended}"
+    advice = f"fits: {told}" if remedies else "none fits: take GPUs with more memory, or a smaller model"
     return NothingFitsError(
-        f"{what} {cluster.name} at {job.seq_length} tokens{_spell_fixed(request)}: "
-        f"{_spell_memory(request, cluster)}; what would fit: {remedy}"
+        f"{what} {cluster.name} at {request.job.seq_length} tokens{_spell_fixed(request)}: "
+        f"{_spell_memory(request, cluster)}; {count}; {advice}",
+        {
+            "proven": proven,
+            "tried": trials.count,
+            "fits": [{"change": one.text, "tokens_per_s": one.tokens_per_s} for one in remedies],
+        },
     )
+
+
+def _remedies(asked: _Other, trials: _Trials) -> list[Remedy]:
+    """The first of each kind that fits."""
+    found = [trials.first(kind(asked)) for kind in (_freed, _switched)]
+    eased = _switch_all(asked.without(sorted(asked.request.fixed)))
+    if not any(found) and eased != asked:
+        found.append(trials.first([eased]))
+    # With what eases alone there is nothing to give up: else both are offered, as each gives up something.
+    bases = [asked] if any(found) or eased == asked else [asked, eased]
+    for kind in (_shortened, _enlarged, _thinned):
+        found += [trials.first(kind(base)) for base in bases]
+    remedies = [one for one in found if one is not None]
+    # A change that is enough alone is not proposed with more.
+    return [one for one in remedies if not any(set(other.changes) < set(one.changes) for other in remedies)]
+
+
+def _freed(asked: _Other) -> Iterator[_Other]:
+    """Some fixed terms left to the planner, as few as possible."""
+    fixed = sorted(asked.request.fixed)
+    for count in range(1, len(fixed) + 1):
+        yield from map(asked.without, itertools.combinations(fixed, count))
+
+
+def _switched(asked: _Other) -> Iterator[_Other]:
+    """One of the terms that save memory."""
+    for field, value in _SAVING.items():
+        if _saves(asked, field):
+            yield asked.with_term(field, value)
+
+
+def _switch_all(asked: _Other) -> _Other:
+    for field, value in _SAVING.items():
+        if _saves(asked, field):
+            asked = asked.with_term(field, value)
+    return asked
+
+
+def _saves(asked: _Other, field: str) -> bool:
+    return getattr(asked.request.job, field) in (False, "fp32")
+
+
+def _shortened(asked: _Other) -> Iterator[_Other]:
+    """Three quarters of the sequence, a half, three eighths and so on."""
+    length = asked.request.job.seq_length
+    for power in itertools.count(1):
+        for part in (3 * length >> (power + 1), length >> power):
+            if part < _ROUND:
+                return
+            yield asked.with_term("seq_length", part // _ROUND * _ROUND)
+
+
+def _enlarged(asked: _Other) -> Iterator[_Other]:
+    """More nodes like those of an entry, where the file's network says how they are connected."""
+    file = asked.cluster.file
+    if file.network is None or file.levels or file.matrix:
+        return
+    for times, entry in itertools.product(_TIMES, file.nodes):
+        count = times * entry.count
+        if file.gpu_count + (count - entry.count) * entry.gpus <= _MOST_GPUS:
+            more = asked.cluster.with_nodes(entry.name, count)
+            change = f"nodes {entry.name} with count: {count} in the cluster file"
+            yield replace(asked, changes=(*asked.changes, change), cluster=more)
+
+
+def _thinned(asked: _Other) -> Iterator[_Other]:
+    """Half the batch, a quarter, and so on: fewer micro-batches are under way in a pipeline."""
+    job = asked.request.job
+    least = job.micro_batch_size if "micro_batch_size" in asked.request.fixed else 1
+    least *= job.data_parallel if "data_parallel" in asked.request.fixed else 1
+    batch = job.global_batch_size
+    while batch % 2 == 0 and batch // 2 >= least:
+        batch //= 2
+        yield asked.with_term("global_batch_size", batch)
 
 
 def _spell_memory(request: Request, cluster: Cluster) -> str:
@@ -50,31 +212,10 @@ def _spell_memory(request: Request, cluster: Cluster) -> str:
     there = sum(rank.device.usable_gib for rank in cluster.ranks)
     return (
         f"weights, gradients and optimizer state take {least:,.0f} GiB once, the rest grows with the "
-        f"context, and all GPUs together have {there:,.0f} GiB"
+        f"sequence, and all GPUs together have {there:,.0f} GiB"
     )
 
 
-def _freed(request: Request) -> Iterator[tuple[str, Request]]:
-    """Requests that leave more to the planner, with what to change."""
-    fixed = sorted(request.fixed)
-    for name in fixed:
-        yield f"leave --{_option(name)} to the planner", replace(request, fixed=request.fixed - {name})
-    if len(fixed) > 1:
-        free = replace(request, fixed=frozenset())
-        yield "leave " + ", ".join(f"--{_option(name)}" for name in fixed) + " to the planner", free
-
-
-def _shortened(request: Request) -> Iterator[tuple[str, Request]]:
-    """Requests for half the context, and half of that, and so on."""
-    length = request.job.seq_length
-    while length := length // 2 // _ROUND * _ROUND:
-        yield f"--seq-length {length}", replace(request, job=replace(request.job, seq_length=length))
-
-
 def _spell_fixed(request: Request) -> str:
-    stated = [f"--{_option(name)} {getattr(request.job, name)}" for name in sorted(request.fixed)]
+    stated = [spell_flag(name, getattr(request.job, name)) for name in sorted(request.fixed)]
     return " with " + " ".join(stated) if stated else ""
-
-
-def _option(name: str) -> str:
-    return name.replace("_", "-")

@@ -66,7 +66,7 @@ def find_plan(
         trials += timed
         best = faster or best
     if best is None:
-        raise nothing_fits(request, cluster, lambda other: bool(_search(other, cluster, tell)[0]))
+        raise nothing_fits(request, cluster, _first_rate)
     tell("bound", 0, 1)
     bound = joint_bound(request, cluster, best.iteration_s)
     rivals = best_of_each_kind(found, best)
@@ -100,6 +100,15 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
             f"data_parallel = {job.data_parallel}: an iteration has {batch} micro-batches (global batch "
             f"{job.global_batch_size} / micro-batch {least}); give {batch} or fewer, or auto"
         )
+
+
+def _first_rate(request: Request, cluster: Cluster) -> float | None:
+    """Tokens/s of the first plan found that fits; ``None``: there is none."""
+    for size in request.micro_batch_sizes():
+        for candidate in JointSearch(request, cluster, size).run(lambda _what, _done, _of: None):
+            if candidate.fits:
+                return request.job.global_batch_size * request.job.seq_length / candidate.iteration_s
+    return None
 
 
 def _search(request: Request, cluster: Cluster, tell: Progress) -> tuple[list[Candidate], int]:

@@ -7,9 +7,9 @@ from statistics import median, median_high
 from typing import Any
 
 from megatron_hexi.cluster import catalog
-from megatron_hexi.cluster.device import KERNEL_ALIASES
 from megatron_hexi.cost.compute import CURVE_HEAD_DIM, HBM_SHARE, head_size_factor
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan.kernels import KERNEL_ALIASES
 from megatron_hexi.probe.document import Measurement
 from megatron_hexi.probe.fit import bytes_per_second
 from megatron_hexi.probe.merge import Merged, merge

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan.flags import flag_name
 from megatron_hexi.text_file import read_text, write_text_atomically
 from megatron_hexi.yaml_schema import short
 
@@ -54,13 +55,13 @@ class Options:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise HexiError(f"--precision {self.precision[:40]}: is not known; give {', '.join(PRECISIONS)}")
-        for flag, value, most in (
-            ("hidden", self.hidden_size, 2**17),
-            ("heads", self.heads, 2**10),
-            ("head-dim", self.head_dim, 2**10),
+        for name, value, most in (
+            ("hidden_size", self.hidden_size, 2**17),
+            ("local_heads", self.heads, 2**10),
+            ("head_dim", self.head_dim, 2**10),
         ):
             if value is not None and not 1 <= value <= most:
-                raise HexiError(f"--{flag} {value}: is out of range; give a number from 1 to {most}")
+                raise HexiError(f"{flag_name(name)} {value}: is out of range; give a number from 1 to {most}")
         if not 1 <= self.budget_s <= 24 * 3600:
             raise HexiError(
                 f"--budget {self.budget_s / 60:g}: is out of range; give minutes, as 10 (the most is a day)"

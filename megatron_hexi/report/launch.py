@@ -16,6 +16,8 @@ from typing import Any
 
 from megatron_hexi.cluster import Cluster, NodeEntry
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.flags import FLAGS
+from megatron_hexi.plan.kernels import join_kernels
 from megatron_hexi.slurm import find_gpus
 
 #: What a trial run takes where the user has not said: synthetic data, few iterations.
@@ -30,15 +32,10 @@ _TRIAL = {
 }
 #: With one of these the user has data.
 _DATA = ("--data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
-#: Flags that the plan sets in training where its `job` states the term (megatron/job_terms.py).
-_TERMS = {
-    "micro_batch_size": ("--micro-batch-size",),
-    "global_batch_size": ("--global-batch-size",),
+#: Terms that the plan sets in training where its `job` states them (megatron/job_terms.py), with their flags.
+_TERMS = {term: (flag,) for term, flag in FLAGS.items()} | {
     "precision": ("--bf16", "--fp16"),
-    "optimizer": ("--optimizer",),
-    "distributed_optimizer": ("--use-distributed-optimizer",),
-    "overlap_gradients": ("--overlap-grad-reduce", "--overlap-param-gather"),
-    "sequence_parallel": ("--sequence-parallel",),
+    "overlap_gradients": (FLAGS["overlap_gradients"], "--overlap-param-gather"),
 }
 #: Flags that the plan sets, or that its stages say in place of them.
 _LAYOUT = (
@@ -96,7 +93,9 @@ def megatron_flags(given: Sequence[str], more: Sequence[str], plan: Plan, path: 
         plan: the plan; what it sets is left out.
         path: its file.
     """
-    stated = [flag for term, flags in _TERMS.items() if getattr(plan.job, term) is not None for flag in flags]
+    stated = [
+        flag for term, flags in _TERMS.items() if getattr(plan.job, term, None) is not None for flag in flags
+    ]
     replaced = {"--hexi-plan", "--seq-length", *_LAYOUT, *stated, *(word.partition("=")[0] for word in more)}
     words = [*_without(given, replaced), "--seq-length", str(plan.workload.seq_length)]
     names = {word.partition("=")[0] for word in (*words, *more)}
@@ -108,7 +107,9 @@ def megatron_flags(given: Sequence[str], more: Sequence[str], plan: Plan, path: 
         for word in (flag, value)
         if word is not None
     ]
-    return ("--hexi-plan", path, *words, *trial, *more)
+    kernels = plan.job.kernel or {}
+    pinned = ["--hexi-kernel", join_kernels(kernels)] if kernels and "--hexi-kernel" not in names else []
+    return ("--hexi-plan", path, *pinned, *words, *trial, *more)
 
 
 def find_agents(plan: Plan, cluster: Cluster) -> tuple[Agent, ...]:

@@ -31,7 +31,10 @@ _EXIT_CODES = (
         str(EXIT_USER_ERROR),
         "the input is wrong, or `hexi doctor` found an error: one line with place and remedy",
     ),
-    (str(EXIT_NO_PLAN), "no plan fits in memory: one line with the rank, the term, and what would fit"),
+    (
+        str(EXIT_NO_PLAN),
+        "no plan fits in memory: one line with what is short, and changes that were planned and fit",
+    ),
     (str(UntrueError.exit_code), "`hexi testbed` was measured to be off by more than it may be"),
     ("130", "interrupted"),
 )

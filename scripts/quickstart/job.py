@@ -23,6 +23,8 @@ from scripts.quickstart.corpus import VOCABULARY
 #: What the trainings read and write besides their own files, relative to the run folder.
 PLAN = "plan.yaml"
 STAGES = "stages.yaml"
+#: What the training under the plan writes down, for `hexi report`.
+RECORD = "record.jsonl"
 DATA = "data/text"
 WEIGHTS = "weights"
 
@@ -193,6 +195,9 @@ def demo_job(iterations: int) -> Job:
     return Job(
         Launch("initial", "initial weights", 1, 1, {**options, **standstill}),
         Launch("alone", "one rank, no plan", 1, iterations, start),
-        Launch("uneven", f"{ranks} ranks, uneven plan", ranks, iterations, {**start, "--hexi-plan": PLAN}),
+        Launch(
+            *("uneven", f"{ranks} ranks, uneven plan", ranks, iterations),
+            {**start, "--hexi-plan": PLAN, "--hexi-record": RECORD},
+        ),
         Launch("stages", "5 ranks, stages differ", 5, short, stages),
     )

@@ -25,6 +25,7 @@ from scripts.quickstart.folder import run_folder
 from scripts.quickstart.job import (
     DATA,
     PLAN,
+    RECORD,
     SPEEDS,
     STAGES,
     WORKLOAD,
@@ -84,6 +85,7 @@ def run(folder: Path, iterations: int) -> int:
     _train(folder, [job.alone, job.uneven])
     _train(folder, [job.stages])
 
+    hexi = Path(sys.executable).with_name("hexi")
     results = read_results(folder, job)
     picture = save_results(results, folder, (job.alone.title, job.uneven.title, job.stages.title))
     console.print(results_table(plan, results))
@@ -95,6 +97,8 @@ def run(folder: Path, iterations: int) -> int:
         f"stages of 1 and 3 layers on 2 and 1 ranks beside one of 4 layers on 2, {job.stages.iterations} "
         f"iterations: {results.stages_difference:.1e}\n"
         f"picture: {picture}\n"
+        f"each rank's time and memory as a page: {hexi} report {folder / PLAN} {folder / RECORD} "
+        f"-o {folder / 'report.html'}\n"
         f"took {time.monotonic() - begin:.0f} s",
         highlight=False,
         soft_wrap=True,

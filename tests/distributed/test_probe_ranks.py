@@ -17,7 +17,7 @@ from megatron_hexi.testbed.ports import free_port
 from tests.megatron.launch import environment
 
 #: A few seconds' worth.
-SHORT = ("--quick", "--budget", "0.2", "--precision", "fp32", "--hidden", "128")
+SHORT = ("--quick", "--budget", "0.2", "--precision", "fp32", "--hidden-size", "128")
 _LIMIT_S = 150
 
 

@@ -38,8 +38,20 @@ OWN = (
 @pytest.mark.parametrize(
     ("layout", "agents"),
     [
-        (("--data-parallel", "1", "--pipeline-parallel", "1", "--tensor-parallel", "1"), 1),
-        pytest.param(("--data-parallel", "1", "--pipeline-parallel", "3"), 2, marks=pytest.mark.slow),
+        (
+            (
+                "--data-parallel-size",
+                "1",
+                "--pipeline-model-parallel-size",
+                "1",
+                "--tensor-model-parallel-size",
+                "1",
+            ),
+            1,
+        ),
+        pytest.param(
+            ("--data-parallel-size", "1", "--pipeline-model-parallel-size", "3"), 2, marks=pytest.mark.slow
+        ),
     ],
     ids=["on-one-node", "on-both-nodes"],
 )

@@ -126,7 +126,7 @@ def planned(slurm, tmp_path_factory):
     """A cluster file that the probe has measured on fast0 and slow0, and a plan for it."""
     desk = Desk(slurm, tmp_path_factory.mktemp("planned"))
     (desk.folder / "job.args").write_text(ARGUMENTS)
-    probe = "--quick --budget 0.2 --precision fp32 --hidden 128 --heads 4 --head-dim 32"
+    probe = "--quick --budget 0.2 --precision fp32 --hidden-size 128 --heads 4 --kv-channels 32"
     job = desk.submit("probe.sbatch", *TWO_PARTITIONS, PROBE=probe)
     assert desk.wait(job) == "COMPLETED", desk.said(job)
     job = desk.submit("plan.sbatch")

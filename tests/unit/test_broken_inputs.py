@@ -107,20 +107,29 @@ OPTIONS = {
     "a batch of 0": ("--global-batch-size 0", "global_batch_size = 0; write a whole number above 0"),
     "a batch of 10^12": (f"--global-batch-size {10**12}", "--global-batch-size 1000000000000: is too large"),
     "a batch that is no multiple": ("--micro-batch-size 3", "global_batch_size = 8; give a multiple of"),
-    "heads that do not divide": ("--tensor-parallel 3", "tensor_parallel = 3; give a number that divides"),
-    "units larger than a node": ("--tensor-parallel 8", "tensor_parallel = 8"),
+    "heads that do not divide": (
+        "--tensor-model-parallel-size 3",
+        "tensor_parallel = 3; give a number that divides",
+    ),
+    "units larger than a node": ("--tensor-model-parallel-size 8", "tensor_parallel = 8"),
     "layers that do not divide": (
-        "--pipeline-parallel 5",
+        "--pipeline-model-parallel-size 5",
         "pipeline_parallel = 5; give a number that divides",
     ),
-    "more stages than GPUs": ("--pipeline-parallel 16", "pipeline_parallel = 16"),
-    "no replica": ("--data-parallel 0", "--data-parallel 0: give a number above 0, or auto"),
-    "replicas in words": ("--data-parallel many", "--data-parallel many: give a number above 0, or auto"),
-    "minus one replica": ("--data-parallel -1", "--data-parallel -1: give a number above 0, or auto"),
-    "10^99 replicas": (f"--data-parallel {10**99}", "give a number above 0, or auto"),
-    "more replicas than GPUs": ("--data-parallel 16 --global-batch-size 16", "data_parallel = 16"),
+    "more stages than GPUs": ("--pipeline-model-parallel-size 16", "pipeline_parallel = 16"),
+    "no replica": ("--data-parallel-size 0", "--data-parallel-size 0: give a number above 0, or auto"),
+    "replicas in words": (
+        "--data-parallel-size many",
+        "--data-parallel-size many: give a number above 0, or auto",
+    ),
+    "minus one replica": (
+        "--data-parallel-size -1",
+        "--data-parallel-size -1: give a number above 0, or auto",
+    ),
+    "10^99 replicas": (f"--data-parallel-size {10**99}", "give a number above 0, or auto"),
+    "more replicas than GPUs": ("--data-parallel-size 16 --global-batch-size 16", "data_parallel = 16"),
     "more replicas than micro-batches": (
-        "--data-parallel 3 --global-batch-size 2",
+        "--data-parallel-size 3 --global-batch-size 2",
         "data_parallel = 3: an iteration has 2 micro-batches",
     ),
     "an unknown precision": ("--precision int4", "precision = 'int4'; use bf16, fp16, fp32"),
@@ -131,7 +140,10 @@ OPTIONS = {
     ),
     "an unknown kernel": ("--kernel flash-attn-9", "flash-attn-9"),
     "a kernel that one GPU lacks": ("--kernel flash-attn-3", "flash-attn-3"),
-    "an unknown recomputation": ("--recompute some", "recompute = 'some'; use none, selective, full"),
+    "an unknown recomputation": (
+        "--recompute-granularity some",
+        "recompute = 'some'; use none, selective, full",
+    ),
     "an unknown option": ("--sequence-length 5", "No such option: --sequence-length"),
     "a cluster file that is a plan": ("--cluster plan.yaml", "plan.yaml"),
     "a cluster file that is not there": (
@@ -223,7 +235,7 @@ def snapshot(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-JOB = "--model gpt-7b --seq-length 4096 --recompute full"
+JOB = "--model gpt-7b --seq-length 4096 --recompute-granularity full"
 
 
 def words_of(command, options):
@@ -283,7 +295,7 @@ def test_replays(refused, case):
     [
         ("--seq-length 8388608", "GiB"),
         ("--model gpt-70b", "GiB"),
-        ("--model gpt-70b --data-parallel auto", "GiB"),
+        ("--model gpt-70b --data-parallel-size auto", "GiB"),
         (f"--seq-length {2**40}", "GiB"),
     ],
     ids=["too long", "too large", "too large for any replicas", "as long as can be counted"],

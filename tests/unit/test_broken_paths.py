@@ -43,7 +43,7 @@ UNREADABLE = {
 #: What `hexi --model` says of all that is not there.
 _NO_MODEL = ("loop", "loop-1", "dangling", LONG, DEEP, "cluster.yaml/file", "absent/file", "folder")
 
-JOB = ("--model", "gpt-7b", "--seq-length", "4096", "--recompute", "full")
+JOB = ("--model", "gpt-7b", "--seq-length", "4096", "--recompute-granularity", "full")
 HERE = ("--cluster", "cluster.yaml", "--model", "gpt-7b")
 
 #: Commands that read a file, with a place for its path.
@@ -203,7 +203,17 @@ def test_what_cannot_be_written(folder, monkeypatch, capsys, writer, kind):
 @pytest.mark.parametrize("kind", [kind for kind in UNWRITABLE if "input" not in kind])
 def test_what_a_plain_plan_cannot_be_written_to(folder, monkeypatch, capsys, kind):
     path, said = UNWRITABLE[kind]
-    words = ("proportion", "--speeds", "1,1", "--seq-length", "64", "--heads", "8", "--head-dim", "16")
+    words = (
+        "proportion",
+        "--speeds",
+        "1,1",
+        "--seq-length",
+        "64",
+        "--num-attention-heads",
+        "8",
+        "--kv-channels",
+        "16",
+    )
     assert said in refused(monkeypatch, capsys, folder, words_with((*words, "-o", "PATH"), path))
 
 

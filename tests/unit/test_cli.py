@@ -168,7 +168,7 @@ def test_patch_passes_a_refusal_on(hexi, monkeypatch):
     assert hexi("patch", "somewhere") == (2, "", "hexi: error: somewhere: patched already\n")
 
 
-SIZES = ("--seq-length", 1021, "--heads", 8, "--kv-heads", 4, "--head-dim", 16)
+SIZES = ("--seq-length", 1021, "--num-attention-heads", 8, "--num-query-groups", 4, "--kv-channels", 16)
 
 
 def test_proportion_writes_a_plan_that_can_be_read(hexi, tmp_path):
@@ -187,7 +187,9 @@ def test_proportion_refuses_what_is_no_speed(hexi, tmp_path, speeds):
     assert not path.exists()
 
 
-@pytest.mark.parametrize("wrong", [("--seq-length", 0), ("--heads", 0), ("--kv-heads", 3), ("--window", 0)])
+@pytest.mark.parametrize(
+    "wrong", [("--seq-length", 0), ("--num-attention-heads", 0), ("--num-query-groups", 3), ("--window", 0)]
+)
 def test_proportion_refuses_sizes_that_no_plan_has(hexi, tmp_path, wrong):
     path = tmp_path / "plan.yaml"
     result = hexi("proportion", "--speeds", "2/1", *SIZES, *wrong, "-o", path)

@@ -28,7 +28,7 @@ nodes:
 network: {bandwidth_gb_s: 25}
 """
 
-JOB = ("--model", "gpt-3b", "--seq-length", 16384, "--recompute", "full")
+JOB = ("--model", "gpt-3b", "--seq-length", 16384, "--recompute-granularity", "full")
 
 
 @pytest.fixture
@@ -95,15 +95,15 @@ def test_every_option_reaches_the_planner(hexi, asked):
     words = {
         "--micro-batch-size": ("micro_batch_size", 2),
         "--global-batch-size": ("global_batch_size", 12),
-        "--tensor-parallel": ("tensor_parallel", 1),
-        "--pipeline-parallel": ("pipeline_parallel", 1),
-        "--recompute": ("recompute", "selective"),
+        "--tensor-model-parallel-size": ("tensor_parallel", 1),
+        "--pipeline-model-parallel-size": ("pipeline_parallel", 1),
+        "--recompute-granularity": ("recompute", "selective"),
         "--precision": ("precision", "fp16"),
         "--kernel": ("kernel", "flash-attn-2"),
     }
     given = [word for name, (_, value) in words.items() for word in (name, value)]
-    flags = ["--no-distributed-optimizer", "--no-overlap-gradients", "--no-sequence-parallel"]
-    assert hexi("compare", "cluster.yaml", *JOB, *given, *flags, "--data-parallel", "auto").code == 0
+    flags = ["--no-use-distributed-optimizer", "--no-overlap-grad-reduce", "--no-sequence-parallel"]
+    assert hexi("compare", "cluster.yaml", *JOB, *given, *flags, "--data-parallel-size", "auto").code == 0
     ((request, with_baselines, progress),) = asked
     job = request.job
     assert request.fixed == set(CHOSEN) - {"data_parallel"}
@@ -133,7 +133,7 @@ def test_defaults(hexi, asked):
 
 
 def test_data_parallel_as_a_number(hexi, asked):
-    assert hexi("compare", "cluster.yaml", *JOB, "--data-parallel", "2").code == 0
+    assert hexi("compare", "cluster.yaml", *JOB, "--data-parallel-size", "2").code == 0
     request = asked[0][0]
     assert request.job.data_parallel == 2
     assert request.fixed == {"recompute", "data_parallel"}
@@ -271,7 +271,7 @@ def test_what_is_planned_is_what_is_validated_shown_and_simulated(hexi):
     assert planned["tokens_per_s"] <= planned["ceiling_tokens_per_s"]
 
     # The plan names its model.
-    job = "--cluster", "cluster.yaml", "--recompute", "full", "--json"
+    job = "--cluster", "cluster.yaml", "--recompute-granularity", "full", "--json"
     code, out, _ = hexi("validate", "plan.yaml", *job)
     checked = json.loads(out)["estimate"]
     assert code == 0
@@ -333,18 +333,21 @@ def test_the_same_input_gives_the_same_plan(hexi):
 def test_a_plan_on_a_part_of_the_cluster_names_its_gpus(hexi):
     # Three of one node cannot take part in units of two.
     Path("cluster.yaml").write_text(CLUSTER.replace("gpus: 4}", "gpus: 3}", 1))
-    words = (*JOB, "--tensor-parallel", 2, "-o", "plan.yaml", "--json")
+    words = (*JOB, "--tensor-model-parallel-size", 2, "-o", "plan.yaml", "--json")
     code, out, _ = hexi("plan", "cluster.yaml", *words)
     document = json.loads(out)
     assert code == 0
     assert 2 not in document["gpus"]
     assert any("left out" in note for note in document["notes"])
     assert "ranks must be started on these GPUs" in hexi("show", "plan.yaml").out
-    assert hexi("validate", "plan.yaml", "--cluster", "cluster.yaml", "--recompute", "full").code == 0
+    assert (
+        hexi("validate", "plan.yaml", "--cluster", "cluster.yaml", "--recompute-granularity", "full").code
+        == 0
+    )
 
 
 def test_a_refusal_is_one_line_in_json_mode_too(hexi):
-    result = hexi("plan", "cluster.yaml", *JOB, "--data-parallel", "x", "-o", "plan.yaml", "--json")
+    result = hexi("plan", "cluster.yaml", *JOB, "--data-parallel-size", "x", "-o", "plan.yaml", "--json")
     assert (result.code, json.loads(result.out)["exit_code"]) == (2, 2)
     assert is_one_error_line(result.err)
 
@@ -405,7 +408,7 @@ def test_a_file_of_arguments_is_the_job(hexi, asked):
     assert (job.precision, job.recompute, job.distributed_optimizer) == ("bf16", "selective", False)
     said, unread, *_ = done.err.splitlines()
     assert said.startswith("note: job.args says ")
-    for words in ("--seq-length 4096", "--recompute selective", "--no-distributed-optimizer"):
+    for words in ("--seq-length 4096", "--recompute-granularity selective", "--no-use-distributed-optimizer"):
         assert words in said
     assert unread == "note: job.args: plans do not depend on --lr, --train-iters"
     terms = read_plan("plan.yaml").job
@@ -415,14 +418,16 @@ def test_a_file_of_arguments_is_the_job(hexi, asked):
 
 def test_the_command_line_stands_before_the_file_of_arguments(hexi, asked):
     Path("job.args").write_text(ARGUMENTS)
-    words = ("--seq-length", 8192, "--recompute", "none", "--distributed-optimizer")
+    words = ("--seq-length", 8192, "--recompute-granularity", "none", "--use-distributed-optimizer")
     done = hexi("compare", "cluster.yaml", "--model", "job.args", *words)
     assert done.code == 0
     job = asked[0][0].job
     assert (job.seq_length, job.recompute, job.distributed_optimizer) == (8192, "none", True)
     assert (job.micro_batch_size, job.precision, job.overlap_gradients) == (2, "bf16", False)
     said = done.err.splitlines()[0]
-    assert not {"--seq-length", "--recompute", "--no-distributed-optimizer"} & set(said.split())
+    assert not {"--seq-length", "--recompute-granularity", "--no-use-distributed-optimizer"} & set(
+        said.split()
+    )
 
 
 def test_a_length_that_nobody_states_is_asked_for(hexi, asked):
@@ -436,7 +441,10 @@ def test_a_length_that_nobody_states_is_asked_for(hexi, asked):
 def test_a_plan_s_terms_stand_before_those_of_its_model_s_file(hexi):
     Path("job.args").write_text(ARGUMENTS)
     assert (
-        hexi("plan", "cluster.yaml", "--model", "job.args", "--recompute", "full", "-o", "p.yaml").code == 0
+        hexi(
+            "plan", "cluster.yaml", "--model", "job.args", "--recompute-granularity", "full", "-o", "p.yaml"
+        ).code
+        == 0
     )
     planned = json.loads(hexi("validate", "p.yaml", "--cluster", "cluster.yaml", "--json").out)
     assert planned["estimate"]["iteration_s"] == pytest.approx(
@@ -445,7 +453,7 @@ def test_a_plan_s_terms_stand_before_those_of_its_model_s_file(hexi):
     # A plan that says nothing of its job, as one written by hand: then the command line and the file do.
     text = Path("p.yaml").read_text()
     Path("p.yaml").write_text(re.sub(r"\njob:\n(  .*\n)+", "\n", text))
-    other = ("--recompute", "none", "--json")
+    other = ("--recompute-granularity", "none", "--json")
     changed = json.loads(hexi("validate", "p.yaml", "--cluster", "cluster.yaml", *other).out)
     assert changed["estimate"]["iteration_s"] < planned["estimate"]["iteration_s"]
     done = hexi("validate", "p.yaml", "--cluster", "cluster.yaml", "--json")

@@ -5,8 +5,8 @@ import pytest
 from megatron_hexi.cluster import cluster_from_yaml, device
 from megatron_hexi.cost import Job, assumed_kernels, planned_kernels, read_model
 from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.kernels import kernel_on
 from megatron_hexi.errors import ClusterError, HexiError
+from megatron_hexi.plan.kernels import kernel_on
 from megatron_hexi.yaml_file import read_yaml
 
 H100, A100 = "H100-SXM-80GB", "A100-SXM-80GB"

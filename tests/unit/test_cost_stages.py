@@ -505,11 +505,13 @@ def test_commands_take_the_job_from_the_plan(tmp_path, capsys, monkeypatch):
             cli.main()
         assert done.value.code in (0, None), capsys.readouterr().err
         found[name] = json.loads(capsys.readouterr().out)
-    monkeypatch.setattr("sys.argv", ["hexi", "validate", *asked, "--recompute", "none"])
+    monkeypatch.setattr("sys.argv", ["hexi", "validate", *asked, "--recompute-granularity", "none"])
     with pytest.raises(SystemExit) as done:
         cli.main()
     assert done.value.code == 2
-    assert "job.recompute is full, the command line has --recompute none" in capsys.readouterr().err
+    assert (
+        "job.recompute is full, the command line has --recompute-granularity none" in capsys.readouterr().err
+    )
     whole_job = dataclasses.replace(job, micro_batch_size=2, recompute="full")
     expected = estimate(read_plan(path), whole_job, read_cluster(machines_path))
     assert found["validate"]["estimate"]["iteration_s"] == pytest.approx(expected.iteration_s)

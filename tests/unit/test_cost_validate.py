@@ -53,7 +53,7 @@ def plan_of(tmp_path):
     return make
 
 
-ARGUMENTS = ("--model", "llama3-8b", "--recompute", "full")
+ARGUMENTS = ("--model", "llama3-8b", "--recompute-granularity", "full")
 
 
 def test_time_and_memory_are_printed(hexi, plan_of, cluster):
@@ -86,7 +86,7 @@ def test_the_document_is_complete(hexi, plan_of, cluster):
 
 def test_the_plan_may_name_its_model(hexi, plan_of, cluster):
     plan = plan_of(provenance=Provenance(model="llama3-8b"))
-    assert hexi(plan, "--cluster", cluster, "--recompute", "full")[0] == 0
+    assert hexi(plan, "--cluster", cluster, "--recompute-granularity", "full")[0] == 0
 
 
 def test_what_does_not_fit_is_refused_with_rank_term_and_size(hexi, plan_of, cluster):
@@ -118,10 +118,10 @@ NAMED = ("--cluster", "CLUSTER", "--model")
         (["--cluster", "absent.yaml", "--model", "llama3-8b"], "absent.yaml: cannot be read"),
         ([*NAMED, "llama-8b"], "did you mean llama3-8b"),
         ([*NAMED, "gpt-3b"], "workload.kv_heads: the plan is for 8, the job has 32"),
-        ([*NAMED, "llama3-8b", "--recompute", "all"], "recompute = 'all'; use none"),
+        ([*NAMED, "llama3-8b", "--recompute-granularity", "all"], "recompute = 'all'; use none"),
         ([*NAMED, "llama3-8b", "--precision", "int4"], "precision = 'int4'; use bf16"),
         ([*NAMED, "llama3-8b", "--micro-batch-size", "3"], "global_batch_size = 8"),
-        ([*NAMED, "llama3-8b", "--pipeline-parallel", "2"], "the plan is for 16 (8 ranks"),
+        ([*NAMED, "llama3-8b", "--pipeline-model-parallel-size", "2"], "the plan is for 16 (8 ranks"),
     ],
 )
 def test_what_does_not_belong_together_is_one_clear_error(hexi, plan_of, cluster, words, said):

@@ -1,119 +1,119 @@
-"""Which kernel is taken, and what is said where none will do."""
+"""The kernel that a plan was judged with: recorded, pinned in the lines to type, held against the job's."""
+
+from argparse import ArgumentTypeError, Namespace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_hexi.errors import PlatformError
-from megatron_hexi.runtime import KERNEL_NAMES, select_kernel
-from megatron_hexi.runtime.kernels import flash_attn as flash_attn_adapter
-from tests.support.kernels import (
-    BY_NAME,
-    ON_CPU,
-    ON_CUDA,
+from megatron_hexi.errors import PlanError, PlatformError
+from megatron_hexi.megatron import kernel_choice
+from megatron_hexi.megatron.kernel_choice import choose_kernel
+from megatron_hexi.plan import JobTerms, Workload, proportional_plan, read_plan
+from megatron_hexi.plan.kernels import join_kernels, kernel_by_torch, split_kernels
+from megatron_hexi.report.launch import megatron_flags
+from tests.support.shell import call_hexi
+
+KERNELS = {"H100-SXM-80GB": "flash-attn-3", "A100-SXM-80GB": "flash-attn-2"}
+PLAN = replace(proportional_plan(Workload(64, 4, 4, 16), [[[1.0, 1.0]]]), job=JobTerms(kernel=KERNELS))
+CLUSTER = """\
+name: small
+nodes:
+- {name: h100, gpu: H100-SXM-80GB, gpus: 2}
+- {name: a100, gpu: A100-SXM-80GB, gpus: 2}
+network: {bandwidth_gb_s: 25}
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090-24GB"),
+        ("NVIDIA GeForce RTX 3080 Ti", "RTX3080Ti-12GB"),
+        ("NVIDIA L40S", "L40S-48GB"),
+        ("Tesla V100-SXM2-16GB", "V100-SXM2-16GB"),
+        ("NVIDIA TITAN RTX", "TitanRTX-24GB"),
+    ],
 )
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_on_the_cpu_auto_takes_the_kernel_of_torch(dtype):
-    assert select_kernel("auto", CPU, dtype, 17).name == "aten-cpu"
+def test_a_kind_is_known_by_torch_s_name(gpu, kind):
+    assert kernel_by_torch({kind: "cudnn", "L4-24GB": "math", "H200-SXM-141GB": "math"}, gpu) == "cudnn"
 
 
-@pytest.mark.parametrize("name", ON_CPU)
-def test_a_kernel_can_be_asked_for_by_name(name):
-    assert select_kernel(name, CPU, torch.float32, 64).name == name
-
-
-def test_flags_offer_auto_and_every_kernel():
-    assert KERNEL_NAMES == ("auto", "flash-attn-3", "cudnn", "flash-attn-2", "aten-flash", "aten-cpu", "math")
-
-
-@pytest.mark.parametrize("name", ON_CUDA)
-def test_a_cuda_kernel_refuses_the_cpu_and_says_what_would_do(name):
-    with pytest.raises(PlatformError) as caught:
-        select_kernel(name, CPU, torch.bfloat16, 64)
-    assert str(caught.value) == (
-        f"kernel {name}: it runs on CUDA, the tensors are on cpu; "
-        "for torch.bfloat16 with heads of 64 on cpu use: aten-cpu, math"
-    )
-
-
-def test_an_unknown_kernel_is_refused_with_those_there_are():
-    with pytest.raises(
-        PlatformError, match=r"kernel flash: there is none of that name; .* use: aten-cpu, math"
-    ):
-        select_kernel("flash", CPU, torch.float32, 64)
-
-
-def test_auto_refuses_where_nothing_will_do():
-    with pytest.raises(PlatformError, match=r"torch\.int64 with heads of 64 on cpu use: none"):
-        select_kernel("auto", CPU, torch.int64, 64)
+def test_kinds_that_torch_s_name_does_not_tell_apart_are_not_guessed():
+    both = {"H100-SXM-80GB": "cudnn", "H100-PCIe-80GB": "flash-attn-2"}
+    assert kernel_by_torch(both, "NVIDIA H100 PCIe") is None
+    assert kernel_by_torch({**both, "H100-PCIe-80GB": "cudnn"}, "NVIDIA H100 PCIe") == "cudnn"
+    assert kernel_by_torch(both, "") is None
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """A machine with a GPU of some capability and some packages, as far as the choice looks at it."""
+def choose(monkeypatch):
+    """Chooses on a GPU that torch calls so, where some kernels are installed."""
 
-    def pretend(capability, packages=()):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-        monkeypatch.setattr(flash_attn_adapter, "find_spec", lambda name: name if name in packages else None)
+    def call(asked, gpu="NVIDIA H100 80GB HBM3", installed=("flash-attn-3", "cudnn", "aten-flash")):
+        def select_kernel(name, *_):
+            if name != "auto" and name not in installed:
+                raise PlatformError(f"kernel {name}: is not installed")
+            return Namespace(name=installed[0] if name == "auto" else name)
 
-    return pretend
+        monkeypatch.setattr(kernel_choice, "select_kernel", select_kernel)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu)
+        args = Namespace(hexi_kernel=asked, hexi_plan="plan.yaml")
+        return choose_kernel(args, PLAN, torch.device("cuda", 0), torch.bfloat16).name
 
-
-BOTH = ("flash_attn", "flash_attn_interface")
-
-
-@pytest.mark.parametrize(
-    ("capability", "packages", "dtype", "head_dim", "chosen"),
-    [
-        ((9, 0), BOTH, torch.bfloat16, 128, "flash-attn-3"),
-        ((9, 0), BOTH[:1], torch.bfloat16, 128, "cudnn"),
-        ((9, 0), BOTH, torch.float16, 256, "flash-attn-3"),
-        ((9, 0), BOTH[:1], torch.float16, 256, "flash-attn-2"),
-        ((9, 0), (), torch.bfloat16, 192, "aten-flash"),
-        ((10, 0), BOTH, torch.bfloat16, 128, "cudnn"),
-        ((8, 0), BOTH, torch.bfloat16, 64, "flash-attn-2"),
-        ((8, 9), (), torch.bfloat16, 64, "aten-flash"),
-        ((12, 0), (), torch.bfloat16, 128, "aten-flash"),
-        ((8, 9), (), torch.bfloat16, 200, "math"),
-        ((8, 0), (), torch.bfloat16, 200, "aten-flash"),
-        ((8, 0), (), torch.bfloat16, 20, "math"),
-        ((8, 0), BOTH, torch.bfloat16, 264, "math"),
-        ((9, 0), BOTH, torch.float32, 128, "math"),
-        ((7, 5), BOTH, torch.float16, 64, "math"),
-    ],
-)
-def test_on_cuda_auto_takes_the_fastest_that_is_there(gpu, capability, packages, dtype, head_dim, chosen):
-    gpu(capability, packages)
-    assert select_kernel("auto", CUDA, dtype, head_dim).name == chosen
+    return call
 
 
-@pytest.mark.parametrize(
-    ("name", "capability", "dtype", "head_dim", "reason"),
-    [
-        ("flash-attn-3", (9, 0), torch.bfloat16, 64, "the package flash_attn_interface is not installed"),
-        ("flash-attn-2", (8, 0), torch.bfloat16, 64, "the package flash_attn is not installed"),
-        ("flash-attn-3", (8, 0), torch.bfloat16, 64, "compute capabilities from (9, 0) to below (10, 0)"),
-        ("flash-attn-2", (7, 5), torch.bfloat16, 64, "compute capabilities from (8, 0)"),
-        ("flash-attn-2", (9, 0), torch.bfloat16, 12, "head sizes up to 256 that 8 divides, not 12"),
-        ("flash-attn-2", (9, 0), torch.float32, 64, "it takes bf16 and fp16, not torch.float32"),
-        ("cudnn", (9, 0), torch.bfloat16, 136, "head sizes up to 128 that 8 divides, not 136"),
-        ("cudnn", (7, 5), torch.bfloat16, 64, "it needs compute capability 8.0"),
-        ("cudnn", (9, 0), torch.float32, 64, "it takes bf16 and fp16, not torch.float32"),
-        ("aten-flash", (9, 0), torch.float64, 64, "it takes bf16 and fp16, not torch.float64"),
-        ("aten-flash", (9, 0), torch.bfloat16, 257, "head sizes up to 256 that 8 divides, not 257"),
-        ("aten-flash", (7, 5), torch.float16, 64, "it needs compute capability 8.0"),
-        ("aten-flash", (12, 0), torch.float16, 200, "it has no backward for heads of 200"),
-        ("aten-cpu", (9, 0), torch.float32, 64, "it runs on the CPU, the tensors are on cuda"),
-    ],
-)
-def test_a_kernel_says_why_it_refuses(gpu, name, capability, dtype, head_dim, reason):
-    gpu(capability)
-    assert reason in str(BY_NAME[name].refuses(CUDA, dtype, head_dim))
-    with pytest.raises(PlatformError) as caught:
-        select_kernel(name, CUDA, dtype, head_dim)
-    assert f"kernel {name}: " in str(caught.value)
-    assert reason in str(caught.value)
+@pytest.mark.parametrize("asked", ["auto", "flash-attn-3", join_kernels(KERNELS), "A100=cudnn"])
+def test_the_plan_s_kernel_is_taken(choose, asked):
+    assert choose(asked, installed=("cudnn", "flash-attn-3")) == "flash-attn-3"
+
+
+def test_another_code_of_the_same_kernel_is_no_contradiction(choose):
+    assert choose("aten-flash", gpu="NVIDIA A100-SXM4-80GB") == "aten-flash"
+
+
+def test_a_contradiction_is_refused_with_both_values(choose):
+    with pytest.raises(PlanError, match=r"job\.kernel is flash-attn-3 for NVIDIA H100 .* line has cudnn; .*"):
+        choose("cudnn")
+    with pytest.raises(PlanError, match=r"job\.kernel is flash-attn-3 .* has cudnn; .* --kernel cudnn"):
+        choose("H100=cudnn,A100=flash-attn-2")
+
+
+def test_where_the_plan_s_is_missing_another_is_taken_and_both_are_said(choose, capsys):
+    assert choose("auto", installed=("cudnn",)) == "cudnn"
+    said = "".join(capsys.readouterr())
+    assert "job.kernel is flash-attn-3" in said
+    assert "this rank uses cudnn" in said
+    with pytest.raises(PlatformError, match="flash-attn-3"):  # pinned on the command line
+        choose("H100=flash-attn-3", installed=("cudnn",))
+
+
+@pytest.mark.parametrize("text", ["flash3", "H100=flash3", "H100=cudnn,", "H100=cudnn,H100=math"])
+def test_what_names_no_kernel_is_refused(text):
+    with pytest.raises(ArgumentTypeError):
+        kernel_choice.kernel_choice(text)
+
+
+def test_the_lines_to_type_pin_it():
+    flags = megatron_flags([], [], PLAN, "plan.yaml")
+    text = flags[flags.index("--hexi-kernel") + 1]
+    assert split_kernels(text) == KERNELS
+    own = megatron_flags([], ["--hexi-kernel", "auto"], PLAN, "plan.yaml")
+    assert own.count("--hexi-kernel") == 1
+
+
+def test_a_plan_records_the_kernels_it_was_judged_with(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    job = ("--model", "gpt-3b", "--seq-length", 16384, "--global-batch-size", 4)
+    words = ("plan", "cluster.yaml", *job, "--kernel", "H100=cudnn", "-o", "plan.yaml")
+    assert call_hexi(monkeypatch, capsys, words).code == 0
+    assert read_plan("plan.yaml").job.kernel == {"H100-SXM-80GB": "cudnn", "A100-SXM-80GB": "flash-attn-2"}
+    check = ("validate", "plan.yaml", "--cluster", "cluster.yaml")
+    assert call_hexi(monkeypatch, capsys, (*check, "--kernel", "H100=cudnn")).code == 0
+    refused = call_hexi(monkeypatch, capsys, (*check, "--kernel", "flash-attn-2"))
+    assert refused.code == 2
+    assert "H100-SXM-80GB=cudnn" in refused.err
+    assert "--kernel flash-attn-2" in refused.err

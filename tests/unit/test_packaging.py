@@ -195,7 +195,7 @@ def test_the_installed_command_plans_without_torch(built, clean, tmp_path):
     assert _hexi(clean, tmp_path, "--version").stdout == f"megatron-hexi {megatron_hexi.__version__}\n"
     assert "H100-SXM-80GB" in _hexi(clean, tmp_path, "catalog").stdout
     cluster = built.unpacked / "examples" / "clusters" / "mixed-16.yaml"
-    job = ("--model", "gpt-7b", "--seq-length", "32768", "--recompute", "full")
+    job = ("--model", "gpt-7b", "--seq-length", "32768", "--recompute-granularity", "full")
     planned = _hexi(
         clean, tmp_path, "plan", cluster, *job, "-o", "plan.yaml", "--picture", "plan.png", "--json"
     )

@@ -8,13 +8,13 @@ from random import Random
 import pytest
 
 from megatron_hexi.cluster import cluster_digest
-from megatron_hexi.cost import estimate
+from megatron_hexi.cost import Job, estimate, read_model
 from megatron_hexi.errors import ClusterError, HexiError, NothingFitsError
 from megatron_hexi.plan import read_plan, validate_plan, write_plan
 from megatron_hexi.planner import CHOSEN, Request, find_plan, planner
 from megatron_hexi.planner.bound import memory_fits
 from tests.support.costs import cluster, tiny_job
-from tests.support.fleets import random_case, random_parallel_case, reproduce
+from tests.support.fleets import random_case, random_parallel_case, read_text, reproduce
 
 SEEDS = range(20)
 
@@ -234,16 +234,70 @@ def test_what_would_fit_does_fit():
     for known, request, text in itertools.islice(too_large(), 10):
         assert "\n" not in text
         assert f"on cluster {known.name} at {request.job.seq_length} tokens" in text
-        assert ("--recompute none" in text) == bool(request.fixed)
-        context = re.search(r"--seq-length (\d+)", text)
-        if context:
-            shorter = replace(request, job=replace(request.job, seq_length=int(context[1])))
-            assert find_plan(shorter, known).cost.fits
-        if "leave --recompute to the planner" in text:
-            assert find_plan(replace(request, fixed=frozenset()), known).cost.fits
+        assert ("with --recompute-granularity none" in text) == bool(request.fixed)
+        for change in re.findall(r"(?:fits:|; or) (.+?) \(about", text):
+            planned = find_plan(*changed(request, known, change))
+            assert planned.cost.fits, change
             proposed += 1
-        proposed += bool(context)
     assert proposed > 5
+
+
+def changed(request, known, change):
+    """What a proposal says, done as its reader would."""
+    job, fixed = request.job, request.fixed
+    for part in change.split(" and "):
+        if part.startswith("leave out --recompute-granularity "):
+            fixed = fixed - {"recompute"}
+        elif count := re.fullmatch(r"nodes (\S+) with count: (\d+) in the cluster file", part):
+            known = known.with_nodes(count[1], int(count[2]))
+        elif part == "--use-distributed-optimizer":
+            job = replace(job, distributed_optimizer=True)
+        elif part == "--precision bf16":
+            job = replace(job, precision="bf16")
+        else:
+            term = re.fullmatch(r"--(seq-length|global-batch-size) (\d+)", part)
+            assert term, part
+            job = replace(job, **{term[1].replace("-", "_"): int(term[2])})
+    return Request(job, fixed, request.memory_margin), known
+
+
+SMALL = """\
+name: small
+nodes:
+- {name: h100, gpu: H100-SXM-80GB, gpus: 2}
+- {name: a100, gpu: A100-SXM-40GB, gpus: 2}
+network: {bandwidth_gb_s: 25}
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "sequence", "terms", "proven", "change"),
+    [
+        (
+            "gpt-7b",
+            2**15,
+            {"tensor_parallel": 1, "recompute": "none"},
+            True,
+            "leave out --recompute-granularity none",
+        ),
+        ("gpt-3b", 2**21, {}, True, "--seq-length"),
+        ("gpt-13b", 2**15, {}, False, "--seq-length"),
+    ],
+)
+def test_the_change_that_helps_is_proposed(model, sequence, terms, proven, change):
+    known = read_text(SMALL)
+    job = Job(model=read_model(model), seq_length=sequence, global_batch_size=4, **terms)
+    request = Request(job, frozenset(terms))
+    with pytest.raises(NothingFitsError) as caught:
+        find_plan(request, known)
+    details = caught.value.details
+    assert details["proven"] == proven == (not memory_fits(request, known))
+    assert str(caught.value).startswith("no plan fits" if proven else "no plan was found that fits")
+    assert details["fits"][0]["change"].startswith(change)
+    assert len(details["fits"]) <= details["tried"]
+    for one in details["fits"]:
+        assert find_plan(*changed(request, known, one["change"])).cost.fits, one
+        assert one["change"] in str(caught.value)
 
 
 def test_that_nothing_fits_is_said_only_where_it_is_certain(monkeypatch):
@@ -267,5 +321,5 @@ def test_where_a_baseline_fits_there_is_a_plan(seed):
 def test_a_sequence_that_all_memory_is_too_small_for_is_refused(replicas):
     known = cluster([("a", "PLAIN", 2), ("b", "DOUBLE", 2)])
     job = tiny_job(seq_length=2**28, global_batch_size=4, data_parallel=replicas or 1)
-    with pytest.raises(NothingFitsError, match=r"^no plan fits .*what would fit: .*--seq-length \d"):
+    with pytest.raises(NothingFitsError, match=r"^no plan fits .*fits: .*--seq-length \d"):
         find_plan(Request(job, frozenset(["data_parallel"] if replicas else [])), known)

@@ -251,7 +251,7 @@ def test_json_is_one_document(device, hexi):
         (["--kernel", "cudnn"], "kernel cudnn: it runs on CUDA"),
         (["--precision", "int8"], "--precision int8"),
         (["--budget", "0"], "--budget 0"),
-        (["--hidden", "many"], "'many' is not a whole number"),
+        (["--hidden-size", "many"], "'many' is not a whole number"),
         (["-o", "missing/one.yaml"], "the folder missing is not there"),
         (["-o", "."], "is a folder"),
         (["--picture", "one.xyz"], "unknown format"),

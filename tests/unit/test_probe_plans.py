@@ -118,9 +118,9 @@ def test_messages_leave_room_in_memory():
     ("field", "value", "said"),
     [
         ("precision", "int8", "--precision int8"),
-        ("hidden_size", 0, "--hidden 0"),
+        ("hidden_size", 0, "--hidden-size 0"),
         ("heads", -1, "--heads -1"),
-        ("head_dim", 5000, "--head-dim 5000"),
+        ("head_dim", 5000, "--kv-channels 5000"),
         ("budget_s", 0.0, "--budget 0"),
         ("budget_s", float("nan"), "--budget nan"),
         ("kernels", ("math", "math"), "--kernel math --kernel math"),

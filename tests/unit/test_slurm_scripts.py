@@ -218,10 +218,10 @@ def test_machines_that_the_doctor_finds_ill_are_not_measured(submit):
 
 
 def test_the_probe_and_the_plan_take_their_settings(submit):
-    _, (doctor, probe) = submit("probe.sbatch", SLURM_HET_SIZE="3", PROBE="--quick --hidden 64")
+    _, (doctor, probe) = submit("probe.sbatch", SLURM_HET_SIZE="3", PROBE="--quick --hidden-size 64")
     step = ["srun", "--cpu-bind=none", "--het-group=0-2", "hexi"]
     assert doctor == [*step, "doctor"]
-    assert probe == [*step, "probe", "-o", "cluster.yaml", "--quick", "--hidden", "64"]
+    assert probe == [*step, "probe", "-o", "cluster.yaml", "--quick", "--hidden-size", "64"]
     _, (*_, plan) = submit("plan.sbatch")
     assert plan == ["srun", "hexi", "plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml"]
     _, (*_, plan) = submit("plan.sbatch", MODEL="gpt-7b", JOB="--seq-length 4096")

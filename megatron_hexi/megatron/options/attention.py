@@ -34,7 +34,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown(
             "--multi-latent-attention",
             "latent-groups",
-            "a plan has head_dim, of keys, and value_dim: `hexi proportion --value-dim`",
+            "a plan has head_dim, of keys, and value_dim: `hexi proportion --v-head-dim`",
         ),
         Refused(
             "--multi-latent-attention",

@@ -33,13 +33,13 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--num-experts",
             lambda args: bool(args.num_experts),
             "routers and experts join ranks that run different numbers of micro-batches",
-            "make a plan with equal replicas: --data-parallel N in place of auto",
+            "make a plan with equal replicas: --data-parallel-size N in place of auto",
         ),
         beside_unequal(
             "--sft",
             lambda args: args.sft,
             "Megatron pads conversations by the context-parallel size, and averages their losses over ranks",
-            "make a plan with equal replicas: --data-parallel N in place of auto",
+            "make a plan with equal replicas: --data-parallel-size N in place of auto",
         ),
         beside_unequal(
             "--dataloader-type",

@@ -1,0 +1,44 @@
+"""Megatron's name of each term of a job and of a model: what commands, advice and training call it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+#: By the fields of `Job` (megatron_hexi.cost), `JobTerms` and `Workload`.
+FLAGS: Final = {
+    "seq_length": "--seq-length",
+    "heads": "--num-attention-heads",
+    "kv_heads": "--num-query-groups",
+    "local_heads": "--heads",  # on a rank, for which Megatron has no name
+    "head_dim": "--kv-channels",
+    "value_dim": "--v-head-dim",
+    "hidden_size": "--hidden-size",
+    "micro_batch_size": "--micro-batch-size",
+    "global_batch_size": "--global-batch-size",
+    "tensor_parallel": "--tensor-model-parallel-size",
+    "pipeline_parallel": "--pipeline-model-parallel-size",
+    "data_parallel": "--data-parallel-size",  # Megatron derives it: args.data_parallel_size
+    "recompute": "--recompute-granularity",
+    "optimizer": "--optimizer",
+    "distributed_optimizer": "--use-distributed-optimizer",
+    "overlap_gradients": "--overlap-grad-reduce",
+    "sequence_parallel": "--sequence-parallel",
+}
+
+
+def spell_flag(field: str, value: Any) -> str:
+    """A field and its value as on the command line; where Megatron has no name, the field's own.
+
+    Args:
+        field: of `FLAGS`, or of a job besides.
+        value: ``True`` and ``False`` are a flag and its opposite.
+    """
+    flag = flag_name(field)
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-", 1)
+    return f"{flag} {value}"
+
+
+def flag_name(field: str) -> str:
+    """The option of a field."""
+    return FLAGS.get(field, f"--{field.replace('_', '-')}")
