@@ -322,8 +322,8 @@ random:
   throttles: {mean_time_between: 2h, lasts: 10m, speed: 0.6}
 """
 JOB_WORDS = (
-    *("--cluster", "cluster.yaml", "--model", "gpt-3b", "--recompute", "full"),
-    *("--micro-batch-size", 1, "--pipeline-parallel", 1),
+    *("--cluster", "cluster.yaml", "--model", "gpt-3b", "--recompute-granularity", "full"),
+    *("--micro-batch-size", 1, "--pipeline-model-parallel-size", 1),
 )
 
 
