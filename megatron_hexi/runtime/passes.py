@@ -26,7 +26,7 @@ from megatron_hexi.plan.schedule import Schedule
 from megatron_hexi.runtime.all_to_all import Leaving, Moving
 from megatron_hexi.runtime.blocks import BlockAttention, Queries
 from megatron_hexi.runtime.exchange import GradientReturn, KeyExchange
-from megatron_hexi.runtime.fused.terms import Sum
+from megatron_hexi.runtime.fused.terms import MOST_TERMS, Sum
 from megatron_hexi.runtime.kernels import Kernel
 from megatron_hexi.runtime.sinks import sinks_gradient
 from megatron_hexi.runtime.sums import RowSum
@@ -51,6 +51,11 @@ class Layer:
     domain_group: dist.ProcessGroup
     a2a_group: dist.ProcessGroup
     window: int
+
+    @property
+    def has_few_groups(self) -> bool:
+        """Whether no more than `MOST_TERMS` groups have a part in a sum."""
+        return len(self.schedule.steps) < MOST_TERMS
 
     @property
     def blocks(self) -> BlockAttention:
@@ -139,8 +144,9 @@ def attend(layer: Layer, arriving: Sequence[Moving], sinks: Tensor | None) -> tu
                         exchange = KeyExchange(key, value, schedule, layer.domain_group)
                 heads = layer.own_halves()[half]
                 queries.append(Queries(heads, (query,)))
-                few = None if sinks is None else sinks[slice(*heads)]
-                sums.append(RowSum((*query.shape[:3], value.shape[3]), value, weighed=True, sinks=few))
+                logits = None if sinks is None else sinks[slice(*heads)]
+                shape, few = (*query.shape[:3], value.shape[3]), layer.has_few_groups
+                sums.append(RowSum(shape, value, few=few, weighed=True, sinks=logits))
             case OwnBlock():
                 keys, calls = (key, value), (*schedule.own_calls, *schedule.own_beside_calls)
                 computed = layer.own_spans(operation)
@@ -180,8 +186,9 @@ def attend_backward(
     schedule, blocks, key, value = layer.schedule, layer.blocks, saved.key, saved.value
     queries: list[Queries] = []
     leaving: list[Leaving] = []
-    sums = [RowSum(_shape(query), query) for query in saved.queries]
-    own_sums = RowSum(_shape(key), key), RowSum(_shape(value), value)
+    few = layer.has_few_groups
+    sums = [RowSum(_shape(query), query, few=few) for query in saved.queries]
+    own_sums = RowSum(_shape(key), key, few=few), RowSum(_shape(value), value, few=few)
     if schedule.steps:
         exchange = KeyExchange(key, value, schedule, layer.domain_group)
         returns = GradientReturn(*own_sums, exchange, schedule, layer.domain_group)
@@ -192,8 +199,8 @@ def attend_backward(
         key_sums: tuple[RowSum, RowSum],
         calls: Sequence[Call],
     ) -> None:
-        for half, few in spans:
-            for span, rows, grads in blocks.backward(queries[half], *keys, few, calls):
+        for half, some in spans:
+            for span, rows, grads in blocks.backward(queries[half], *keys, some, calls):
                 sums[half].add(_within(span.queries, queries[half].heads), rows.queries, grads[0])
                 for one, grad in zip(key_sums, grads[1:], strict=True):
                     one.add(span.kv, rows.keys, grad)

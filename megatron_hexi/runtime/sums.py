@@ -32,6 +32,8 @@ class RowSum:
     Args:
         shape: B, h, G, D.
         like: a tensor of the terms' type and device.
+        few: whether no more than `MOST_TERMS` terms are to be expected for a row. If not, two at a time are
+            added up, so that all in all memory is never more than that of as many terms.
         weighed: whether terms have log-sum-exps.
         sinks: with them, logits [h] that take part and have no value.
     """
@@ -41,12 +43,14 @@ class RowSum:
         shape: tuple[int, int, int, int],
         like: Tensor,
         *,
+        few: bool = True,
         weighed: bool = False,
         sinks: Tensor | None = None,
     ) -> None:
         self.shape = shape
         self.like = like
         self._wide = torch.promote_types(like.dtype, torch.float32)
+        self._most = MOST_TERMS if few else 2
         self._weighed = weighed
         self._sinks = sinks
         self._terms: list[tuple[Range, Term]] = []
@@ -61,7 +65,7 @@ class RowSum:
             value: [B, heads, Q, D].
             log_sum_exp: [B, heads, Q], of outputs.
         """
-        if any(len(terms) == MOST_TERMS for _, terms in self._by_heads()):
+        if any(len(terms) == self._most for _, terms in self._by_heads()):
             self._fold()
         self._terms.append((heads, Term(rows, value, log_sum_exp)))
 

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 from random import Random
 
@@ -12,11 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_hexi.plan import Mask
+from megatron_hexi.runtime import fused
 from megatron_hexi.runtime.call_rows import Rows, rows_of
 from megatron_hexi.runtime.fused import on_gpu, plain
 from megatron_hexi.runtime.fused.terms import MOST_TERMS, Slot, Sum, Term
 from megatron_hexi.runtime.sums import RowSum
-from tests.support.plans import examples
+from tests.support.plans import TORN, examples
+from tests.support.reference import plain_results, planned_results, random_problem
 
 #: Triton's interpreter is chosen before Triton is imported: a process of its own runs this file with it.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -128,7 +132,7 @@ def written_out(target, terms, base, sinks):
 
 @each_way
 @seeds
-@examples(60)
+@examples(50)
 def test_a_sum_is_that_of_its_terms(ways, seed):
     target, terms, base, sinks = sum_case(seed)
     expected, log_sum_exp = written_out(target, terms, base, sinks)
@@ -227,3 +231,67 @@ def test_a_sum_of_any_number_of_terms_over_heads_and_rows_is_one_sum(seed):
     torch.testing.assert_close(found.value, expected[0], rtol=0, atol=1e-12)
     if weighed:
         torch.testing.assert_close(found.log_sum_exp, expected[1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
+def test_a_layer_with_windows_documents_and_sinks_is_that_of_one_device(monkeypatch):
+    """All of a layer's copies and sums by Triton's kernels, in fp32."""
+    launch, lock = on_gpu.launch, threading.Lock()
+
+    def one_at_a_time(*arguments, **constants):
+        with lock:  # ranks are threads here, of which the interpreter knows nothing
+            launch(*arguments, **constants)
+
+    monkeypatch.setattr(on_gpu, "launch", one_at_a_time)
+    monkeypatch.setattr(fused, "_implementation", lambda tensor: on_gpu)
+    length = TORN.workload.seq_length
+    mask = Mask(window=5, documents=(length - 14, 1, 0, 13))
+    problem = random_problem(TORN.workload, 1, torch.float32, seed=0, mask=mask, has_sinks=True)
+    expected = plain_results(problem.to(torch.float64))
+    for result, truth in zip(planned_results(TORN, problem), expected, strict=True):
+        torch.testing.assert_close(result.double(), truth, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("terms", "weighed"), [(MOST_TERMS, True), (1, False)])
+def test_triton_kernels_compile_for_gpus(capability, terms, weighed, monkeypatch, tmp_path):
+    """For devices that are not here, in bf16: by the types that a launch gives."""
+    compiler = pytest.importorskip("triton.compiler", reason="needs Triton")
+    target = pytest.importorskip("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+    kernels = pytest.importorskip("megatron_hexi.runtime.fused.triton_kernels")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    given = {}
+
+    def launch(kernel, grid, reads, writes, *arguments, **constants):
+        given[kernel] = [*arguments, *constants.values()], len(constants)
+
+    monkeypatch.setattr(on_gpu, "launch", launch)
+    value, lse = torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 5) if weighed else None
+    few = rows_of(((0, 2), (3, 5)), torch.device("cpu"))
+    term = Term(few, value[:, :, :4], None if lse is None else lse[:, :, :4])
+    on_gpu.combine(Sum(value, lse), [term] * terms, Sum(value.float(), lse) if weighed else None, None)
+    slots = [Slot(0, (0, 2), 64, 0, 128)] * terms
+    on_gpu.unpack([value], value.flatten(), slots)
+    for name, (arguments, constants) in given.items():
+        kernel = getattr(kernels, name)
+        signature: dict = {}
+        values: dict = {}
+        for place, (parameter, argument) in enumerate(zip(kernel.arg_names, arguments, strict=True)):
+            is_constant = place >= len(arguments) - constants
+            signature[parameter] = _triton_type((place,), argument, is_constant, values)
+        compiled = compiler.compile(compiler.ASTSource(kernel, signature, values), target=target)
+        assert compiled.asm["cubin"]
+
+
+def _triton_type(path, argument, is_constant, values):
+    """As Triton takes an argument; what it compiles in goes to `values`."""
+    if isinstance(argument, tuple):
+        return tuple(_triton_type((*path, i), one, is_constant, values) for i, one in enumerate(argument))
+    if argument is None or is_constant:
+        values[path] = argument
+        return "constexpr"
+    if isinstance(argument, int):
+        return "i32"
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+    return "*" + names[argument.dtype]
