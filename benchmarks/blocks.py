@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -25,8 +25,9 @@ from torch import Tensor
 from megatron_hexi.errors import user_errors
 from megatron_hexi.plan import Plan, Schedule, build_schedule, read_plan
 from megatron_hexi.runtime import exchange, select_kernel
-from megatron_hexi.runtime.all_to_all import Moving
+from megatron_hexi.runtime.all_to_all import Leaving, Moving
 from megatron_hexi.runtime.passes import Layer, Saved, attend, attend_backward
+from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Transfers
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -65,8 +66,9 @@ class Row:
 class _Alone(Layer):
     """A rank whose tensors stay in the heads' layout."""
 
-    def leave(self, half: int, query: Tensor, *keys: Tensor) -> Moving:
-        return Moving(None, [[part] for part in (query, *keys)])
+    def leaving(self, half: int, query: RowSum, *keys: RowSum) -> Leaving:
+        alone = replace(self.schedule, members=self.schedule.members[:1])
+        return Leaving(query.like, query.shape[0], (), (), alone, self.a2a_group)
 
 
 def measure(plan: Plan, device: torch.device, dtype: torch.dtype, kernel: str, repeats: int) -> list[Row]:
@@ -117,8 +119,8 @@ def _measure(
     key, value = made(kv_heads), made(kv_heads)
 
     def forward() -> Saved:
-        arriving = [Moving(None, [[part]]) for part in queries]
-        arriving[0] = Moving(None, [[queries[0]], [key], [value]])
+        arriving = [Moving(None, [part]) for part in queries]
+        arriving[0] = Moving(None, [queries[0], key, value])
         return attend(layer, arriving, None)[0]
 
     with _nothing_sent():
@@ -136,7 +138,7 @@ def _measure(
         out, lse = chosen.forward(query, keys, values, causal=True, scale=scale)
 
         def backward() -> object:
-            moving = [Moving(None, [[part]]) for part in gradients]
+            moving = [Moving(None, [part]) for part in gradients]
             return attend_backward(layer, moving, saved, None)
 
         peak = _peak_gib(device, lambda: (forward(), backward()))

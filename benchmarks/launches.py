@@ -3,7 +3,12 @@
 4 groups of 4 ranks, 131,072 tokens, 32 query heads over 8 KV heads of 128, in bf16; a sequence that is not
 packed, of 32 and of 128 documents. Forward and backward of a rank run on fake CUDA tensors, which have shapes
 and no contents, and every operator that a device would carry out is counted, with the bytes that it reads and
-writes: attention kernels apart from all else. Tables that a schedule keeps for all layers are not in it.
+writes: attention kernels apart from all else.
+
+What is counted: each operator of torch and each launch of our own is one operation. Its bytes are those of
+all tensors that it is given and gives: what it writes in place counts twice, what an index takes from whole;
+a launch reads and writes each of its tensors once, tables included. Not counted: what attention kernels read,
+write and launch by themselves, what travels, and tables that a schedule keeps for all layers.
 """
 
 from __future__ import annotations
@@ -26,8 +31,9 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_hexi.plan import Mask, Workload, build_schedule, proportional_plan
 from megatron_hexi.plan.parts import worthwhile_parts
-from megatron_hexi.runtime import all_to_all, call_rows, exchange
+from megatron_hexi.runtime import all_to_all, call_rows, exchange, fused
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
+from megatron_hexi.runtime.fused import on_gpu
 from megatron_hexi.runtime.kernels import select_kernel
 from megatron_hexi.runtime.passes import Layer
 from megatron_hexi.runtime.wire import Transfers
@@ -75,9 +81,24 @@ class _Counter(TorchDispatchMode):
         if "attention" in name:
             self.kernels += 1
         else:
-            self.others += 1
-            self.moved += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self._note(tensors)
         return result
+
+    def launch(
+        self,
+        kernel: str,
+        grid: Any,
+        reads: Sequence[Tensor | None],
+        writes: Sequence[Tensor | None],
+        *arguments: Any,
+        **constants: Any,
+    ) -> None:
+        """Counts a launch of our own."""
+        self._note([tensor for tensor in (*reads, *writes) if tensor is not None])
+
+    def _note(self, tensors: Sequence[Tensor]) -> None:
+        self.others += 1
+        self.moved += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class _Context:
@@ -124,7 +145,7 @@ def _count(documents: int, schedule: Any, workload: Workload) -> Row:
                 for heads in (workload.heads, workload.kv_heads, workload.kv_heads)
             )
             for counter in (_Counter(), _Counter()):  # the first makes what the schedule keeps
-                with counter:
+                with counter, mock.patch.object(on_gpu, "launch", counter.launch):
                     context: Any = _Context()
                     output = _DomainAttentionFunction.forward(context, query, key, value, None, layer)
                     _DomainAttentionFunction.backward(context, torch.empty_like(output))
@@ -140,6 +161,7 @@ def _hopper() -> Iterator[None]:
 
     with (
         mock.patch.object(call_rows, "on_device", on_device),
+        mock.patch.object(fused, "has_triton", return_value=True),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         mock.patch.object(all_to_all, "all_to_all", return_value=Transfers()),
         mock.patch.object(exchange, "post", return_value=Transfers()),

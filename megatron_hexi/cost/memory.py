@@ -42,7 +42,7 @@ class Memory:
         optimizer: its part of the optimizer's state.
         activations: kept for the backward pass outside attention, all micro-batches in flight.
         attention: kept inside attention, likewise.
-        working_set: of the one layer under way: fp32 sums, keys and values in flight, all-to-all buffers,
+        working_set: of the one layer under way: sums, keys and values in flight, all-to-all buffers,
             and what recomputation brings back; rows on their way between stages.
         logits: over the vocabulary, where the stage has them.
         reserve: libraries and the allocator.
@@ -185,8 +185,9 @@ def working_set_bytes(
     All-to-all, there and back:  2 (T (H + 2 K) + G (h + 2 k)) B D e
     Gradient of the output:      G h B D e
     All gradients in their type: G (h + 2 k) B D e
-    Only with other groups: sums in fp32 4 G (h + 2 k) B D; own keys side by side and one prefix
-    4 G k B D e; `window` + 1 steps of keys and values 2 R e each, the gradient of one (4 + e) 2 R;
+    Only with other groups: three times as much of gradients that wait to be added up (runtime/sums.py); own
+    keys side by side and one prefix 4 G k B D e; `window` + 1 steps of keys and values 2 R e each, the
+    gradient of one twice;
     gradients on their way home, `window` + 1 steps 2 S e each. R, S: tokens x KV heads
     received and sent in a step.
     """
@@ -195,9 +196,9 @@ def working_set_bytes(
     own = group_tokens * (heads + 2 * kv)
     qkv = tokens * token_qkv_bytes(job) / (element * job.model.head_dim)
     inside = element * (2 * (qkv + own) + group_tokens * heads + own)
-    received = flights.received * (2 * (window + 1) * element + 2 * (4 + element))
+    received = flights.received * (2 * (window + 1) * element + 4 * element)
     sent = flights.sent * 2 * (window + 1) * element
-    between = 4 * own + 4 * element * group_tokens * kv + received + sent
+    between = 3 * element * own + 4 * element * group_tokens * kv + received + sent
     exchanges = (flights.received > 0) | (flights.sent > 0)
     return sequence * (inside + np.where(exchanges, between, 0.0))
 

@@ -61,18 +61,15 @@ class Part:
     Args:
         number: its place among the parts of all steps; the same on every rank.
         heads: the rank's own query heads that it is about, counted from its first.
-        spans: these heads beside the KV heads they read, both counted from the part's first.
-        pieces: the same heads as the forward pass computes them: in the last step in two pieces where the
-            half whose outputs leave first ends within the part. Each has its heads, counted as `heads`, and
-            its spans, counted as `spans`.
+        pieces: these heads beside the KV heads they read, both counted from the part's first; in two pieces
+            where the half whose outputs leave first ends within the part.
         receives: what the rank is sent; together the KV heads that these heads use, in order.
         sends: what it sends to others.
     """
 
     number: int
     heads: Range
-    spans: tuple[HeadSpan, ...]
-    pieces: tuple[tuple[Range, tuple[HeadSpan, ...]], ...]
+    pieces: tuple[tuple[HeadSpan, ...], ...]
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
 
@@ -250,16 +247,13 @@ def build_schedule(
                 if transfer.peer == index
             ]
             mine = own[place] if place < len(own) else (heads[1], heads[1])
-            is_cut = distance == others - 1 and mine[0] < middle < mine[1]
-            cuts = [mine[0], middle, mine[1]] if is_cut else mine
+            cuts = [mine[0], middle, mine[1]] if mine[0] < middle < mine[1] else mine
             step.append(
                 Part(
                     number=place if distance == 1 else parts + distance - 2,
                     heads=(mine[0] - heads[0], mine[1] - heads[0]),
-                    spans=head_spans(mine, ratio),
                     pieces=tuple(
-                        ((low - heads[0], high - heads[0]), head_spans((low, high), ratio, origin=mine[0]))
-                        for low, high in itertools.pairwise(cuts)
+                        head_spans(piece, ratio, origin=mine[0]) for piece in itertools.pairwise(cuts)
                     ),
                     receives=_incoming(mine, seen, source, indices, ratio),
                     sends=tuple(sends),

@@ -17,7 +17,6 @@ Shape letters: T tokens of the shard, B batch, H query heads, K KV heads, D head
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +29,9 @@ from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import Workload
 from megatron_hexi.plan.schedule import Schedules
 from megatron_hexi.runtime.agreement import agree_on_shapes
-from megatron_hexi.runtime.all_to_all import HeadTable, join_heads, tokens_to_heads
+from megatron_hexi.runtime.all_to_all import arrive, tokens_to_heads
 from megatron_hexi.runtime.kernels import Kernel, select_kernel
-from megatron_hexi.runtime.passes import Layer, attend, attend_backward
+from megatron_hexi.runtime.passes import Layer, Saved, attend, attend_backward
 from megatron_hexi.runtime.wire import connect
 
 
@@ -135,8 +134,9 @@ class _DomainAttentionFunction(torch.autograd.Function):
         arriving = [tokens_to_heads((query, key, value), tables, schedule, layer.a2a_group)]
         arriving += [tokens_to_heads((query,), (half,), schedule, layer.a2a_group) for half in others]
         saved, leaving = attend(layer, arriving, own_sinks)
-        ctx.save_for_backward(*saved, sinks)
-        return _joined([half.wait()[0] for half in leaving], schedule.halves)
+        halves = (*saved.queries, *saved.outputs, *saved.log_sum_exps)
+        ctx.save_for_backward(saved.key, saved.value, *halves, sinks)
+        return arrive(leaving)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -147,32 +147,15 @@ class _DomainAttentionFunction(torch.autograd.Function):
             )
         layer: Layer = ctx.layer
         schedule = layer.schedule
-        query, key, value, *saved, sinks = ctx.saved_tensors
-        grad_sinks: Tensor | None = None
-        if sinks is not None:
-            grad_sinks = torch.zeros_like(sinks)
+        first, second, *rest, sinks = ctx.saved_tensors
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks)
         if not schedule.group_tokens:
-            return *(torch.empty_like(tensor) for tensor in (query, key, value)), grad_sinks, None
-        output, log_sum_exp = saved
+            return *map(torch.empty_like, (first, second, *rest)), grad_sinks, None
         own = slice(*schedule.heads[schedule.position])
         arriving = [tokens_to_heads(grads, (half,), schedule, layer.a2a_group) for half in schedule.halves]
-        leaving, grad_own = attend_backward(
-            layer, arriving, (query, key, value, output, log_sum_exp), None if sinks is None else sinks[own]
-        )
+        count = len(schedule.halves)
+        saved = Saved(first, second, rest[:count], rest[count : 2 * count], rest[2 * count :])
+        leaving, grad_own = attend_backward(layer, arriving, saved, None if sinks is None else sinks[own])
         if grad_sinks is not None and grad_own is not None:
             grad_sinks[own] = grad_own
-        queries = [half.wait() for half in leaving]
-        _, grad_key, grad_value = queries[-1]
-        return (
-            _joined([half[0] for half in queries], schedule.halves),
-            _joined([grad_key], [schedule.kv]),
-            _joined([grad_value], [schedule.kv]),
-            grad_sinks,
-            None,
-        )
-
-
-def _joined(halves: Sequence[Sequence[Tensor]], tables: Sequence[HeadTable]) -> Tensor:
-    """What has come back of all halves, [T, B, H, D]."""
-    pieces = [piece for half in halves for piece in half]
-    return join_heads(pieces, [heads for table in tables for heads in table]).contiguous()
+        return *arrive(leaving), grad_sinks, None

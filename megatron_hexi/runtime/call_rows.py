@@ -8,9 +8,8 @@ device is waited for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -31,6 +30,20 @@ class Rows:
 
     span: Range
     index: Tensor | None = None
+
+    @cached_property
+    def places(self) -> Tensor | None:
+        """For each row of the span which of the index it is, -1 for none; ``None`` without an index."""
+        if self.index is None:
+            return None
+        places = self.index.new_full((self.span[1] - self.span[0],), -1, dtype=torch.int32)
+        own = torch.arange(len(self.index), dtype=torch.int32, device=self.index.device)
+        places[self.index - self.span[0]] = own
+        return places
+
+    def covers(self, count: int) -> bool:
+        """Whether they are all of so many, in order."""
+        return self.index is None and self.span == (0, count)
 
     def taken(self, tensor: Tensor) -> Tensor:
         """These rows: a view, or a copy where there is an index."""
@@ -86,7 +99,8 @@ def call_rows(call: Call, device: torch.device) -> CallRows:
     return CallRows(queries, keys, call.shape is not Shape.FULL, sequences)
 
 
-def rows_of(ranges: Sequence[Range], device: torch.device, backwards: bool = False) -> Rows:
+@lru_cache(maxsize=2**12)  # steps ask for few: the same are one object
+def rows_of(ranges: tuple[Range, ...], device: torch.device, backwards: bool = False) -> Rows:
     """Rows of ranges, ascending; each of them from behind with `backwards`."""
     span = ranges[0][0], ranges[-1][1]
     if not backwards and sum(stop - start for start, stop in ranges) == span[1] - span[0]:

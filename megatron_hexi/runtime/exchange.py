@@ -9,15 +9,14 @@ one owner serves are one contiguous piece of it.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Part, Schedule, Transfer
-from megatron_hexi.runtime.call_rows import Rows, rows_of
+from megatron_hexi.runtime import fused
+from megatron_hexi.runtime.call_rows import rows_of
+from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Message, Transfers, post
 
 
@@ -25,13 +24,14 @@ class KeyExchange:
     """Sends a rank's keys and values to their users, and receives those that it uses itself.
 
     Args:
-        keys: the rank's own keys and values, [k, B, G, Dk + Dv], contiguous.
+        key: the rank's own keys, [B, k, G, Dk].
+        value: likewise, [B, k, G, Dv].
         schedule: the rank's split tables.
         group: the ranks of the domain.
     """
 
-    def __init__(self, keys: Tensor, schedule: Schedule, group: dist.ProcessGroup) -> None:
-        self._keys = keys
+    def __init__(self, key: Tensor, value: Tensor, schedule: Schedule, group: dist.ProcessGroup) -> None:
+        self._key, self._value = key, value
         self._seen: dict[tuple[Range, ...], Tensor] = {}
         self._schedule = schedule
         self._group = group
@@ -39,7 +39,7 @@ class KeyExchange:
 
     def post(self, part: Part) -> None:
         """Start a part; all ranks post theirs in the order of their numbers."""
-        received = _buffer(self._keys, part)
+        received = self.buffer(part.kv, part.keys) if part.receives else None
         receives = [Message(transfer.peer, _heads(received, transfer, part.kv)) for transfer in part.receives]
         sends = [
             Message(transfer.peer, _heads(self._rows(transfer.rows), transfer, self._schedule.own_kv))
@@ -53,41 +53,61 @@ class KeyExchange:
         transfers.wait()
         return received
 
-    def _rows(self, rows: tuple[Range, ...]) -> Tensor:
-        """Some tokens of the own keys, contiguous; groups ask for few selections, so each is kept."""
-        if rows not in self._seen:
-            self._seen[rows] = _rows(rows, self._keys.device).taken(self._keys).contiguous()
-        return self._seen[rows]
+    def buffer(self, kv: Range, keys: int) -> Tensor:
+        """Room for so many keys and values of some KV heads, as they travel."""
+        batch, _, _, size = self._key.shape
+        return self._key.new_empty(kv[1] - kv[0], batch, keys, size + self._value.shape[3])
+
+    def apart(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of keys and values that lie side by side, [B, k, S, D] each."""
+        both, size = buffer.transpose(0, 1), self._key.shape[3]
+        return both[..., :size], both[..., size:]
+
+    def _rows(self, ranges: tuple[Range, ...]) -> Tensor:
+        """Some tokens of the own keys, as they travel; groups ask for few selections, so each is kept."""
+        if ranges not in self._seen:
+            rows = rows_of(ranges, self._key.device)
+            buffer = self.buffer(self._schedule.own_kv, sum(stop - start for start, stop in ranges))
+            for target, source in zip(self.apart(buffer), (self._key, self._value), strict=True):
+                fused.copy_rows(target, source, rows)
+            self._seen[ranges] = buffer
+        return self._seen[ranges]
 
 
 class GradientReturn:
     """Sends the gradients of received keys and values to their owners, and adds up those that come back.
 
     Args:
-        total: where the gradients of the own keys and values are added up, [k, B, G, Dk + Dv]; complete when
-            all parts have been waited for.
+        keys: in which the gradients of the own keys are added up; complete when all parts have been waited
+            for.
+        values: likewise.
+        exchange: the keys' way there.
         schedule: the rank's split tables.
         group: the ranks of the domain.
     """
 
-    def __init__(self, total: Tensor, schedule: Schedule, group: dist.ProcessGroup) -> None:
-        self._total = total
+    def __init__(
+        self,
+        keys: RowSum,
+        values: RowSum,
+        exchange: KeyExchange,
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._sums = keys, values
+        self._exchange = exchange
         self._schedule = schedule
         self._group = group
         self._under_way: dict[int, tuple[list[tuple[Transfer, Tensor]], Transfers]] = {}
 
-    def post(self, part: Part, gradient: Tensor | None, like: Tensor) -> None:
+    def post(self, part: Part, gradient: Tensor | None) -> None:
         """Start the way back of a part.
 
         Args:
             part: the part.
             gradient: gradients of what the part received, [k, B, S, Dk + Dv], contiguous.
-            like: a tensor of the type that travels.
         """
-        batch, width = self._total.shape[1], self._total.shape[3]
-        arriving = [
-            (sent, like.new_empty(sent.kv[1] - sent.kv[0], batch, sent.keys, width)) for sent in part.sends
-        ]
+        arriving = [(sent, self._exchange.buffer(sent.kv, sent.keys)) for sent in part.sends]
         transfers = post(
             [Message(sent.peer, buffer) for sent, buffer in arriving],
             [Message(received.peer, _heads(gradient, received, part.kv)) for received in part.receives],
@@ -100,20 +120,11 @@ class GradientReturn:
         """Add up what has come back of a part."""
         arriving, transfers = self._under_way.pop(part.number)
         transfers.wait()
+        first = self._schedule.own_kv[0]
         for sent, buffer in arriving:
-            total = _heads(self._total, sent, self._schedule.own_kv)
-            _rows(sent.rows, total.device).add(total, buffer)
-
-
-@lru_cache(maxsize=2**8)  # of the latest schedules
-def _rows(rows: tuple[Range, ...], device: torch.device) -> Rows:
-    return rows_of(rows, device)
-
-
-def _buffer(keys: Tensor, part: Part) -> Tensor | None:
-    if not part.receives:
-        return None
-    return keys.new_empty(part.kv[1] - part.kv[0], keys.shape[1], part.keys, keys.shape[3])
+            heads, rows = (sent.kv[0] - first, sent.kv[1] - first), rows_of(sent.rows, buffer.device)
+            for total, gradient in zip(self._sums, self._exchange.apart(buffer), strict=True):
+                total.add(heads, rows, gradient)
 
 
 def _heads(buffer: Tensor | None, transfer: Transfer, held: Range) -> Tensor:

@@ -1,29 +1,35 @@
 """Attention in the heads' layout, forward and backward: the own group's blocks, then the exchange's steps.
 
 Both passes carry out their program (`plan.program`) with tensors; the caller has posted the ways in, and
-waits for the ways out. Heads may come in two halves (`Schedule.halves`).
+waits for the ways out. Heads may come in two halves (`Schedule.halves`). Halves stay apart: what arrives is
+what kernels read, and what kernels give is added up (`sums`) where it leaves from.
 
-Shape letters: G tokens of the group, B batch, h and k the rank's own query and KV heads, D head size.
+Shape letters: G tokens of the group, B batch, h query heads of a half and k the rank's own KV heads, D head
+size.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hexi.plan.blocks import Call
 from megatron_hexi.plan.heads import HeadSpan
+from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.program import Batch, FarBlocks, OwnBlock, Post, Wait
 from megatron_hexi.plan.schedule import Schedule
-from megatron_hexi.runtime.all_to_all import Moving, heads_to_tokens
-from megatron_hexi.runtime.blocks import BlockAttention, Merger
+from megatron_hexi.runtime.all_to_all import Leaving, Moving
+from megatron_hexi.runtime.blocks import BlockAttention, Queries
 from megatron_hexi.runtime.exchange import GradientReturn, KeyExchange
+from megatron_hexi.runtime.fused.terms import MOST_TERMS, Sum
 from megatron_hexi.runtime.kernels import Kernel
-from megatron_hexi.runtime.sinks import add_sinks, sinks_gradient
+from megatron_hexi.runtime.sinks import sinks_gradient
+from megatron_hexi.runtime.sums import RowSum
 
 
 @dataclass(frozen=True)
@@ -46,29 +52,72 @@ class Layer:
     a2a_group: dist.ProcessGroup
     window: int
 
-    def blocks(self, spans: Sequence[HeadSpan]) -> BlockAttention:
-        """Attention of some of the rank's heads."""
-        return BlockAttention(self.kernel, spans, self.scale)
+    @property
+    def has_few_groups(self) -> bool:
+        """Whether no more than `MOST_TERMS` groups have a part in a sum."""
+        return len(self.schedule.steps) < MOST_TERMS
 
-    def leave(self, half: int, query: Tensor, *keys: Tensor) -> Moving:
-        """Start the way out of a half: of some [B, h, G, D] with query heads, and of some [B, k, G, D]."""
+    @property
+    def blocks(self) -> BlockAttention:
+        """What runs the kernel."""
+        return BlockAttention(self.kernel, self.scale)
+
+    def leaving(self, half: int, query: RowSum, *keys: RowSum) -> Leaving:
+        """Room for a half on its way out: for sums with query heads, and for some with KV heads."""
+        sums = (query, *keys)
         tables = (self.schedule.halves[half], *(self.schedule.kv for _ in keys))
-        parts = [part.permute(2, 0, 1, 3) for part in (query, *keys)]
-        return heads_to_tokens(parts, tables, self.schedule, self.a2a_group)
+        sizes = [one.shape[3] for one in sums]
+        return Leaving(query.like, query.shape[0], tables, sizes, self.schedule, self.a2a_group)
 
-    def own_halves(self) -> list[slice]:
+    def own_halves(self) -> list[Range]:
         """The rank's own query heads in each half, counted from its first."""
         own = (half[self.schedule.position] for half in self.schedule.halves)
         ends = itertools.accumulate((stop - start for start, stop in own), initial=0)
-        return [slice(*pair) for pair in itertools.pairwise(ends)]
+        return list(itertools.pairwise(ends))
+
+    def own_spans(self, operation: OwnBlock) -> Iterator[tuple[int, list[HeadSpan]]]:
+        """Of each half its heads with which the own block is computed, counted from the rank's first."""
+        return self._by_half(self.schedule.own_spans(operation))
+
+    def far_spans(self, operation: FarBlocks) -> Iterator[tuple[int, list[HeadSpan]]]:
+        """Of each half its heads of a part of a step, likewise; KV heads count from the part's first."""
+        part, piece = self.schedule.part(operation), operation.piece
+        first = part.heads[0]
+        return self._by_half(
+            HeadSpan((span.queries[0] + first, span.queries[1] + first), span.kv)
+            for spans in part.pieces[slice(piece, 1 if piece == 0 else None)]
+            for span in spans
+        )
+
+    def _by_half(self, spans: Iterable[HeadSpan]) -> Iterator[tuple[int, list[HeadSpan]]]:
+        for half, alike in itertools.groupby(spans, self._half_of):
+            yield half, list(alike)
+
+    def _half_of(self, span: HeadSpan) -> int:
+        ends = [stop for _, stop in self.own_halves()]
+        return next(half for half, end in enumerate(ends) if span.queries[1] <= end)
 
 
-#: What the backward pass needs: query [B, h, G, D], key and value [B, k, G, D], output [B, h, G, D] in the
-#: query's type, log-sum-exp [B, h, G].
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+@dataclass(frozen=True)
+class Saved:
+    """What the backward pass needs.
+
+    Args:
+        key: [B, k, G, D].
+        value: likewise.
+        queries: of each half, [B, h, G, D].
+        outputs: likewise, in the query's type.
+        log_sum_exps: likewise, [B, h, G].
+    """
+
+    key: Tensor
+    value: Tensor
+    queries: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    log_sum_exps: Sequence[Tensor]
 
 
-def attend(layer: Layer, arriving: Sequence[Moving], sinks: Tensor | None) -> tuple[Saved, list[Moving]]:
+def attend(layer: Layer, arriving: Sequence[Moving], sinks: Tensor | None) -> tuple[Saved, list[Leaving]]:
     """The forward pass.
 
     Args:
@@ -79,55 +128,49 @@ def attend(layer: Layer, arriving: Sequence[Moving], sinks: Tensor | None) -> tu
     Returns:
         What the backward pass needs, and the halves of the output on their way out.
     """
-    schedule, halves = layer.schedule, layer.own_halves()
-    own: list[tuple[Tensor, Tensor]] = []
-    leaving: list[Moving] = []
+    schedule, blocks = layer.schedule, layer.blocks
+    queries: list[Queries] = []
+    sums: list[RowSum] = []
+    leaving: list[Leaving] = []
+    done: list[Sum] = []
     for operation in schedule.program(backward=False, window=layer.window):
+        computed: Iterable[tuple[int, list[HeadSpan]]] = ()
         match operation:
-            case Wait(Batch("in", 0)):
-                query, key, value = (_heads_first(part) for (part,) in arriving[0].wait())
-                if schedule.steps or len(arriving) > 1:
-                    keys = _side_by_side(key, value)
-                    exchange = KeyExchange(keys, schedule, layer.domain_group)
-                if len(arriving) > 1:
-                    # The buffer that arrived is not kept: its queries are copied to the others.
-                    key, value = _apart(keys, query.shape[3])
             case Wait(Batch("in", half)):
-                query = torch.cat([query, _heads_first(arriving[half].wait()[0][0])], dim=1)
-            case OwnBlock(first, stop):
-                blocks = layer.blocks(schedule.own_spans(operation))
-                output, log_sum_exp = _own_forward(blocks, schedule, query, key, value)
-                if sinks is not None:
-                    output, log_sum_exp = add_sinks(output, log_sum_exp, sinks[halves[first]])
-                own.append((output if schedule.steps else output.to(query.dtype), log_sum_exp))
-                if stop == 2:
-                    output, log_sum_exp = (_cat(parts) for parts in zip(*own, strict=True))
+                query, *both = (_heads_first(part) for part in arriving[half].wait())
+                if half == 0:
+                    key, value = both
                     if schedule.steps:
-                        merger = Merger(output, log_sum_exp)
-                        output, log_sum_exp = output.to(query.dtype), merger.log_sum_exp
+                        exchange = KeyExchange(key, value, schedule, layer.domain_group)
+                heads = layer.own_halves()[half]
+                queries.append(Queries(heads, (query,)))
+                logits = None if sinks is None else sinks[slice(*heads)]
+                shape, few = (*query.shape[:3], value.shape[3]), layer.has_few_groups
+                sums.append(RowSum(shape, value, few=few, weighed=True, sinks=logits))
+            case OwnBlock():
+                keys, calls = (key, value), (*schedule.own_calls, *schedule.own_beside_calls)
+                computed = layer.own_spans(operation)
             case Post(Batch("keys")):
                 exchange.post(schedule.part(operation.batch))
             case Wait(Batch("keys")):
                 received = exchange.wait(schedule.part(operation.batch))
-            case FarBlocks(step, _, piece):
-                part = schedule.part(operation)
-                for heads, spans in part.pieces[slice(piece, 1 if piece == 0 else None)]:
-                    if received is None:
-                        continue
-                    far = query[:, slice(*part.heads)], *_apart(received, query.shape[3])
-                    for rows, out, lse in layer.blocks(spans).forward(*far, schedule.steps[step].calls):
-                        merger.add(heads, rows, out, lse)
+            case FarBlocks(step) if received is not None:
+                keys, calls = exchange.apart(received), schedule.steps[step].calls
+                computed = layer.far_spans(operation)
             case Post(Batch("out", half)):
-                if schedule.steps:
-                    output[:, halves[half]] = merger.output[:, halves[half]]
-                done = output[:, halves[half]] if schedule.steps else own[half][0]
-                leaving.append(layer.leave(half, done))
-    return (query, key, value, output, log_sum_exp), leaving
+                leaving.append(layer.leaving(half, sums[half]))
+                done += leaving[half].write([sums[half]])
+                leaving[half].start()
+        for half, spans in computed:
+            for heads, rows, out, lse in blocks.forward(queries[half], *keys, spans, calls):
+                sums[half].add(_within(heads, queries[half].heads), rows, out, lse)
+    outputs, log_sum_exps = zip(*((one.value, one.log_sum_exp) for one in done), strict=True)
+    return Saved(key, value, [half.tensors[0] for half in queries], outputs, log_sum_exps), leaving
 
 
 def attend_backward(
     layer: Layer, arriving: Sequence[Moving], saved: Saved, sinks: Tensor | None
-) -> tuple[list[Moving], Tensor | None]:
+) -> tuple[list[Leaving], Tensor | None]:
     """The backward pass.
 
     Args:
@@ -137,134 +180,79 @@ def attend_backward(
         sinks: as `attend` took them.
 
     Returns:
-        Gradients on their way out, of the halves of query [B, h, G, D], with the last of key and value too;
-        and the gradient of the sinks.
+        Gradients on their way out, of the halves of the query, with the last of key and value too; and the
+        gradient of the sinks.
     """
-    schedule, halves = layer.schedule, layer.own_halves()
-    query, key, value, output, log_sum_exp = saved
-    leaving: list[Moving] = []
-    apart: list[tuple[Tensor, Tensor, Tensor]] = []
+    schedule, blocks, key, value = layer.schedule, layer.blocks, saved.key, saved.value
+    queries: list[Queries] = []
+    leaving: list[Leaving] = []
+    few = layer.has_few_groups
+    sums = [RowSum(_shape(query), query, few=few) for query in saved.queries]
+    own_sums = RowSum(_shape(key), key, few=few), RowSum(_shape(value), value, few=few)
     if schedule.steps:
-        own_keys = _side_by_side(key, value)
-        exchange = KeyExchange(own_keys, schedule, layer.domain_group)
-        # Parts are added up in fp32 (fp64 for fp64), so that the number of groups costs no precision.
-        wide = log_sum_exp.dtype
-        grad_query, grad_keys = (torch.zeros_like(tensor, dtype=wide) for tensor in (query, own_keys))
-        own_sums = grad_query, *_apart(grad_keys, key.shape[3])
-        returns = GradientReturn(grad_keys, schedule, layer.domain_group)
+        exchange = KeyExchange(key, value, schedule, layer.domain_group)
+        returns = GradientReturn(*own_sums, exchange, schedule, layer.domain_group)
+
+    def compute(
+        spans: Iterable[tuple[int, list[HeadSpan]]],
+        keys: tuple[Tensor, Tensor],
+        key_sums: tuple[RowSum, RowSum],
+        calls: Sequence[Call],
+    ) -> None:
+        for half, some in spans:
+            for span, rows, grads in blocks.backward(queries[half], *keys, some, calls):
+                sums[half].add(_within(span.queries, queries[half].heads), rows.queries, grads[0])
+                for one, grad in zip(key_sums, grads[1:], strict=True):
+                    one.add(span.kv, rows.keys, grad)
+
     for operation in schedule.program(backward=True, window=layer.window):
         match operation:
-            case Wait(Batch("in", 0)):
-                grad_output = _heads_first(arriving[0].wait()[0][0])
             case Wait(Batch("in", half)):
-                grad_output = torch.cat([grad_output, _heads_first(arriving[half].wait()[0][0])], dim=1)
+                (grad_output,) = (_heads_first(part) for part in arriving[half].wait())
+                of_half = saved.queries[half], saved.outputs[half], saved.log_sum_exps[half]
+                queries.append(Queries(layer.own_halves()[half], (grad_output, *of_half)))
             case OwnBlock():
-                blocks = layer.blocks(schedule.own_spans(operation))
-                if schedule.steps:
-                    own = (*schedule.own_calls, *schedule.own_beside_calls)
-                    blocks.add_backward(own_sums, grad_output, *saved, own)
-                else:
-                    apart.append(_own_gradients(blocks, schedule, grad_output, saved))
+                calls = (*schedule.own_calls, *schedule.own_beside_calls)
+                compute(layer.own_spans(operation), (key, value), own_sums, calls)
             case Post(Batch("keys")):
                 exchange.post(schedule.part(operation.batch))
             case Wait(Batch("keys")):
                 received, gradient = exchange.wait(schedule.part(operation.batch)), None
             case FarBlocks(step) if received is not None:
-                part = schedule.part(operation)
-                sums = torch.zeros_like(received, dtype=wide)
-                heads = slice(None), slice(*part.heads)
-                layer.blocks(part.spans).add_backward(
-                    (grad_query[heads], *_apart(sums, key.shape[3])),
-                    grad_output[heads],
-                    query[heads],
-                    *_apart(received, key.shape[3]),
-                    output[heads],
-                    log_sum_exp[heads],
-                    schedule.steps[step].calls,
-                )
-                gradient = sums.to(query.dtype)
+                keys = exchange.apart(received)
+                far_sums = RowSum(_shape(keys[0]), key), RowSum(_shape(keys[1]), value)
+                compute(layer.far_spans(operation), keys, far_sums, schedule.steps[step].calls)
+                gradient = torch.empty_like(received)
+                for one, place in zip(far_sums, exchange.apart(gradient), strict=True):
+                    one.write(place)
             case Post(Batch("gradients")):
-                returns.post(schedule.part(operation.batch), gradient, like=own_keys)
+                returns.post(schedule.part(operation.batch), gradient)
             case Wait(Batch("gradients")):
                 returns.wait(schedule.part(operation.batch))
             case Post(Batch("out", half)):
-                done = grad_query[:, halves[half]].to(query.dtype) if schedule.steps else apart[half][0]
-                keys: Sequence[Tensor] = ()
-                if half == len(halves) - 1 and schedule.steps:
-                    keys = _apart(grad_keys.to(query.dtype), key.shape[3])
-                elif half == len(halves) - 1:
-                    keys = [_both(parts, key.shape[1]) for parts in list(zip(*apart, strict=True))[1:]]
-                leaving.append(layer.leave(half, done, *keys))
-    return leaving, None if sinks is None else sinks_gradient(grad_output, output, log_sum_exp, sinks)
+                out = [sums[half], *(own_sums if half == len(sums) - 1 else ())]
+                leaving.append(layer.leaving(half, *out))
+                leaving[half].write(out)
+                leaving[half].start()
+    if sinks is None:
+        return leaving, None
+    of_halves = zip(queries, saved.outputs, saved.log_sum_exps, strict=True)
+    grads = [
+        sinks_gradient(half.tensors[0], out, lse, sinks[slice(*half.heads)]) for half, out, lse in of_halves
+    ]
+    return leaving, torch.cat(grads)
 
 
-def _own_forward(
-    blocks: BlockAttention, schedule: Schedule, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the own group's blocks, of some heads; in fp32 where they were merged."""
-    batch, _, tokens, _ = query.shape
-    heads = blocks.queries[1] - blocks.queries[0]
-    computed = blocks.forward(query, key, value, schedule.own_calls)
-    if heads and len(schedule.own_calls) == 1:
-        ((_, output, log_sum_exp),) = computed
-    else:
-        output = query.new_empty(batch, heads, tokens, value.shape[3])
-        wide = torch.promote_types(query.dtype, torch.float32)
-        log_sum_exp = query.new_empty(batch, heads, tokens, dtype=wide)
-        for rows, out, lse in computed:
-            rows.put(output, out)
-            rows.put(log_sum_exp, lse)
-    if not schedule.own_beside:
-        return output, log_sum_exp
-    merger = Merger(output, log_sum_exp)
-    for rows, out, lse in blocks.forward(query, key, value, schedule.own_beside_calls):
-        merger.add((0, heads), rows, out, lse)
-    return merger.output, merger.log_sum_exp
+def _within(heads: Range, half: Range) -> Range:
+    """Heads counted from the half's first."""
+    return heads[0] - half[0], heads[1] - half[0]
 
 
-def _own_gradients(
-    blocks: BlockAttention, schedule: Schedule, grad_output: Tensor, saved: Saved
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value by the own group's blocks, of the blocks' heads."""
-    query, key, value, _, log_sum_exp = saved
-    own = (*schedule.own_calls, *schedule.own_beside_calls)
-    if blocks.spans and len(own) == 1:
-        parts = [grads for _, _, grads in blocks.backward(grad_output, *saved, own)]
-        grad_query, grad_key, grad_value = (_cat(grads) for grads in zip(*parts, strict=True))
-        return grad_query, grad_key, grad_value
-    sums = tuple(torch.zeros_like(tensor, dtype=log_sum_exp.dtype) for tensor in (query, key, value))
-    blocks.add_backward((sums[0], sums[1], sums[2]), grad_output, *saved, own)
-    ranges = blocks.queries, blocks.kv, blocks.kv
-    grad_query, grad_key, grad_value = (
-        total[:, slice(*heads)].to(query.dtype) for total, heads in zip(sums, ranges, strict=True)
-    )
-    return grad_query, grad_key, grad_value
-
-
-def _both(halves: Sequence[Tensor], heads: int) -> Tensor:
-    """Gradients of KV heads from both halves; one KV head that both read is added up in fp32."""
-    if sum(half.shape[1] for half in halves) == heads:
-        return _cat(halves)
-    first, second = halves
-    wide = torch.promote_types(first.dtype, torch.float32)
-    return (first.to(wide) + second).to(first.dtype)
+def _shape(tensor: Tensor) -> tuple[int, int, int, int]:
+    batch, heads, rows, size = tensor.shape
+    return batch, heads, rows, size
 
 
 def _heads_first(part: Tensor) -> Tensor:
     """[G, B, h, D] as kernels take it, [B, h, G, D]; only the strides change."""
     return part.permute(1, 2, 0, 3)
-
-
-def _cat(halves: Sequence[Tensor]) -> Tensor:
-    return halves[0] if len(halves) == 1 else torch.cat(list(halves), dim=1)
-
-
-def _side_by_side(key: Tensor, value: Tensor) -> Tensor:
-    """[B, k, G, D] twice as one contiguous [k, B, G, 2 D]: heads first, the layout that travels."""
-    return torch.cat((key, value), dim=3).transpose(0, 1).contiguous()
-
-
-def _apart(keys: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Views of keys and values that lie side by side, [B, k, S, D] each."""
-    both = keys.transpose(0, 1)
-    return both[..., :head_dim], both[..., head_dim:]

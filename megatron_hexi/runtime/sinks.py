@@ -1,9 +1,9 @@
 """Attention sinks: a logit for each head that takes part in the softmax and has no value.
 
-It is one more key of which only the log-sum-exp knows: `lse' = log(exp(lse) + exp(sink))`, and outputs
-shrink by `exp(lse - lse')`. With the merged log-sum-exp and output the gradients of query, key and value are
-exact as they are; the sink's is minus the sum over its rows of `exp(sink - lse') dO·O`, the softmax's
-gradient for a key whose value is 0 (StreamingLLM, arXiv 2309.17453; the gpt-oss models have such logits).
+It is one more key of which only the log-sum-exp knows: the sum of blocks (`sums`) begins with it. With the
+merged log-sum-exp and output the gradients of query, key and value are exact as they are; the sink's is minus
+the sum over its rows of `exp(sink - lse) dO·O`, the gradient for a key whose value is 0 (StreamingLLM,
+arXiv 2309.17453; the gpt-oss models have such logits).
 
 Shape letters: B batch, h own query heads, G tokens of the group, D head size.
 """
@@ -14,23 +14,15 @@ import torch
 from torch import Tensor
 
 
-def add_sinks(output: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention with a sink, from that without.
+def sinks_gradient(grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of the logits [h].
 
     Args:
+        grad_output: [B, h, G, D].
         output: [B, h, G, D].
-        log_sum_exp: [B, h, G].
+        log_sum_exp: [B, h, G], with the sinks.
         sinks: logit of each head, [h].
-
-    Returns:
-        Output in the type of the log-sum-exp, and log-sum-exp.
     """
-    total = torch.logaddexp(log_sum_exp, sinks.to(log_sum_exp.dtype)[:, None])
-    return output * torch.exp(log_sum_exp - total)[..., None], total
-
-
-def sinks_gradient(grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of the logits [h]; arguments as of `add_sinks`, with what it returned."""
     wide = log_sum_exp.dtype
     weight = torch.exp(sinks.to(wide)[:, None] - log_sum_exp)
     share = (grad_output.to(wide) * output.to(wide)).sum(dim=3)

@@ -20,8 +20,10 @@ from megatron_hexi.plan import (
 from megatron_hexi.plan.program import Batch, OwnBlock, Post, Wait
 from megatron_hexi.runtime import exchange
 from megatron_hexi.runtime import wire as wire_room
-from megatron_hexi.runtime.all_to_all import heads_to_tokens, join_heads, tokens_to_heads
+from megatron_hexi.runtime.all_to_all import Leaving, arrive, tokens_to_heads
+from megatron_hexi.runtime.call_rows import Rows
 from megatron_hexi.runtime.exchange import KeyExchange
+from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Transfers
 from tests.support.plans import SPARSE, TORN, examples, plans, workloads
 from tests.support.reference import positions_of
@@ -46,6 +48,20 @@ def schedules_of(plan):
         build_schedule(plan.workload, domain, index, plan.exchange.parts)
         for index in range(len(domain.members))
     ]
+
+
+def sent_home(parts, tables, schedule, group):
+    """Tensors [G, B, h, D] on the way out."""
+    sums = []
+    for part in parts:
+        part = part.permute(1, 2, 0, 3)
+        sums.append(RowSum(tuple(part.shape), part))
+        sums[-1].add((0, part.shape[1]), Rows((0, part.shape[2])), part)
+    sizes = [part.shape[3] for part in parts]
+    leaving = Leaving(parts[0], parts[0].shape[1], tables, sizes, schedule, group)
+    leaving.write(sums)
+    leaving.start()
+    return leaving
 
 
 def positions_of_group(schedules, index):
@@ -74,16 +90,14 @@ def test_every_element_gets_to_its_place_and_back(plan, batch):
             for heads, width in zip((query_heads, kv_heads, kv_heads), widths, strict=True)
         ]
         tables = [own.heads, own.kv, own.kv]
-        inside = [piece for (piece,) in tokens_to_heads(parts, tables, *way).wait()]
-        pieces = heads_to_tokens(inside, tables, *way).wait()
-        back = [join_heads(found, table) for found, table in zip(pieces, tables, strict=True)]
+        inside = tokens_to_heads(parts, tables, *way).wait()
+        back = arrive([sent_home(inside, tables, *way)])
         # Halves of the queries are the same, in two all-to-alls.
         halves = [tokens_to_heads(parts[:1], [half], *way) for half in own.halves]
-        arrived = [half.wait()[0][0] for half in halves]
+        arrived = [half.wait()[0] for half in halves]
         assert torch.equal(torch.cat(arrived, dim=2), inside[0])
-        home = [heads_to_tokens([part], [half], *way) for part, half in zip(arrived, own.halves, strict=True)]
-        found = [piece for half in home for piece in half.wait()[0]]
-        assert torch.equal(join_heads(found, [heads for half in own.halves for heads in half]), back[0])
+        home = [sent_home([part], [half], *way) for part, half in zip(arrived, own.halves, strict=True)]
+        assert torch.equal(arrive(home)[0], back[0])
         return parts, inside, back
 
     for schedule, (parts, inside, back) in zip(schedules, run_ranks(len(schedules), work), strict=True):
@@ -109,8 +123,8 @@ def test_parts_of_a_shared_kv_head_are_added_up_in_fp32():
         part = torch.full_like(query, 256 if rank.rank == 0 else 1)
         own = attention.schedules()
         tables = own.heads, own.kv, own.kv
-        _, keys, _ = heads_to_tokens([query, part, part], tables, own, attention.a2a_group).wait()
-        return join_heads(keys, own.kv)
+        leaving = sent_home([query, part, part], tables, own, attention.a2a_group)
+        return arrive([leaving])[1]
 
     for summed in run_ranks(8, work):
         assert torch.equal(summed, torch.full_like(summed, 264))
@@ -226,7 +240,8 @@ def test_the_exchange_brings_the_keys_of_each_step_and_runs_ahead_by_the_window(
         everyone = rank.new_group("domain", range(len(schedules)))
         count.under_way = 0
         keys = keys_of(rank.rank, own.own_kv, own.group_tokens)
-        steps = KeyExchange(keys, own, everyone)
+        key, value = keys.transpose(0, 1).split([2, 1], dim=3)
+        steps = KeyExchange(key, value, own, everyone)
         for operation in own.program(backward=False, window=window):
             match operation:
                 case Post(Batch("keys")):

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_hexi.plan import Schedules
-from megatron_hexi.runtime import all_to_all, call_rows, exchange
+from megatron_hexi.runtime import all_to_all, call_rows, exchange, fused
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
+from megatron_hexi.runtime.fused import on_gpu
 from megatron_hexi.runtime.kernels import flash_attn, ranked_kernels
 from megatron_hexi.runtime.kernels.base import KernelOnOffer
 from megatron_hexi.runtime.kernels.dispatch import KernelDispatch
@@ -93,9 +94,27 @@ def _uploaded(tensor: Tensor, device: torch.device) -> Tensor:
 def fake_tensors() -> Iterator[Operations]:
     """Tensors that are made inside are fake; moving one between host and device is a `HostWait`."""
     call_rows.call_rows.cache_clear()
-    exchange._rows.cache_clear()
-    with FakeTensorMode(), Operations() as operations, mock.patch.object(call_rows, "on_device", _uploaded):
+    call_rows.rows_of.cache_clear()
+    on_gpu._table.cache_clear()
+    with (
+        FakeTensorMode(),
+        Operations() as operations,
+        mock.patch.object(call_rows, "on_device", _uploaded),
+        mock.patch.object(fused, "has_triton", return_value=True),
+        mock.patch.object(on_gpu, "launch", _checked_launch),
+    ):
         yield operations
+
+
+def _checked_launch(
+    kernel: str, grid: Any, reads: Any, writes: Any, *arguments: Any, **constants: Any
+) -> None:
+    """Starts nothing: what a fused operation is given is on the device, and its last stride is 1."""
+    given = [leaf for leaf in tree_leaves((reads, writes, arguments)) if isinstance(leaf, Tensor)]
+    assert {tensor.device for tensor in given} == {CUDA}
+    assert all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in given)
+    assert 0 < grid[1] < 2**16
+    assert grid[0] > 0
 
 
 class CheckedKernel(KernelOnOffer):

@@ -1,5 +1,6 @@
 """Attention over blocks, heads and rows: what is cut, taken together and merged is one attention."""
 
+import itertools
 import math
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from megatron_hexi.plan import Block, Shape
 from megatron_hexi.plan.blocks import together
 from megatron_hexi.plan.heads import head_spans, kv_range, spans_in_two
-from megatron_hexi.runtime.blocks import BlockAttention, Merger
+from megatron_hexi.runtime.blocks import BlockAttention, Queries
 from megatron_hexi.runtime.call_rows import Rows, call_rows
-from megatron_hexi.runtime.kernels import MathKernel
+from megatron_hexi.runtime.sums import RowSum
 from tests.support.kernels import (
     BY_NAME,
     ON_CPU,
@@ -18,6 +19,16 @@ from tests.support.kernels import (
     attention,
     inputs,
 )
+
+
+def added_up(gradients, *tensors):
+    """Of query, key and value."""
+    sums = [RowSum(tuple(tensor.shape), tensor) for tensor in tensors]
+    for span, rows, grads in gradients:
+        places = (span.queries, rows.queries), (span.kv, rows.keys), (span.kv, rows.keys)
+        for total, place, grad in zip(sums, places, grads, strict=True):
+            total.add(*place, grad)
+    return [total.result().value for total in sums]
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -29,17 +40,16 @@ def test_blocks_that_are_merged_are_one_attention_forward_and_backward(name, ext
     query = query * extreme  # blocks of very different weight
     own, earlier = slice(20, 32), (slice(0, 7), slice(7, 20))
     rows = query[:, :, own]
-    merger = Merger(*kernel.forward(rows, key[:, :, own], value[:, :, own], causal=True, scale=scale))
-    for keys in earlier:
-        merger.add(
-            (0, rows.shape[1]),
-            Rows((0, 12)),
-            *kernel.forward(rows, key[:, :, keys], value[:, :, keys], causal=False, scale=scale),
-        )
+    merged = RowSum(tuple(rows.shape), rows, weighed=True)
+    for keys in (own, *earlier):
+        found = kernel.forward(rows, key[:, :, keys], value[:, :, keys], causal=keys is own, scale=scale)
+        merged.add((0, rows.shape[1]), Rows((0, 12)), *found)
+    result = merged.result()
+    assert result.log_sum_exp is not None
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     output, log_sum_exp = attention(*leaves, causal=True, scale=scale)
     expected = torch.autograd.grad(output[:, :, own], leaves, grad[:, :, own])
-    assert_close([merger.output, merger.log_sum_exp], [output[:, :, own], log_sum_exp[:, :, own]], 1e-11)
+    assert_close([result.value, result.log_sum_exp], [output[:, :, own], log_sum_exp[:, :, own]], 1e-11)
 
     totals = [torch.zeros_like(tensor) for tensor in (query, key, value)]
     for keys in (own, *earlier):
@@ -48,28 +58,14 @@ def test_blocks_that_are_merged_are_one_attention_forward_and_backward(name, ext
             rows,
             key[:, :, keys],
             value[:, :, keys],
-            merger.output,
-            merger.log_sum_exp,
+            result.value,
+            result.log_sum_exp,
             causal=keys is own,
             scale=scale,
         )
         for total, where, gradient in zip(totals, (own, keys, keys), part, strict=True):
             total[:, :, where] += gradient
     assert_close(totals, expected, 1e-10)
-
-
-def test_a_block_on_some_rows_leaves_the_others_as_they_were():
-    kernel = MathKernel()
-    query, key, value, _ = inputs((2, 2, 8, 8, False), torch.float32)
-    merger = Merger(*kernel.forward(query, key, value, causal=False, scale=1.0))
-    before = merger.output.clone()
-    merger.add(
-        (0, query.shape[1]),
-        Rows((3, 5)),
-        *kernel.forward(query[:, :, 3:5], key + 1, value + 1, causal=False, scale=1.0),
-    )
-    changed = (merger.output != before).any(dim=(0, 1, 3))
-    assert changed.tolist() == [False, False, False, True, True, False, False, False]
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -85,13 +81,13 @@ def test_several_blocks_are_one_call_with_the_results_of_each_alone(name, shape,
         for start, size in zip(starts, sizes, strict=True)
     ]
     (call,) = together(blocks)
-    attend = BlockAttention(BY_NAME[name], head_spans((0, 4), 2), 0.3)
-    ((taken, *found),) = attend.forward(query, key, value, [call])
+    attend, spans = BlockAttention(BY_NAME[name], 0.3), head_spans((0, 4), 2)
+    ((_, taken, *found),) = attend.forward(Queries((0, 4), (query,)), key, value, spans, [call])
     whole = [torch.zeros_like(grad), torch.zeros_like(grad), grad.new_zeros(2, 4, rows)]
     for total, part in zip(whole, (taken.taken(grad), *found), strict=True):
         taken.put(total, part)
-    sums = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    attend.add_backward(sums, whole[0], query, key, value, whole[1], whole[2], [call])
+    queries = Queries((0, 4), (whole[0], query, *whole[1:]))
+    sums = added_up(attend.backward(queries, key, value, spans, [call]), query, key, value)
     for block in blocks:
         some, keys = slice(*block.queries), slice(*block.keys)
         size = block.queries[1] - block.queries[0]
@@ -130,16 +126,17 @@ def test_heads_may_be_cut_anywhere(heads):
     output, log_sum_exp = attention(*leaves, causal=True, scale=scale)
     grad_query, grad_key, grad_value = torch.autograd.grad(output[:, own], leaves, grad[:, own])
     own_block = Block((0, 9), (0, 9), Shape.CAUSAL)
-    blocks = BlockAttention(BY_NAME["aten-cpu"], head_spans(heads, 4), scale)
+    blocks = BlockAttention(BY_NAME["aten-cpu"], scale)
     parts = query[:, own], key[:, kv], value[:, kv]
-    calls = together([own_block])
-    ((_, *found),) = blocks.forward(*parts, calls)
-    assert_close(found, (output[:, own], log_sum_exp[:, own]), 1e-12)
+    calls, count = together([own_block]), heads[1] - heads[0]
+    merged = RowSum(tuple(parts[0].shape), query, weighed=True)
+    for term in blocks.forward(Queries((0, count), parts[:1]), *parts[1:], head_spans(heads, 4), calls):
+        merged.add(*term)
+    found = merged.result()
+    assert found.log_sum_exp is not None
+    assert_close((found.value, found.log_sum_exp), (output[:, own], log_sum_exp[:, own]), 1e-12)
     expected = grad_query[:, own], grad_key[:, kv], grad_value[:, kv]
-    # The same added up in two parts, onto what is there already.
-    ones_query, ones_key, ones_value = (torch.ones_like(gradient) for gradient in expected)
-    sums = ones_query, ones_key, ones_value
-    for spans in spans_in_two(heads, 4):
-        part = BlockAttention(BY_NAME["aten-cpu"], spans, scale)
-        part.add_backward(sums, grad[:, own], *parts, found[0], found[1], calls)
-    assert_close(sums, [1 + gradient for gradient in expected], 1e-12)
+    # The same added up in two parts.
+    queries = Queries((0, count), (grad[:, own], parts[0], found.value, found.log_sum_exp))
+    halves = [blocks.backward(queries, *parts[1:], spans, calls) for spans in spans_in_two(heads, 4)]
+    assert_close(added_up(itertools.chain(*halves), *parts), expected, 1e-12)

@@ -97,7 +97,7 @@ def test_working_set_by_hand():
     assert found == [128 * inside]
     # 50 tokens of 2 KV heads arrive, 30 of 2 leave; two steps in flight.
     flights = Flights(one(100), one(60))
-    between = 4 * 700 + 4 * 2 * 200 + 100 * (2 * 2 * 2 + 2 * 6) + 4 * 2 * 60
+    between = 3 * 2 * 700 + 4 * 2 * 200 + 100 * (2 * 2 * 2 + 4 * 2) + 4 * 2 * 60
     assert working_set_bytes(tiny_job(), one(10), one(100), one(3), one(2), flights, 1) == [
         128 * (inside + between)
     ]

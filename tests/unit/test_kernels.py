@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_hexi.runtime.blocks import Merger
 from megatron_hexi.runtime.call_rows import Rows
+from megatron_hexi.runtime.sums import RowSum
 from tests.support.kernels import (
     BY_NAME,
     ON_CPU,
@@ -80,13 +80,16 @@ def test_cuda_kernels_take_views_and_merged_blocks(name, dtype):
     query, key, value, grad = tensors
     mode = {"causal": False, "scale": 128**-0.5}
     halves = [(key[:, :, half], value[:, :, half]) for half in (slice(0, 57), slice(57, 130))]
-    merger = Merger(*kernel.forward(query, *halves[0], **mode))
-    merger.add((0, query.shape[1]), Rows((0, 65)), *kernel.forward(query, *halves[1], **mode))
-    output = merger.output.to(dtype)
-    parts = [kernel.backward(grad, query, *half, output, merger.log_sum_exp, **mode) for half in halves]
+    merged = RowSum(tuple(query.shape), query, weighed=True)
+    for half in halves:
+        merged.add((0, query.shape[1]), Rows((0, 65)), *kernel.forward(query, *half, **mode))
+    found = merged.result()
+    output, log_sum_exp = found.value, found.log_sum_exp
+    assert log_sum_exp is not None
+    parts = [kernel.backward(grad, query, *half, output, log_sum_exp, **mode) for half in halves]
     grads = [
         parts[0][0].float() + parts[1][0].float(),
         torch.cat([part[1] for part in parts], dim=2),
         torch.cat([part[2] for part in parts], dim=2),
     ]
-    assert_as_precise_as_plain([merger.log_sum_exp, output, *grads], tensors, **mode)
+    assert_as_precise_as_plain([log_sum_exp, output, *grads], tensors, **mode)

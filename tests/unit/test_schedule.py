@@ -78,7 +78,8 @@ def test_only_the_first_step_comes_in_parts_and_each_has_whole_kv_heads(plan):
                 assert not part.receives or list(range(*part.kv)) == read
                 spans = [
                     (part.heads[0] + q, read[0] + k - first)
-                    for span in part.spans
+                    for spans in part.pieces
+                    for span in spans
                     for q in range(*span.queries)
                     for k in range(*span.kv)
                     if (start + part.heads[0] + q) // ratio == read[0] + k
