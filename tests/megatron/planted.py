@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.mesh import RowBlock
-from megatron_hexi.runtime.piece_buffers import BucketBuffer, PieceBuffers
+from megatron_hexi.runtime.bucket_buffer import BucketBuffer
+from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from megatron_hexi.runtime.row_channel import RowChannel
 
 
