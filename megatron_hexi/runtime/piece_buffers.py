@@ -82,7 +82,8 @@ class PieceBuffers:
                 by_number.setdefault(buffer.bucket.turn[2], []).append(buffer)
         # A parameter that lies in several buckets has memory of its own.
         apart = {held.parameter for buffer in self._staying for held, _, _ in buffer.copied}
-        self._passing = {number: PassingBuckets(buffers, apart) for number, buffers in by_number.items()}
+        # In the same order on all ranks, as each group's collectives must be.
+        self._passing = {number: PassingBuckets(by_number[number], apart) for number in sorted(by_number)}
 
     def _lay_out(
         self,
@@ -174,6 +175,8 @@ class PieceBuffers:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Have all weights here, for a checkpoint; a collective of all ranks."""
+        for passing in self._passing.values():
+            passing.fetch()
         for passing in self._passing.values():
             passing.settle()
         try:

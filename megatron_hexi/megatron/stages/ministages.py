@@ -5,8 +5,8 @@ so on; what leaves the last stage's first ministage enters the second of stage 0
 reverse. Forward passes keep nothing but the rows that enter a ministage: its backward pass runs it again from
 these. In the last ministage of the model each micro-batch turns round at once, so that one runs once.
 
-So a rank has the activations of one ministage and one micro-batch at a time. Weights come a ministage at a time
-where other units can send them again (`runtime.passing_buckets`). The optimizer's step comes after all
+So a rank has the activations of one ministage and one micro-batch at a time. Weights come a ministage at a
+time where other units can send them again (`runtime.passing_buckets`). The optimizer's step comes after all
 ministages, since clipping needs the norm of all gradients.
 
 The model is Megatron's, built whole. A ministage is the same module with some of its layers.
