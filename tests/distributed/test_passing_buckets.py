@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from tests.support.stage_plans import boxes_of
 from tests.support.threads import run_ranks
 
 
-def with_turn(box, ministages):
+def with_turn(box: Any, ministages: int) -> Any:
     """Layers in turns; embeddings are at both ends."""
     if box.key == "embedding":
         return box
@@ -47,8 +48,8 @@ def run_ministages(mesh, dtype, seed, size, ministages):
 
     def work(thread):
         model = RankModel(mesh, thread.rank, dtype, seed)
-        held = [replace(one, box=with_turn(one.box, ministages)) for one in model.held]
-        number_of = {one.parameter: one.box.turn[2] if one.box.turn else 0 for one in held}
+        held: list[Any] = [replace(one, box=with_turn(one.box, ministages)) for one in model.held]
+        number_of: dict[Any, int] = {one.parameter: one.box.turn[2] if one.box.turn else 0 for one in held}
 
         def group_of(ranks):
             if len(ranks) == 1 or thread.rank not in ranks:
@@ -58,7 +59,7 @@ def run_ministages(mesh, dtype, seed, size, ministages):
         buffers = PieceBuffers(buckets, held, model.scales.__getitem__, thread.rank, group_of, torch.float32)
         buffers.take_values_from(max)
         first = {one: one.data.clone() for one in number_of}
-        passing = [buffer for buffer in buffers.buckets if buffer.passes]
+        passing: list[Any] = [buffer for buffer in buffers.buckets if buffer.passes]
         buffers.release()
         assert not sum(buffer.values.untyped_storage().nbytes() for buffer in passing)
         sums = []
