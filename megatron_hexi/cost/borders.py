@@ -19,6 +19,8 @@ def border_seconds(
 ) -> tuple[list[Floats], list[Floats]]:
     """How long a micro-batch is under way over each border of each replica, [replicas][borders].
 
+    With ministages the border from the last stage to the first comes last.
+
     All messages of the borders with one number are one set, as if all replicas sent together.
 
     Returns:
@@ -29,11 +31,19 @@ def border_seconds(
     for section in sections:
         gpu[section.ranks] = section.ground.gpus
     row = job.model.hidden_size * job.element_bytes
-    there, back = ([np.zeros(len(replica.stages) - 1) for replica in plan.replicas] for _ in range(2))
-    for border in range(max(len(replica.stages) for replica in plan.replicas) - 1):
-        crossing = [r for r, replica in enumerate(plan.replicas) if border + 1 < len(replica.stages)]
-        for found, ends in ((there, (border, border + 1)), (back, (border + 1, border))):
-            messages = [(r, one) for r in crossing for one in border_messages(mesh, r, *ends)]
+    depths = [len(replica.stages) for replica in plan.replicas]
+    borders = [depth - 1 + mesh.goes_round(r) for r, depth in enumerate(depths)]
+    there, back = ([np.zeros(count) for count in borders] for _ in range(2))
+    for border in range(max(borders)):
+        crossing = [r for r, count in enumerate(borders) if border < count]
+        for found, way in ((there, 0), (back, 1)):
+            messages = [
+                (r, one)
+                for r in crossing
+                for one in border_messages(
+                    mesh, r, (border + way) % depths[r], (border + 1 - way) % depths[r]
+                )
+            ]
             replica = np.array([r for r, _ in messages])
             src, dst = (gpu[[getattr(one, end) for _, one in messages]] for end in ("source", "target"))
             size = np.array([float(one.rows * row) for _, one in messages])

@@ -23,6 +23,7 @@ from megatron_hexi.cost.compute import Speeds, device_speeds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Stage
 from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, part_params
+from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
@@ -31,7 +32,7 @@ from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
 from megatron_hexi.cost.reductions import repeated_reductions, uneven_reductions
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Ground, Section, plan_sections
-from megatron_hexi.cost.stage import exposed_synchronisation, optimizer_times, stage_cost
+from megatron_hexi.cost.stage import StageCost, exposed_synchronisation, optimizer_times, stage_cost
 from megatron_hexi.cost.timing import Timing
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan, deal_micro_batches
@@ -151,7 +152,7 @@ class CostModel:
             costs = [stage_cost(section, self.links, None) for section in sections]
             borders = border_seconds(plan, job, sections, self.links)
             reductions = uneven_reductions(plan, job, sections, self.rings)
-        pipelines = replica_pipelines(sections, [cost.replicas for cost in costs], borders, micro_batches)
+        pipelines = replica_pipelines(plan, sections, costs, borders, micro_batches)
         waits = exposed_synchronisation(sections, costs, reductions)
         optimizer = [
             optimizer_times(section, part_params(section.job, section.part), owned)
@@ -168,8 +169,11 @@ class CostModel:
                 Holdings.of(section.arrays, micro_batches[section.replica], cost.layer.flights),
                 section.window,
                 owned,
+                present,
             )
-            for section, cost, owned in zip(sections, costs, reductions.owned, strict=True)
+            for section, cost, owned, present in zip(
+                sections, costs, reductions.owned, reductions.present, strict=True
+            )
         ]
         return Timing(
             sections=sections,
@@ -215,35 +219,40 @@ class CostModel:
 
 
 def replica_pipelines(
+    plan: Plan,
     sections: Sequence[Section],
-    phases: Sequence[Sequence[Phases]],
+    costs: Sequence[StageCost],
     borders: tuple[list[Floats], list[Floats]] | None,
     micro_batches: Ints,
 ) -> tuple[Pipeline, ...]:
     """The stages of each replica; a stage is as slow as its slowest domain.
 
     Args:
+        plan: the plan.
         sections: the units.
-        phases: of the domains of each section.
+        costs: of the sections.
         borders: as of `border_seconds`; ``None``: nothing travels beside the stages' work.
         micro_batches: of each replica.
     """
-    slowest: list[dict[int, Phases]] = [{} for _ in micro_batches]
-    for section, each in zip(sections, phases, strict=True):
-        for replica, one in zip(section.replicas.tolist(), each, strict=True):
+    slowest: list[dict[int, tuple[Phases, float]]] = [{} for _ in micro_batches]
+    for section, cost in zip(sections, costs, strict=True):
+        domains = zip(cost.replicas, cost.forward_s, strict=True)
+        for replica, one in zip(section.replicas.tolist(), domains, strict=True):
             stages = slowest[replica]
             stages[section.number] = max(
-                stages.get(section.number, one), one, key=lambda phases: phases.total
+                stages.get(section.number, one), one, key=lambda found: found[0].total
             )
-    return tuple(
-        Pipeline(
-            stages=tuple(stages[number] for number in range(len(stages))),
-            there=np.zeros(len(stages) - 1) if borders is None else borders[0][replica],
-            back=np.zeros(len(stages) - 1) if borders is None else borders[1][replica],
-            micro_batches=int(micro_batches[replica]),
-        )
-        for replica, stages in enumerate(slowest)
-    )
+    pipelines = []
+    for replica, stages in enumerate(slowest):
+        phases, forward = zip(*(stages[number] for number in range(len(stages))), strict=True)
+        none = np.zeros(len(stages) - 1)
+        there, back = (none, none) if borders is None else (borders[0][replica], borders[1][replica])
+        count, parts = int(micro_batches[replica]), plan.replicas[replica].ministages
+        if parts is None:
+            pipelines.append(Pipeline(phases, there, back, count))
+        else:
+            pipelines.append(MinistagePipeline(phases, there, back, count, parts, np.array(forward)))
+    return tuple(pipelines)
 
 
 def least_recomputed(job: Job, sections: Sequence[Section]) -> Job:
@@ -288,8 +297,6 @@ def check_job(plan: Plan, job: Job) -> Ints:
 
 
 def _check_stages(plan: Plan, job: Job) -> None:
-    if plan.has_ministages:
-        raise PlanError("the plan has ministages, which this version cannot time yet; time it without them")
     if job.pipeline_parallel != 1:
         raise PlanError(
             f"pipeline_parallel = {job.pipeline_parallel}: the plan has stages with layers of their own; "

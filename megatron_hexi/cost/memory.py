@@ -87,6 +87,7 @@ class ModelPart:
         is_last: whether with the last norm, the output matrix and the loss.
         ahead: micro-batches that 1F1B runs forward before the first backward pass, at most: stages from this
             one to the last.
+        ministages: in how many parts they run; 0: whole, in 1F1B.
     """
 
     layers: Ints | int
@@ -94,6 +95,7 @@ class ModelPart:
     is_first: Bools | bool
     is_last: Bools | bool
     ahead: Ints | int
+    ministages: Ints | int = 0
 
     @classmethod
     def of_job(cls, job: Job, stage: int) -> ModelPart:
@@ -120,7 +122,19 @@ class ModelPart:
 
     def in_flight(self, micro_batches: Ints) -> Ints:
         """Micro-batches whose activations are kept at a time, of so many."""
-        return np.minimum(micro_batches, self.ahead)
+        return np.where(self.ministages, 1, np.minimum(micro_batches, self.ahead))
+
+    @property
+    def at_once(self) -> Floats:
+        """The part of the layers whose activations are kept at a time: of the largest ministage."""
+        count = np.maximum(self.ministages, 1)
+        return -(-self.layers // count) / np.maximum(self.layers, 1)
+
+    @property
+    def run_twice(self) -> Ints | int:
+        """Layers that run forward once more: all ministages but that of the loss."""
+        last = self.is_last * (self.layers // np.maximum(self.ministages, 1))
+        return (self.layers - last) * np.minimum(self.ministages, 1)
 
 
 def part_params(job: Job, part: ModelPart) -> Ints | int:
@@ -262,13 +276,19 @@ def stage_memory(job: Job, stage: int, held: Holdings, window: int, shards: int)
 
 
 def part_memory(
-    job: Job, part: ModelPart, held: Holdings, window: int, owned: Floats | float
+    job: Job,
+    part: ModelPart,
+    held: Holdings,
+    window: int,
+    owned: Floats | float,
+    present: tuple[Floats, Floats] | None = None,
 ) -> dict[str, Floats]:
     """Bytes on one GPU of each unit, by the names of `Memory`'s terms.
 
     Recomputation of a whole layer keeps its input (h e a token), and one layer is there whole; of core
     attention, query, key and value in the tokens' layout and one layer's inside. 1F1B keeps the activations
-    of as many micro-batches as it runs forward ahead of the backward pass.
+    of as many micro-batches as it runs forward ahead of the backward pass; a ministage those of one, and the
+    rows of all that entered each ministage.
 
     Args:
         job: the units' job.
@@ -276,8 +296,10 @@ def part_memory(
         held: what they hold of the sequence.
         window: steps under way ahead of the one in use.
         owned: weights whose optimizer state a GPU keeps.
+        present: weights, and gradients, that are on a GPU at the peak; ``None``: all of its part.
     """
     params = part_params(job, part) + np.zeros(held.tokens.shape)
+    here, added = (params, params) if present is None else present
     rows = job.micro_batch_size * held.tokens
     outside = rows * token_activation_bytes(job)
     inside = attention_bytes(job, held.group_tokens, held.heads, held.kv)
@@ -295,15 +317,17 @@ def part_memory(
         inside_again = rows * token_qkv_bytes(job)
     in_flight = part.in_flight(held.micro_batches)
     activations, attention = (
-        in_flight * (part.again * kept + (part.layers - part.again) * whole)
+        in_flight * part.at_once * (part.again * kept + (part.layers - part.again) * whole)
         for kept, whole in ((outside_again, outside), (inside_again, inside))
     )
+    entered = rows * job.model.hidden_size * job.element_bytes / job.row_parts
+    activations = activations + held.micro_batches * np.maximum(part.ministages - part.is_first, 0) * entered
     logits = part.is_last * logits_bytes(job, rows)
     copied = FP8_COPIES * job.model.matrix_params(job.tensor_parallel) if job.precision == "fp8" else 0
-    weights = params * float(job.element_bytes) + part.layers * copied
+    weights = here * float(job.element_bytes) + part.layers * copied
     return {
         "weights": weights,
-        "gradients": params * float(GRADIENT_BYTES[job.precision]),
+        "gradients": added * float(GRADIENT_BYTES[job.precision]),
         "optimizer": owned * float(OPTIMIZER_BYTES[job.precision]) + np.zeros(params.shape),
         "activations": activations,
         "attention": attention,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -14,7 +15,7 @@ from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import GRADIENT_BYTES, part_params
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
-from megatron_hexi.mesh import Box, Bucket, Mesh, Place, cut_pieces, make_buckets
+from megatron_hexi.mesh import Box, Bucket, Mesh, Piece, Place, Slab, cell_size, cut_pieces, make_buckets
 from megatron_hexi.plan import Plan
 
 
@@ -38,10 +39,13 @@ class Reductions:
     Args:
         turns: one after the other.
         owned: weights whose optimizer state each unit's GPUs keep, [sections], numbers or [U].
+        present: weights, and gradients, that are there at the peak, [sections] of two [U]; of a section
+            ``None``: all of its part.
     """
 
     turns: tuple[Turn, ...]
     owned: list[Floats | float]
+    present: list[tuple[Floats, Floats] | None]
 
 
 def repeated_reductions(
@@ -69,12 +73,13 @@ def repeated_reductions(
         owned.append(params / ((shards or len(gpus)) if job.distributed_optimizer else 1))
     hidden = job.overlap_gradients
     if not job.distributed_optimizer:
-        return Reductions((Turn([2 * one for one in gradients], "backward" if hidden else None),), owned)
+        turn = Turn([2 * one for one in gradients], "backward" if hidden else None)
+        return Reductions((turn,), owned, [None] * len(owned))
     turns = (
         Turn(gradients, "backward" if hidden else None),
         Turn(weights, "forward" if hidden else None),
     )
-    return Reductions(turns, owned)
+    return Reductions(turns, owned, [None] * len(owned))
 
 
 def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: Rings) -> Reductions:
@@ -98,6 +103,7 @@ def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: 
         gpu[section.ranks] = section.ground.gpus
         lead[section.ranks] = section.ground.gpus[:, :1]
     busy = np.zeros((2, len(mesh.places)))
+    passing = _Passing(job, len(mesh.places))
     for bucket in weights.buckets():
         for slab in bucket.slabs:
             count = slab.stop - slab.start
@@ -109,14 +115,63 @@ def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: 
             rings.seconds(gpus, params * size, width, least)
             for size in (GRADIENT_BYTES[job.precision], job.element_bytes)
         ]
+        if _passes(bucket):
+            seconds[1] *= 2  # for the forward pass, and for the backward pass
+        for rank in bucket.holders:
+            passing.add(bucket, rank, weights.on(rank, bucket.pieces), weights.on(rank, bucket.slabs))
         busy[:, holders] = (busy[:, holders].max(axis=1) + seconds)[:, None]
+    here, added = passing.peak()
     turns = [
         [_by_domain(section, times[section.ranks].max(axis=1)) for section in sections] for times in busy
     ]
     return Reductions(
         turns=(Turn(turns[0], "backward" if job.overlap_gradients else None), Turn(turns[1], None)),
         owned=[owned[section.ranks].max(axis=1) for section in sections],
+        present=[
+            (here[section.ranks].max(axis=1), added[section.ranks].max(axis=1))
+            if plan.has_ministages
+            else None
+            for section in sections
+        ],
     )
+
+
+def _passes(bucket: Bucket) -> bool:
+    """Whether its weights come for a ministage and go again (`runtime.passing_buckets`)."""
+    return bucket.turn is not None and len(bucket.holders) > 1
+
+
+class _Passing:
+    """What each rank has of weights and gradients where some come a ministage at a time."""
+
+    def __init__(self, job: Job, ranks: int) -> None:
+        self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
+        self._always = np.zeros(ranks)
+        self._by_number: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(ranks)]
+
+    def add(self, bucket: Bucket, rank: int, whole: float, own: float) -> None:
+        """Note a bucket that a rank holds."""
+        if _passes(bucket):
+            assert bucket.turn is not None
+            self._by_number[rank][bucket.turn[2]] += whole
+            self._always[rank] += own
+        else:
+            self._always[rank] += whole
+
+    def peak(self) -> tuple[Floats, Floats]:
+        """Weights and gradients of each rank when they take most.
+
+        In a backward pass: weights of the ministage that runs and of the next one, gradients of it and of the
+        one before, which are on their way.
+        """
+        here, added = self._always.copy(), self._always.copy()
+        for rank, sizes in enumerate(self._by_number):
+            pairs = [(sizes[one] + sizes[one - 1], sizes[one] + sizes[one + 1]) for one in sizes.copy()]
+            bytes_of = [self._element * weights + self._gradient * gradients for weights, gradients in pairs]
+            most = pairs[int(np.argmax(bytes_of))] if pairs else (0.0, 0.0)
+            here[rank] += most[0]
+            added[rank] += most[1]
+        return here, added
 
 
 class _Held(NamedTuple):
@@ -127,12 +182,14 @@ class _Held(NamedTuple):
         rows: of all layers; (0, 1) where there are none.
         of: rows in all.
         depth: how early the forward pass uses it.
+        turn: the number of the only ministage that uses it; ``None``: there is none.
     """
 
     key: str
     rows: tuple[int, int]
     of: int
     depth: int
+    turn: int | None
 
 
 class _Weights:
@@ -170,6 +227,11 @@ class _Weights:
             piece.size * max(self.density[piece.key, width] for width in widths) for piece in bucket.pieces
         )
 
+    def on(self, rank: int, parts: Sequence[Piece | Slab]) -> float:
+        """Weights of some parts on a rank; of slabs those that it owns."""
+        own = [part for part in parts if isinstance(part, Piece) or part.owner == rank]
+        return sum(cell_size(part.cell) * self.density[part.key, self.width[rank]] for part in own)
+
     def _params(self, key: str, width: int) -> int:
         """Weights of one row on one rank."""
         model = self._job.model
@@ -182,25 +244,29 @@ class _Weights:
         }[key]
 
     def _held(self, place: Place) -> Iterator[_Held]:
-        model, layers = self._job.model, self._mesh.stage(place).layers
-        assert layers is not None, "stages have layers of their own"
-        yield _Held("layers", layers, model.layers, 1 + layers[0])
+        model, stage = self._job.model, self._mesh.stage(place)
+        first, last = (None, None) if stage.ministages is None else (0, stage.ministages - 1)
+        for turn, layers in enumerate(self._mesh.replica(place).ministage_layers(place.stage)):
+            yield _Held("layers", layers, model.layers, 1 + layers[0], None if first is None else turn)
         is_first, is_last, behind = place.stage == 0, self._mesh.is_last_stage(place), 1 + model.layers
         if is_first or (is_last and model.tied_embeddings):
-            yield _Held("embedding", (0, 1), 1, 0 if is_first else behind)
+            both = is_first and is_last and model.tied_embeddings
+            turn_of = None if both else first if is_first else last
+            yield _Held("embedding", (0, 1), 1, 0 if is_first else behind, turn_of)
         if is_first and model.learned_positions:
-            yield _Held("positions", (0, 1), 1, 0)
+            yield _Held("positions", (0, 1), 1, 0, first)
         if is_last:
-            yield _Held("norm", (0, 1), 1, behind)
+            yield _Held("norm", (0, 1), 1, behind, last)
         if is_last and not model.tied_embeddings:
-            yield _Held("output", (0, 1), 1, behind)
+            yield _Held("output", (0, 1), 1, behind, last)
 
     def _box(self, place: Place, held: _Held) -> Box:
         """Its elements come first, so that shares are cut along them."""
         elements, chunks = self._elements[held.key], self._chunks // self.width[place.rank]
         first = place.tp_rank * chunks
         cell = (0, elements), held.rows, (first, first + chunks)
-        return Box(held.key, cell, (elements, held.of, self._chunks), held.depth)
+        turn = None if held.turn is None else (place.replica, place.stage, held.turn)
+        return Box(held.key, cell, (elements, held.of, self._chunks), held.depth, turn)
 
 
 def _least_share(bucket: Bucket) -> float:

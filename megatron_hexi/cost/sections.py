@@ -132,13 +132,14 @@ class _Terms(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A domain, and what its stage has of the model: layers, those computed again, stages from it on."""
+    """A domain, and what its stage has: layers, those computed again, stages from it on, ministages."""
 
     replica: int
     domain: Domain
     layers: int
     again: int
     ahead: int
+    ministages: int
 
 
 def _uneven(plan: Plan, job: Job, stand: Stand) -> list[Section]:
@@ -157,7 +158,8 @@ def _uneven(plan: Plan, job: Job, stand: Stand) -> list[Section]:
                     mode=recompute_mode(recompute),
                     exchange=stage.exchange or plan.exchange,
                 )
-                place = _Place(r, domain, layers, again, len(replica.stages) - s)
+                ahead, parts = len(replica.stages) - s, stage.ministages or 0
+                place = _Place(r, domain, layers, again, ahead, parts)
                 found.setdefault(terms, []).append(place)
     number_of = {member.lead: number for number, member in enumerate(plan.members)}
     order = sorted(found, key=lambda terms: terms.number)
@@ -190,6 +192,7 @@ def _uneven(plan: Plan, job: Job, stand: Stand) -> list[Section]:
                 is_first=np.full(len(found[terms]), terms.number == 0),
                 is_last=np.array([place.ahead == 1 for place in found[terms]]),
                 ahead=np.array([place.ahead for place in found[terms]]),
+                ministages=np.array([place.ministages for place in found[terms]]),
             ),
             ranks=own,
             units=np.array([number_of[member.lead] for member in members[terms]]),

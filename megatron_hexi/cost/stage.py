@@ -32,6 +32,7 @@ class StageCost:
         logits_sum: the sum inside each unit that they need, s, [U].
         pipeline_s: sends to the next stage and of its gradients back that nothing hides.
         replicas: where each domain's time goes; of a stage that the job repeats, each replica's.
+        forward_s: of that, one forward pass, s.
     """
 
     layer: Layer
@@ -42,6 +43,7 @@ class StageCost:
     logits_sum: Floats
     pipeline_s: float
     replicas: tuple[Phases, ...]
+    forward_s: tuple[float, ...]
 
 
 def stage_cost(section: Section, links: LinkTable, following: Ints | None) -> StageCost:
@@ -62,31 +64,38 @@ def stage_cost(section: Section, links: LinkTable, following: Ints | None) -> St
         logits = section.part.is_last * (times.forward + times.backward)
         sums = section.part.is_last * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
     parts = section.parts
-    passes, repeats = [layer.forward, layer.backward], [parts.layers, parts.layers]
+    passes: list[Pass] = [layer.forward, layer.backward]
+    repeats: list[Ints | int] = [parts.layers, parts.layers]
     if job.mode != "none":
         passes.append(layer.forward if layer.attention_again is None else layer.attention_again)
         repeats.append(parts.again)
+    if np.any(parts.ministages):
+        passes.append(layer.forward)
+        repeats.append(parts.run_twice)
     send = 0.0 if following is None else 2 * pipeline_seconds(links, job, rows, stage.gpus, following)
     by_domain = [section.by_domain(counts) for counts in repeats]
-    replicas = []
+    replicas, forward = [], []
     for domain in range(len(section.replicas)):
         units = np.flatnonzero(plan.unit_replica == domain)
         phases = Phases(pipeline=send)
         for one, counts in zip(passes, by_domain, strict=True):
             phases += _pass_phases(plan, one, units) * counts[domain]
+        forward.append((_pass_phases(plan, layer.forward, units) * by_domain[0][domain]).total)
         slowest = units[np.argmax((logits + sums)[units])]
         phases += Phases(logits=float(logits[slowest]), tensor_parallel=float(sums[slowest]))
         replicas.append(phases)
-    of_units = section.part
     return StageCost(
         layer=layer,
-        layers=of_units.layers,
+        layers=section.part.layers,
         passes=tuple(passes),
-        repeats=(of_units.layers, of_units.layers, of_units.again)[: len(passes)],
+        repeats=tuple(
+            counts[plan.unit_replica] if isinstance(counts, np.ndarray) else counts for counts in repeats
+        ),
         logits=logits,
         logits_sum=sums,
         pipeline_s=send,
         replicas=tuple(replicas),
+        forward_s=tuple(forward),
     )
 
 

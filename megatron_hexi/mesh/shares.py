@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_hexi.mesh.pieces import Cell, Piece, cell_size
+from megatron_hexi.mesh.pieces import Cell, Piece, Turn, cell_size
 from megatron_hexi.plan.model import Range
 
 
@@ -49,6 +49,7 @@ class Bucket:
         starts: of the pieces' elements.
         slabs: the same elements by owner; each owner's follow one another.
         depth: the least of the pieces': all gradients are there when the backward pass has done this one.
+        turn: the ministage in which all holders use all of it; ``None``: there is none.
     """
 
     holders: tuple[int, ...]
@@ -56,6 +57,7 @@ class Bucket:
     starts: tuple[int, ...]
     slabs: tuple[Slab, ...]
     depth: int
+    turn: Turn | None = None
 
     @property
     def size(self) -> int:
@@ -79,16 +81,16 @@ def make_buckets(
         pieces: as `cut_pieces` gives them.
         weights: share of each rank in the state, relative to others that hold the same.
         bucket_size: elements after which a bucket is closed; ``None``: one for each set of holders and
-            kind of gradient.
+            ministage.
     """
-    by_holders: dict[tuple[int, ...], list[Piece]] = {}
+    by_use: dict[tuple[tuple[int, ...], Turn | None], list[Piece]] = {}
     for piece in pieces:
-        by_holders.setdefault(piece.holders, []).append(piece)
+        by_use.setdefault((piece.holders, piece.turn), []).append(piece)
+    given = {holders: dict.fromkeys(holders, 0) for holders, _ in by_use}
     buckets = []
-    for holders, own in by_holders.items():
-        given = dict.fromkeys(holders, 0)
+    for (holders, _), own in by_use.items():
         for run in _runs(own, bucket_size):
-            buckets.append(_bucket(holders, run, weights, given))
+            buckets.append(_bucket(holders, run, weights, given[holders]))
     return tuple(sorted(buckets, key=lambda bucket: (-bucket.depth, bucket.holders)))
 
 
@@ -141,4 +143,4 @@ def _bucket(
             given[holders[owner]] += count * row
             at, low = at + count * row, low + count
     depth = min(piece.depth for piece in pieces)
-    return Bucket(holders, tuple(pieces), starts[:-1], tuple(slabs), depth)
+    return Bucket(holders, tuple(pieces), starts[:-1], tuple(slabs), depth, pieces[0].turn)

@@ -120,7 +120,13 @@ def _cut(stage: Stage, held: _Held, length: int) -> tuple[tuple[object, ...], _C
             groups.setdefault(tuple(kind.look(length) for kind in kinds), []).append(kinds)
     layers = None if stage.layers is None else stage.layers[1] - stage.layers[0]
     width = len(stage.members[0].ranks)
-    return (layers, stage.recompute, width, *((key, len(same)) for key, same in groups.items())), groups
+    return (
+        layers,
+        stage.recompute,
+        stage.ministages,
+        width,
+        *((key, len(same)) for key, same in groups.items()),
+    ), groups
 
 
 def _runs(cuts: Sequence[tuple[tuple[object, ...], _Cut]]) -> list[_Run]:

@@ -10,72 +10,25 @@ ranks keep that order, so two buckets can never wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_hexi.mesh import Box, Bucket, Cell, Slab, cell_contains
+from megatron_hexi.mesh import Bucket, Cell, Slab, cell_contains
+from megatron_hexi.runtime.bucket_buffer import (
+    BucketBuffer,
+    HeldBox,
+    main_grad,
+    set_main_grad,
+    start_sum,
+    wait_all,
+)
+from megatron_hexi.runtime.passing_buckets import PassingBuckets
 from megatron_hexi.runtime.waiting import waiting
-
-
-@dataclass(frozen=True)
-class HeldBox:
-    """A box of a weight, in the parameter that holds it.
-
-    Args:
-        box: which part of which weight.
-        parameter: what holds it.
-        strides: of the box's axes in the parameter's elements.
-        offset: of its first element.
-    """
-
-    box: Box
-    parameter: Parameter
-    strides: tuple[int, ...]
-    offset: int
-
-    def view(self, tensor: Tensor, cell: Cell) -> Tensor:
-        """A part of the box, in a tensor laid out as the parameter."""
-        starts = [cell_axis[0] - box_axis[0] for cell_axis, box_axis in zip(cell, self.box.cell, strict=True)]
-        start = sum(first * stride for first, stride in zip(starts, self.strides, strict=True))
-        sizes = [high - low for low, high in cell]
-        return tensor.as_strided(sizes, self.strides, tensor.storage_offset() + self.offset + start)
-
-
-@dataclass
-class BucketBuffer:
-    """One bucket on this rank.
-
-    Args:
-        bucket: its table.
-        group: the holders; ``None`` where this rank alone holds it.
-        values: of the weights, flat.
-        gradients: flat; after the sum, what this rank owns is right, the rest is undefined.
-        copied: pieces whose parameter lies elsewhere too, with where they lie there and here.
-        scales: factors of elements before the sum, where they are not 1.
-        waits_for: parameters whose gradients are not there yet.
-    """
-
-    bucket: Bucket
-    group: dist.ProcessGroup | None
-    values: Tensor
-    gradients: Tensor
-    copied: list[tuple[HeldBox, Cell, slice]] = field(default_factory=list)
-    scales: list[tuple[slice, float]] = field(default_factory=list)
-    waits_for: set[Parameter] = field(default_factory=set)
-    works: list[dist.Work | None] = field(default_factory=list)
-
-    def runs(self) -> Iterable[tuple[int, slice]]:
-        """Each holder that owns anything, with its elements."""
-        for rank in self.bucket.holders:
-            start, stop = self.bucket.run(rank)
-            if start < stop:
-                yield rank, slice(start, stop)
-
 
 #: Pieces with where each lies in its parameter, and in the bucket.
 _Run = list[tuple[HeldBox, Cell, slice]]
@@ -120,7 +73,17 @@ class PieceBuffers:
         for parameter in self._by_parameter:
             if not hasattr(parameter, "main_grad"):
                 dtype = gradient_dtype or parameter.dtype
-                _set_main_grad(parameter, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
+                set_main_grad(parameter, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
+        self._staying = [buffer for buffer in self.buckets if not buffer.passes]
+        by_number: dict[int, list[BucketBuffer]] = {}
+        for buffer in self.buckets:
+            if buffer.passes:
+                assert buffer.bucket.turn is not None
+                by_number.setdefault(buffer.bucket.turn[2], []).append(buffer)
+        # A parameter that lies in several buckets has memory of its own.
+        apart = {held.parameter for buffer in self._staying for held, _, _ in buffer.copied}
+        # In the same order on all ranks, as each group's collectives must be.
+        self._passing = {number: PassingBuckets(by_number[number], apart) for number in sorted(by_number)}
 
     def _lay_out(
         self,
@@ -136,7 +99,10 @@ class PieceBuffers:
         like = held[0].parameter.data
         values = like.new_empty(bucket.size)
         gradients = values.new_zeros(bucket.size, dtype=gradient_dtype or values.dtype)
-        buffer = BucketBuffer(bucket, group, values, gradients)
+        run = slice(*bucket.run(self.rank))
+        buffer = BucketBuffer(bucket, group, values, gradients, run, values[run], gradients[run])
+        if buffer.passes:
+            buffer.own_values, buffer.own_gradients = values[run].clone(), gradients[run].clone()
         for piece, start, one in zip(bucket.pieces, bucket.starts, held, strict=True):
             parameter, span = one.parameter, slice(start, start + piece.size)
             assert parameter.dtype == values.dtype, f"{piece.key}: weights of one precision"
@@ -146,6 +112,7 @@ class PieceBuffers:
                 buffer.scales.append((span, scale_of(parameter)))
             self._by_parameter.setdefault(parameter, []).append(buffer)
         buffer.copied = [copied for run in _runs(buffer.copied) for copied in self._left(buffer, run)]
+        buffer.keep_own()
         return buffer
 
     @staticmethod
@@ -159,7 +126,7 @@ class PieceBuffers:
         if span.stop - span.start != parameter.numel() or not parameter.is_contiguous():
             return run
         parameter.data = buffer.values[span].view(parameter.shape)
-        _set_main_grad(parameter, buffer.gradients[span].view(parameter.shape))
+        set_main_grad(parameter, buffer.gradients[span].view(parameter.shape))
         return []
 
     def owned(self) -> list[tuple[BucketBuffer, Slab]]:
@@ -180,34 +147,76 @@ class PieceBuffers:
     def collect_values(self) -> None:
         """Copy the values of parameters that lie in several buckets into these."""
         for buffer in self.buckets:
-            for held, cell, span in buffer.copied:
-                buffer.values[span] = held.view(held.parameter.data, cell).reshape(-1)
+            buffer.collect()
 
     def hand_out_values(self) -> None:
-        """Give all holders the values of what this rank owns, and take theirs."""
+        """Give all holders the values of what this rank owns, and take theirs; what passes comes later."""
         with waiting("gradients"):
             works: list[dist.Work | None] = []
-            for buffer in self.buckets:
+            for buffer in self._staying:
                 if buffer.group is not None:
                     works += [
                         dist.broadcast(buffer.values[span], owner, group=buffer.group, async_op=True)
                         for owner, span in buffer.runs()
                     ]
-            _wait(works)
-        self._spread()
+            wait_all(works)
+        for buffer in self._staying:
+            buffer.spread()
 
     def take_values_from(self, source_of: Callable[[tuple[int, ...]], int]) -> None:
         """Give all holders of each bucket the values that one of them has."""
         for buffer in self.buckets:
             if buffer.group is not None:
                 dist.broadcast(buffer.values, source_of(buffer.bucket.holders), group=buffer.group)
-        self._spread()
-
-    def _spread(self) -> None:
         for buffer in self.buckets:
-            for held, cell, span in buffer.copied:
-                part = held.view(held.parameter.data, cell)
-                part.copy_(buffer.values[span].view(part.shape))
+            buffer.spread()
+            buffer.keep_own()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have all weights here, for a checkpoint; a collective of all ranks."""
+        for passing in self._passing.values():
+            passing.fetch()
+        for passing in self._passing.values():
+            passing.settle()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Give back the memory of all values that pass."""
+        for passing in self._passing.values():
+            passing.release()
+
+    @contextlib.contextmanager
+    def ministage(self, number: int, following: int | None, backward: bool) -> Iterator[None]:
+        """Have the weights of a ministage here while it runs, and let those of the next one come meanwhile.
+
+        Its gradients are on their way to their owners afterwards, those of the ministage before are there.
+
+        Args:
+            number: of the ministage.
+            following: of the one that runs next; ``None``: the iteration ends.
+            backward: whether it has gradients.
+        """
+        own = self._passing.get(number)
+        for passing in (own, None if following is None else self._passing.get(following)):
+            if passing is not None:
+                passing.fetch()
+        if own is not None:
+            own.settle()
+            if backward:
+                own.open_gradients()
+        yield
+        if backward:
+            for passing in self._passing.values():
+                passing.close_gradients()
+        if own is not None:
+            if backward:
+                own.start_sums()
+            if following != number:
+                own.release()
 
     # Gradients: what Megatron asks of a group of buckets
 
@@ -217,34 +226,28 @@ class PieceBuffers:
             return
         for buffer in self._by_parameter[parameter]:
             buffer.waits_for.discard(parameter)
-        while self._launched < len(self.buckets) and not self.buckets[self._launched].waits_for:
+        while self._launched < len(self._staying) and not self._staying[self._launched].waits_for:
             self._launch()
 
     def start_grad_sync(self, *_: object) -> None:
         """Start all sums that are not under way."""
-        while self._launched < len(self.buckets):
+        while self._launched < len(self._staying):
             self._launch()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Wait for all sums; afterwards the gradients of what this rank owns are right."""
         self.start_grad_sync()
         with waiting("gradients"):
-            for buffer in self.buckets:
-                _wait(buffer.works)
+            for buffer in self._staying:
+                wait_all(buffer.works)
                 buffer.works = []
+        for passing in self._passing.values():
+            passing.close_gradients()
 
     def _launch(self) -> None:
-        buffer = self.buckets[self._launched]
+        buffer = self._staying[self._launched]
         self._launched += 1
-        for held, cell, span in buffer.copied:
-            buffer.gradients[span] = held.view(_main_grad(held.parameter), cell).reshape(-1)
-        for span, factor in buffer.scales:
-            buffer.gradients[span] *= factor
-        if buffer.group is not None:
-            buffer.works = [
-                dist.reduce(buffer.gradients[span], owner, group=buffer.group, async_op=True)
-                for owner, span in buffer.runs()
-            ]
+        start_sum(buffer)
 
     # What Megatron asks of a buffer, and of a group of buckets besides
 
@@ -252,17 +255,18 @@ class PieceBuffers:
         """Begin a batch: gradients are zero, and none is complete."""
         self._launched = 0
         self.is_last_microbatch = True
-        for buffer in self.buckets:
+        for buffer in self._staying:
             buffer.gradients.zero_()
         for parameter, buffers in self._by_parameter.items():
-            _main_grad(parameter).zero_()
+            if not all(buffer.passes for buffer in buffers):
+                main_grad(parameter).zero_()
             for buffer in buffers:
                 buffer.waits_for.add(parameter)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients of what this rank owns."""
         for buffer in self.buckets:
-            buffer.gradients[slice(*buffer.bucket.run(self.rank))] *= factor
+            buffer.own_gradients *= factor
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Nothing to do: the optimizer hands the values out."""
@@ -292,19 +296,3 @@ def _runs(copied: _Run) -> Iterable[_Run]:
         run.append((held, cell, span))
     if run:
         yield run
-
-
-def _main_grad(parameter: Parameter) -> Tensor:
-    """Where Megatron adds up a parameter's gradient."""
-    main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-    return main
-
-
-def _set_main_grad(parameter: Parameter, gradient: Tensor) -> None:
-    parameter.main_grad = gradient  # type: ignore[attr-defined]
-
-
-def _wait(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        assert work is not None, "this rank is in the group"
-        work.wait()

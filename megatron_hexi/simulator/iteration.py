@@ -14,6 +14,7 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import exposed_synchronisation
+from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan
 from megatron_hexi.simulator.engine import Progress
 from megatron_hexi.simulator.extend import StageTimes, extend_stage
@@ -51,6 +52,11 @@ def simulate(
         PlanError: the plan was made for another job.
         ClusterError: the plan's units do not match the cluster, or a GPU cannot do the job.
     """
+    if plan.has_ministages:
+        raise PlanError(
+            "the plan has ministages, and this version cannot replay such plans yet; see what hexi validate "
+            "--cluster predicts"
+        )
     timing = CostModel(job, cluster).timing(plan, gpus)
     sections = timing.sections
     works = [

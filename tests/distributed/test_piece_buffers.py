@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from megatron_hexi.mesh import cut_pieces, make_buckets
-from megatron_hexi.runtime.piece_buffers import HeldBox, PieceBuffers
+from megatron_hexi.runtime.bucket_buffer import HeldBox
+from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from tests.support.plans import examples
 from tests.support.stage_plans import boxes_of, meshes, parameters_of
 from tests.support.threads import run_ranks

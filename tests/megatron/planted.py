@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_hexi.mesh import RowMessage
-from megatron_hexi.runtime.piece_buffers import BucketBuffer, PieceBuffers
+from megatron_hexi.runtime.bucket_buffer import BucketBuffer
+from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from megatron_hexi.runtime.row_channel import RowChannel
 
 

@@ -1,4 +1,4 @@
-"""What ranks hold between two iterations is what the cost model says: weights, gradients, optimizer state."""
+"""What ranks hold is what the cost model says: between two iterations, and with ministages at the peak."""
 
 from __future__ import annotations
 
@@ -57,3 +57,57 @@ def test_weights_gradients_and_state_take_what_the_cost_model_says(forks: Forks,
         said = rank.memory.weights + rank.memory.gradients + rank.memory.optimizer
         assert 0.97 * said < one.resident < 1.02 * said + border
         assert one.peak > one.resident
+
+
+#: Of four samples one a rank, so that weights, and not activations, are most of what is held.
+SHARED = """\
+version: 2
+workload: {{seq_length: 32, heads: 6, kv_heads: 2, head_dim: 16, layers: 8}}
+job: {{micro_batch_size: 4}}
+replicas:
+- micro_batches: 4
+  stages:
+  - layers: [0, 8]
+    {ministages}
+    domains:
+    - {{ranks: [0], samples: 1}}
+    - {{ranks: [1], samples: 1}}
+    - {{ranks: [2], samples: 1}}
+    - {{ranks: [3], samples: 1}}
+"""
+SMALL = (
+    *("--untie-embeddings-and-output-weights", "--num-layers", "8", "--seq-length", "32"),
+    *("--max-position-embeddings", "32", "--hidden-size", "192", "--ffn-hidden-size", "1024"),
+)
+
+
+@pytest.mark.slow
+def test_ministages_hold_at_the_peak_what_the_cost_model_says(forks: Forks, tmp_path: Path):
+    words = [*job(MODEL), *SMALL]
+    (tmp_path / "model.args").write_text(" ".join(words))
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    terms = Job(
+        model=read_model(str(tmp_path / "model.args")),
+        seq_length=32,
+        micro_batch_size=MICRO_BATCH,
+        global_batch_size=MICRO_BATCH * MICRO_BATCHES,
+        precision="fp32",
+    )
+    peaks = []
+    for ministages in ("", "ministages: 4", "ministages: 8"):
+        path = tmp_path / "plan.yaml"
+        path.write_text(SHARED.format(ministages=ministages))
+        training: list[str | Path] = ["--train-iters", "2", "--hexi-plan", path]
+        outcome = forks.launch(
+            tmp_path, ranks=4, args=[*words, *training], entry="tests.megatron.held_bytes", timeout=280
+        )
+        assert outcome.succeeded, outcome.why()
+        cost = CostModel(terms, read_cluster(tmp_path / "cluster.yaml")).estimate(read_plan(path))
+        for rank, output in zip(cost.ranks, outcome.output, strict=True):
+            (one,) = held(output)
+            said = rank.memory.total - rank.memory.reserve
+            print(f"{ministages or 'whole'}: {one.peak / 1e6:.2f} MB, predicted {said / 1e6:.2f}")
+            assert one.peak == pytest.approx(said, rel=0.05)
+        peaks.append(one.peak)
+    assert peaks[2] < peaks[1] < peaks[0]
+    assert peaks[2] < 0.6 * peaks[0]

@@ -13,7 +13,7 @@ import torch
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.mesh import Box
-from megatron_hexi.runtime.piece_buffers import HeldBox
+from megatron_hexi.runtime.bucket_buffer import HeldBox
 
 
 def held_boxes(module: torch.nn.Module) -> list[HeldBox]:

@@ -147,6 +147,21 @@ def _as_chain(original: Callable[..., Any]) -> Callable[..., Any]:
     return checkpoint
 
 
+def _of_whole_models(original: Callable[..., Any]) -> Callable[..., Any]:
+    """With ministages, ranks hold most weights in shares: all of them come before they are written."""
+    chained = _as_chain(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(iteration: int, model: list[Any], *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            if stages_active():
+                for chunk in model:
+                    stack.enter_context(chunk.pieces.whole())
+            return chained(iteration, model, *args, **kwargs)
+
+    return save_checkpoint
+
+
 def _into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
     """Weights are loaded into parameters: those that lie in several buckets are copied into these."""
     chained = _as_chain(original)

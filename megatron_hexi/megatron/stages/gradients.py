@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.packing import document_ends, packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.stages.boxes import held_boxes
+from megatron_hexi.megatron.stages.ministages import StageSlices
 from megatron_hexi.mesh import Box, cut_pieces, make_buckets
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 
@@ -102,6 +104,9 @@ def _piece_buffers(
     assert session.stages is not None
     mesh, view, groups = session.stages.mesh, session.stages.view, session.stages.groups
     held = held_boxes(module)
+    if session.stages.stage.ministages is not None:
+        slices = StageSlices(module, mesh, view.place)
+        held = [replace(one, box=replace(one.box, turn=slices.turn_of(one.parameter))) for one in held]
     boxes: list[list[Box]] = [[] for _ in mesh.places]
     dist.all_gather_object(boxes, [one.box for one in held])
     weights = {place.rank: mesh.member(place).state for place in mesh.places}

@@ -5,8 +5,9 @@ so on; what leaves the last stage's first ministage enters the second of stage 0
 reverse. Forward passes keep nothing but the rows that enter a ministage: its backward pass runs it again from
 these. In the last ministage of the model each micro-batch turns round at once, so that one runs once.
 
-So a rank has the activations of one ministage and one micro-batch at a time, and needs the weights of one
-ministage at a time; the step comes after all of them, since clipping needs the norm of all gradients.
+So a rank has the activations of one ministage and one micro-batch at a time. Weights come a ministage at a
+time where other units can send them again (`runtime.passing_buckets`). The optimizer's step comes after all
+ministages, since clipping needs the norm of all gradients.
 
 The model is Megatron's, built whole. A ministage is the same module with some of its layers.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_hexi.megatron.session import Session, active_session
-from megatron_hexi.mesh import Mesh, Place
+from megatron_hexi.mesh import Mesh, Place, Turn
 from megatron_hexi.patching import Patch
 
 
@@ -49,6 +50,29 @@ class StageSlices:
         self._layers = [torch.nn.ModuleList(itertools.islice(layers, size)) for size in sizes]
         self.count = len(self._layers)
         self._is_first, self._is_last = place.stage == 0, mesh.is_last_stage(place)
+        self._place = place
+        self._uses = self._find_uses()
+
+    def _find_uses(self) -> dict[Parameter, set[int]]:
+        """Which ministages use each parameter: tied embeddings at both ends of one stage are used by two."""
+        model, last = self._model, self.count - 1
+        uses: dict[Parameter, set[int]] = {}
+        modules = list(enumerate(self._layers))
+        if self._is_first:
+            modules.append((0, model.embedding))
+        if self._is_last:
+            modules += [(last, self._decoder.final_layernorm), (last, model.output_layer)]
+            if model.share_embeddings_and_output_weights:
+                uses[model.shared_embedding_or_output_weight()] = {last}
+        for number, module in modules:
+            for parameter in module.parameters():
+                uses.setdefault(parameter, set()).add(number)
+        return uses
+
+    def turn_of(self, parameter: Parameter) -> Turn | None:
+        """The one ministage that uses a parameter; ``None``: several do."""
+        first, *others = self._uses[parameter]
+        return None if others else (self._place.replica, self._place.stage, first)
 
     def takes_tokens(self, number: int) -> bool:
         """Whether a ministage begins with the embedding; all others begin with rows of the one before."""
@@ -83,10 +107,8 @@ class StageSlices:
             yield
 
     def used_before(self, number: int) -> frozenset[Parameter]:
-        """Parameters of a ministage whose gradients earlier ones add to later: embeddings that are tied."""
-        if number == 0 or not self.takes_tokens(0):
-            return frozenset()
-        return frozenset(self._model.embedding.parameters())
+        """Parameters that ministages before one use: the backward pass adds to their gradients later."""
+        return frozenset(one for one, numbers in self._uses.items() if min(numbers) < number)
 
 
 @contextlib.contextmanager
@@ -161,47 +183,45 @@ class _Iteration:
         self._own: deque[Tensor] | None = deque() if self._stages.mesh.depth(place) == 1 else None
 
     def run(self, forward_only: bool) -> None:
-        """All passes of all ministages."""
-        *others, last = range(self._slices.count)
-        for number in others:
-            self._forward(number, keep=not forward_only)
-        if forward_only:
-            self._forward(last, keep=False)
-            return
-        if self._slices.gives_loss(last):
-            self._forward(last, keep=True, turn=True)
-        else:
-            self._forward(last, keep=True)
-            self._backward(last)
-        for number in reversed(others):
-            self._backward(number)
+        """All micro-batches through all ministages; the gradients of this rank are in its buckets then."""
+        self._keeps = not forward_only
+        numbers = range(self._slices.count)
+        passes: list[tuple[int, Callable[[int, int], None]]] = [(number, self._forward) for number in numbers]
+        if not forward_only:
+            *others, last = numbers
+            if self._slices.gives_loss(last):
+                passes[last] = last, self._turn
+            else:
+                passes.append((last, self._backward))
+            passes += [(number, self._backward) for number in reversed(others)]
+        pieces = self._model.pieces
+        pieces.release()
+        for place, (number, run) in enumerate(passes):
+            following = passes[place + 1][0] if place + 1 < len(passes) else None
+            if self._batches is not None:
+                self._batches.rewind()
+            self._stages.channels.begin(self._micro_batches, forward_only)
+            with pieces.ministage(number, following, run != self._forward), self._slices.only(number):
+                for micro_batch in range(self._micro_batches):
+                    run(number, micro_batch)
 
-    def _begin(self, number: int) -> contextlib.AbstractContextManager[None]:
-        if self._batches is not None:
-            self._batches.rewind()
-        self._stages.channels.begin(self._micro_batches, forward_only=False)
-        return self._slices.only(number)
+    def _forward(self, number: int, micro_batch: int) -> None:
+        """Run, and keep the rows that entered."""
+        rows = self._enter(number)
+        if self._keeps:
+            self._entered[number].append(rows)
+        with torch.no_grad():
+            output = self._step(self._slices, number, micro_batch, rows)
+        if not self._slices.gives_loss(number):
+            self._send_rows(output)
 
-    def _forward(self, number: int, keep: bool, turn: bool = False) -> None:
-        """All micro-batches through a ministage; with `turn`, each also back."""
-        with self._begin(number):
-            for micro_batch in range(self._micro_batches):
-                rows = None if self._slices.takes_tokens(number) else self._receive_rows()
-                if turn:
-                    self._pass_back(number, micro_batch, rows)
-                    continue
-                if keep:
-                    self._entered[number].append(rows)
-                with torch.no_grad():
-                    output = self._step(self._slices, number, micro_batch, rows)
-                if not self._slices.gives_loss(number):
-                    self._send_rows(output)
+    def _turn(self, number: int, micro_batch: int) -> None:
+        """Run, and turn round at the loss."""
+        self._pass_back(number, micro_batch, self._enter(number))
 
-    def _backward(self, number: int) -> None:
-        """The gradients of all micro-batches through a ministage, each run again before."""
-        with self._begin(number):
-            for micro_batch in range(self._micro_batches):
-                self._pass_back(number, micro_batch, self._entered[number].popleft())
+    def _backward(self, number: int, micro_batch: int) -> None:
+        """Run again, and take the gradients through."""
+        self._pass_back(number, micro_batch, self._entered[number].popleft())
 
     def _pass_back(self, number: int, micro_batch: int, rows: Tensor | None) -> None:
         from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
@@ -222,7 +242,9 @@ class _Iteration:
 
     # Over a border, or by hand where the replica has one stage.
 
-    def _receive_rows(self) -> Tensor:
+    def _enter(self, number: int) -> Tensor | None:
+        if self._slices.takes_tokens(number):
+            return None
         if self._own is not None:
             return self._own.popleft()
         rows = self._stages.channels.receive_activations(self._shape, self._model.config.pipeline_dtype)

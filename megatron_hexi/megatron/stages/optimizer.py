@@ -26,7 +26,8 @@ from megatron_hexi.megatron.stages.optimizer_state import (
     state_document,
 )
 from megatron_hexi.mesh import Slab
-from megatron_hexi.runtime.piece_buffers import BucketBuffer, PieceBuffers
+from megatron_hexi.runtime.bucket_buffer import BucketBuffer
+from megatron_hexi.runtime.piece_buffers import PieceBuffers
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,12 @@ def _owned_slabs(buffers: PieceBuffers) -> list[_OwnedSlab]:
 
 def _owned(buffer: BucketBuffer, slab: Slab) -> _OwnedSlab:
     shape = [stop - start for start, stop in slab.cell]
-    values = buffer.values[slab.start : slab.stop].view(shape)
+    span = slice(slab.start - buffer.own_run.start, slab.stop - buffer.own_run.start)
+    values = buffer.own_values[span].view(shape)
     main = Parameter(values.float())  # a view where the values are fp32
     # One owner in the world: the norm counts it once.
     main.tensor_model_parallel = True  # type: ignore[attr-defined]
-    return _OwnedSlab(slab, values, buffer.gradients[slab.start : slab.stop].view(shape), main)
+    return _OwnedSlab(slab, values, buffer.own_gradients[span].view(shape), main)
 
 
 class PieceOptimizer(FP32Optimizer):

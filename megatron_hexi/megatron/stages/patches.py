@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.megatron.stages.checkpoints import _as_chain, _by_rank, _into_buckets, stages_active
+from megatron_hexi.megatron.stages.checkpoints import _by_rank, _into_buckets, _of_whole_models, stages_active
 from megatron_hexi.megatron.stages.communicator import BorderCommunicator
 from megatron_hexi.megatron.stages.gradients import _over_all_holders, _with_pieces
 from megatron_hexi.megatron.stages.ministages import MINISTAGE_PATCHES
@@ -68,8 +68,8 @@ STAGES_PATCHES = (
     ),
     Patch(
         target="megatron.training.checkpointing:save_checkpoint",
-        why="the checkpoint's grid of random states is a chain of all ranks",
-        build=_as_chain,
+        why="the checkpoint's grid of random states is a chain of all ranks; shares of weights come together",
+        build=_of_whole_models,
     ),
     Patch(
         target="megatron.training.checkpointing:load_checkpoint",

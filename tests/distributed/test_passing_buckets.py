@@ -1,0 +1,124 @@
+"""Weights that come a ministage at a time are their owners', gradients the sums over all holders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hexi.mesh import cut_pieces, make_buckets
+from megatron_hexi.runtime.piece_buffers import PieceBuffers
+from tests.distributed.test_piece_buffers import (
+    ITERATIONS,
+    MESHES,
+    MICRO_BATCHES,
+    SEEDS,
+    SIZES,
+    RankModel,
+    check_sums,
+    new_values,
+    part,
+    part_of,
+)
+from tests.support.plans import examples
+from tests.support.stage_plans import boxes_of
+from tests.support.threads import run_ranks
+
+
+def with_turn(box: Any, ministages: int) -> Any:
+    """Layers in turns; embeddings are at both ends."""
+    if box.key == "embedding":
+        return box
+    return replace(box, turn=(0, 0, box.depth % ministages))
+
+
+def run_ministages(mesh, dtype, seed, size, ministages):
+    """Iterations of backward passes, each a ministage at a time; then new weights of the owners.
+
+    Returns:
+        As `run_buffers`, without values at first.
+    """
+    states = {place.rank: mesh.member(place).state for place in mesh.places}
+    boxes = [[with_turn(box, ministages) for box in own] for own in boxes_of(mesh)]
+    buckets = make_buckets(cut_pieces(boxes), states, size)
+
+    def work(thread):
+        model = RankModel(mesh, thread.rank, dtype, seed)
+        held: list[Any] = [replace(one, box=with_turn(one.box, ministages)) for one in model.held]
+        number_of: dict[Any, int] = {one.parameter: one.box.turn[2] if one.box.turn else 0 for one in held}
+
+        def group_of(ranks):
+            if len(ranks) == 1 or thread.rank not in ranks:
+                return None
+            return thread.new_group(f"holders-{ranks}", ranks)
+
+        buffers = PieceBuffers(buckets, held, model.scales.__getitem__, thread.rank, group_of, torch.float32)
+        buffers.take_values_from(max)
+        first = {one: one.data.clone() for one in number_of}
+        passing: list[Any] = [buffer for buffer in buffers.buckets if buffer.passes]
+        buffers.release()
+        assert not sum(buffer.values.untyped_storage().nbytes() for buffer in passing)
+        sums = []
+        for iteration in range(ITERATIONS):
+            buffers.reset()
+            for number in reversed(range(ministages)):
+                with buffers.ministage(number, number - 1 if number else None, backward=True):
+                    here = {number, number - 1}
+                    for buffer in passing:
+                        is_here = buffer.values.untyped_storage().nbytes() > 0
+                        assert is_here == (buffer.bucket.turn[2] in here)
+                        has_gradients = buffer.gradients.untyped_storage().nbytes() > 0
+                        assert has_gradients == (buffer.bucket.turn[2] in {number, number + 1})
+                    for parameter in (one for one, used in number_of.items() if used == number):
+                        assert torch.equal(parameter.data, first[parameter])
+                        for step in range(MICRO_BATCHES):
+                            parameter.main_grad.add_(
+                                model.gradients[parameter][iteration * MICRO_BATCHES + step]
+                            )
+            buffers.finish_grad_sync()
+            sums.append(own_gradients(buffers))
+        buffers.scale_gradients(0.5)
+        sums.append(own_gradients(buffers))
+        new = new_values(mesh, dtype, seed)
+        for buffer, slab in buffers.owned():
+            own(buffer, buffer.own_values, slab).copy_(part(new[slab.key], slab.cell).flatten())
+        buffers.hand_out_values()
+        with buffers.whole():
+            ended = [(one.box, part_of(one, one.parameter.data).clone()) for one in held]
+        assert not sum(buffer.values.untyped_storage().nbytes() for buffer in passing)
+        return [], sums, ended
+
+    return run_ranks(len(mesh.places), work)
+
+
+def own(buffer, tensor, slab):
+    return tensor[slab.start - buffer.own_run.start : slab.stop - buffer.own_run.start]
+
+
+def own_gradients(buffers):
+    return [
+        (
+            slab,
+            own(buffer, buffer.own_gradients, slab).clone().view([stop - start for start, stop in slab.cell]),
+        )
+        for buffer, slab in buffers.owned()
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_and_gradients_are_there_when_they_are_needed(dtype):
+    @examples(15)
+    @given(mesh=MESHES, seed=SEEDS, size=SIZES, ministages=st.integers(1, 3))
+    def run(mesh, seed, size, ministages):
+        results = run_ministages(mesh, dtype, seed, size, ministages)
+        check_sums(results, mesh, dtype, seed)
+        new = new_values(mesh, dtype, seed)
+        for _, _, ended in results:
+            for box, values in ended:
+                assert torch.equal(values, part(new[box.key], box.cell))
+
+    run()
