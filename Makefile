@@ -31,7 +31,7 @@ versions: environment  ## install the earlier versions of megatron-core, and tra
 	done
 	$(BIN)/python -m pytest tests/megatron/test_versions.py
 
-lint: environment  ## style, types, and the arrows between rooms
+lint: environment  ## style, types, and the direction of imports between packages
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy

@@ -10,6 +10,9 @@ HERE = Path(__file__).parent
 #: What only planning needs; `megatron_hexi.errors` names the extra where one of them is missing.
 PLAN = ["ortools>=9.11"]
 
+#: What --picture and `hexi report` draw with, a quarter of what planning needs.
+PICTURES = ["matplotlib"]
+
 #: What only training needs.
 TRAIN = ["megatron-core>=0.17,<0.20", "torch>=2.11"]
 
@@ -70,7 +73,6 @@ setup(
     install_requires=[
         "MarkupSafe",  # as jinja2 spells it
         "jinja2",
-        "matplotlib",
         "numpy",
         "packaging",
         "psutil",  # also what megatron-core saves torch_dist checkpoints with, and does not declare
@@ -81,6 +83,7 @@ setup(
     ],
     extras_require={
         "plan": PLAN,
+        "pictures": PICTURES,
         "train": TRAIN,
         "convert": CONVERT,
         # Kernels for NVIDIA GPUs, built against the installed torch. What the builds import comes first:

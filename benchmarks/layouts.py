@@ -9,6 +9,7 @@ the cost model. `--page` writes docs/results/planner.md.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -199,13 +200,14 @@ def measure(cluster: str, model: str, seq_length: int, batch: int, precision: st
 _COLUMNS = (
     *("cell: cluster, model, context, batch", "plan, s", "best equal, s", "times as fast"),
     *("in proportion, s", "HexiScale's planner, s", "Zorse's planner, s", "over the bound", "planned in, s"),
-    "the plan: micro-batches x (stages)",
+    "the plan: micro-batches x (stages; L: layers)",
 )
 _PAGE = """\
 # What choosing the whole layout is worth
 
-Written by `python -m benchmarks.layouts --page`; do not edit. Nothing here was measured on GPUs: all of it is
-prediction by the [cost model](../cost-model.md), which also judged the search.
+**Simulated: nothing on this page was measured on a GPU.** All of it is prediction by the
+[cost model](../cost-model.md), which also judged the search. Written by
+`python -m benchmarks.layouts --page`; do not edit.
 
 Against the best layout that Megatron can run with equal parts, by search over all of its flags, the
 [planner](../planner.md)'s plan is {least:.2f} to {most:.2f} times as fast, {middle:.2f} times in the median
@@ -256,7 +258,18 @@ def _line(row: Row) -> str:
         cell(row.gap, ".0%"),
         f"{row.planning_s:.1f}",
     ]
-    return f"| {row.cell} | {' | '.join(values)} | {row.layout} |"
+    return f"| {row.cell} | {' | '.join(values)} | {merge_stages(row.layout)} |"
+
+
+def merge_stages(layout: str) -> str:
+    """A layout of `spell_stages` with stages that follow their like counted."""
+    replicas = []
+    for replica in layout.split("; "):
+        share, _, stages = replica.removesuffix(")").partition("(")
+        runs = [(stage, len(list(alike))) for stage, alike in itertools.groupby(stages.split(" / "))]
+        told = " / ".join(stage if count == 1 else f"{count} of [{stage}]" for stage, count in runs)
+        replicas.append(f"{share}({told})")
+    return "; ".join(replicas).replace(", TP ", " TP").replace(" layers", "L")
 
 
 def _spell(machines: Machines) -> str:

@@ -15,9 +15,13 @@ author = "the authors of megatron-hexi"
 copyright = author
 version = release = megatron_hexi.__version__
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+autodoc_default_options = {"members": True, "imported-members": True, "exclude-members": "__new__, __init__"}
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 myst_heading_anchors = 4  # links to headings are checked, as those to pages are
 nitpicky = True
+nitpick_ignore_regex = [("py:.*", ".*")]  # types of other libraries, and of our own that are not exported
 highlight_language = "none"  # of blocks that name none
 smartquotes_action = "q"  # quotes only: a flag's two hyphens are no dash
 

@@ -83,7 +83,13 @@ def user_errors() -> Iterator[None]:
 
 
 #: The extra of `setup.py` that installs a package which is imported only where it is needed.
-_EXTRA_OF = {"megatron": "train", "ortools": "plan", "safetensors": "convert", "torch": "train"}
+_EXTRA_OF = {
+    "matplotlib": "pictures",
+    "megatron": "train",
+    "ortools": "plan",
+    "safetensors": "convert",
+    "torch": "train",
+}
 
 
 @contextlib.contextmanager

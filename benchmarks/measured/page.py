@@ -12,6 +12,8 @@ from megatron_hexi.text_file import write_text_atomically
 
 _INTRODUCTION = """# Measured
 
+**Measured on clusters emulated on one machine's CPUs; predictions stand beside.**
+
 Written by `python -m benchmarks.measured`; do not edit. Real Megatron training (`megatron_hexi.pretrain_gpt`,
 CPU platform, gloo, fp32) on mixed clusters that [`hexi testbed`](../testbed.md) emulates on one machine.
 The cluster is probed once (`hexi probe`); plan, baselines and predictions come from the probe's file alone;

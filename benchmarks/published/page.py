@@ -37,6 +37,7 @@ def write_page(results: Mapping[str, Sequence[Comparison]], folder: Path) -> Non
 
 def _parts(results: Mapping[str, Sequence[Comparison]], words: Mapping[str, str]) -> Iterator[str]:
     yield "# Truth against published figures"
+    yield "**Simulated, beside figures that others measured on GPUs.**"
     yield words["introduction"].strip()
     yield "\n".join(_bounds(results))
     yield "![Error of each row](published/errors.png)"

@@ -57,7 +57,7 @@ def main(words: list[str] | None = None) -> int:
         _save(file, times_file, results, times)
     results = {cell.name: results[cell.name] for cell in cells if cell.name in results}
     _save(file, times_file, results, times)
-    write_page(results, times, options.output)
+    write_page(results, options.output)
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(summary_table([results[cell.name] for cell in chosen if cell.name in results]))
     for line in findings(results):

@@ -2,51 +2,38 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import megatron_hexi
 from benchmarks.simulation import words
-from benchmarks.simulation.cells import (
-    PAIRS,
-    RANDOM_MODEL,
-    SIMULATIONS,
-    TESTBEDS,
-    Cell,
-)
+from benchmarks.simulation.cells import SIMULATIONS, TESTBEDS
 from benchmarks.simulation.pictures import draw_all
 from benchmarks.simulation.results import Result
 from benchmarks.simulation.summary import Target, cells_of, speed_ups, targets
-from benchmarks.simulation.tables import cells_table, kernel_table, layouts_table, pairs_table, replicas_table
-from benchmarks.simulation.text import ASSUMED, HOW, INTRODUCTION, PAIRS_TEXT, SECTIONS, UNITS
+from benchmarks.simulation.text import ASSUMED, HOW, INTRODUCTION, SECTIONS
 
 _SUITES = (("testbed", TESTBEDS), ("simulation", SIMULATIONS))
-#: Cells that a target names before it only counts.
-_NAMED = 12
 
 
-def write_page(results: Mapping[str, Result], seconds: Mapping[str, float], folder: Path) -> None:
-    """Write simulation.md and simulation/*.png.
+def write_page(results: Mapping[str, Result], folder: Path) -> None:
+    """Write simulation.md and simulation/*.png: targets, means by cluster, what is assumed.
 
     Args:
-        results: by cell.
-        seconds: that planning took, by cell; they differ from machine to machine.
+        results: by cell; a reader finds each of them in simulation.json.
         folder: where to.
     """
     pictures = draw_all(results, folder / "simulation")
-    text = "\n\n".join(part for part in _parts(results, seconds, pictures) if part)
+    text = "\n\n".join(_parts(results, pictures))
     (folder / "simulation.md").write_text(text + "\n", encoding="utf-8")
 
 
-def _parts(
-    results: Mapping[str, Result], seconds: Mapping[str, float], pictures: Sequence[str]
-) -> Iterator[str]:
+def _parts(results: Mapping[str, Result], pictures: Sequence[str]) -> Iterator[str]:
     yield INTRODUCTION.format(version=megatron_hexi.__version__)
-    yield "## What was asked for, and what came out"
+    yield "## Targets"
     yield _targets(targets(results))
-    yield "## Speed-ups, in short"
+    yield "## Speed-ups by cluster, one replica"
     yield SECTIONS["short"]
     yield _summary(results)
     for name in pictures:
@@ -54,46 +41,12 @@ def _parts(
         yield SECTIONS[name]
     yield "## What is assumed"
     yield ASSUMED
-    yield UNITS
-    for suite_name, clusters in _SUITES:
-        yield f"## {suite_name.capitalize()}s, one replica"
-        for cluster in clusters:
-            cells = cells_of(results, suite=suite_name, cluster=cluster, data_parallel=1)
-            yield from _cluster(cluster, cells)
-    yield "## As many replicas as are best"
-    yield SECTIONS["auto"]
-    yield replicas_table(results)
-    yield "## The same kernel on all GPUs"
-    yield SECTIONS["kernel"]
-    yield kernel_table(results)
-    yield "## FLOP-matched pairs"
-    yield PAIRS_TEXT
-    yield pairs_table(results)
-    yield words.details(
-        "Layouts of both sides", layouts_table(cells_of(results, suite="flops"), with_baseline=True)
-    )
-    yield f"## Random clusters, {RANDOM_MODEL}"
-    yield SECTIONS["random"]
-    yield cells_table(cells_of(results, suite="random"), with_cluster=True)
-    yield words.details("Layouts", layouts_table(cells_of(results, suite="random"), with_cluster=True))
-    yield "## What the runtime would send"
-    yield SECTIONS["wire"]
-    yield "## Planning times"
-    yield _times(results, seconds)
     yield HOW
 
 
 def _targets(found: Sequence[Target]) -> str:
     rows = [[one.asked, one.measured, one.verdict] for one in found]
-    parts = [words.table(("asked for", "came out", "met"), rows, words=(0, 1, 2))]
-    for one in found:
-        if one.short:
-            lines = [f"- `{line}`" for line in one.short[:_NAMED]]
-            if len(one.short) > _NAMED:
-                lines.append(f"- and {len(one.short) - _NAMED} more, in the tables below")
-            title = f"Short of it: {one.asked} ({len(one.short)} cells)"
-            parts.append(words.details(title, "\n".join(lines)))
-    return "\n\n".join(parts)
+    return words.table(("target", "result", "met"), rows, words=(0, 1, 2))
 
 
 def _summary(results: Mapping[str, Result]) -> str:
@@ -136,33 +89,3 @@ def _summary(results: Mapping[str, Result]) -> str:
         "median gap",
     )
     return words.table(heads, rows, words=(0,))
-
-
-def _cluster(name: str, cells: Sequence[tuple[Cell, Result]]) -> Iterator[str]:
-    if not cells:
-        return
-    yield f"### {name}: {words.spell_gpus(cells[0][1].gpus)}"
-    yield f"[{name}.yaml](../../benchmarks/simulation/clusters/{name}.yaml)"
-    yield cells_table(cells)
-    yield words.details("Layouts", layouts_table(cells))
-
-
-def _times(results: Mapping[str, Result], seconds: Mapping[str, float]) -> str:
-    rows = []
-    clusters = (*TESTBEDS, *SIMULATIONS, *(name for pair in PAIRS for name in pair))
-    for cluster in clusters:
-        for replicas in (1, None):
-            cells = cells_of(results, cluster=cluster, data_parallel=replicas)
-            found = [seconds[cell.name] for cell, _ in cells if cell.name in seconds]
-            if found:
-                kind = "one" if replicas else "any"
-                rows.append(
-                    [cluster, kind, str(len(found)), _seconds(statistics.median(found)), _seconds(max(found))]
-                )
-    heads = ("cluster", "replicas", "cells", "median", "longest")
-    return SECTIONS["times"] + "\n\n" + words.table(heads, rows, words=(0, 1))
-
-
-def _seconds(value: float) -> str:
-    digits = max(0, 1 - math.floor(math.log10(value))) if value > 0 else 0
-    return f"{value:.{min(digits, 1)}f} s"

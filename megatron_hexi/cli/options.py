@@ -201,7 +201,9 @@ class NewJob(Training):
     model: Annotated[
         str, _option("model", f"{_MODEL}; what that says of the job stands for options.", metavar="NAME|PATH")
     ]
-    seq_length: Annotated[int | None, count_option("seq_length", "Tokens of one sequence.")] = None
+    seq_length: Annotated[
+        int | None, count_option("seq_length", "Tokens of one sequence, as 131072 or 128K.")
+    ] = None
     global_batch_size: Annotated[
         int | None, count_option("global_batch_size", f"Sequences of an iteration ({Job.global_batch_size}).")
     ] = None

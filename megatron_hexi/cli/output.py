@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,7 @@ def check_outputs(
     Raises:
         HexiError: what is no regular file or cannot be one, one file for two purposes, an unknown kind of
             picture.
+        ModuleNotFoundError: a picture, and nothing to draw it with.
     """
     # What standard output is redirected to would be replaced, and what is printed would be lost.
     streams = map(Path, ("/dev/stdout", "/dev/stderr"))
@@ -75,6 +77,8 @@ def check_outputs(
         raise HexiError(
             f"{picture}: a picture in an unknown format; end its name in .{', .'.join(PICTURE_FORMATS)}"
         )
+    if picture is not None and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(name="matplotlib")  # told as every missing extra is
 
 
 def write_picture(figure: Figure, path: Path) -> None:

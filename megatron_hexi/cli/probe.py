@@ -26,7 +26,7 @@ from megatron_hexi.plan.flags import flag_name
 if TYPE_CHECKING:
     from megatron_hexi.probe import Measurement, World
 
-# The room that measures imports torch, which takes seconds that no other command need spend.
+# The package that measures imports torch, which takes seconds that no other command need spend.
 
 app = typer.Typer()
 

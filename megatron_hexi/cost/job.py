@@ -33,26 +33,27 @@ class Job:
     """What is trained, and how.
 
     Args:
-           model: its shapes.
-           seq_length: tokens of one sequence (S).
-           micro_batch_size: sequences that go through a replica at once (B).
-           global_batch_size: sequences of one iteration, over all replicas.
-           tensor_parallel: GPUs that share each weight: --tensor-model-parallel-size.
-           pipeline_parallel: stages: --pipeline-model-parallel-size.
-           data_parallel: replicas of the plan.
-           recompute: what the backward pass computes again: --recompute-granularity. ``selective`` is core
-    layer, that is its all-to-alls and its exchange too.
-           precision: of weights and activations; ``fp8``: matrices in fp8, all else in bf16, as Megatron's
+        model: its shapes.
+        seq_length: tokens of one sequence (S).
+        micro_batch_size: sequences that go through a replica at once (B).
+        global_batch_size: sequences of one iteration, over all replicas.
+        tensor_parallel: GPUs that share each weight: --tensor-model-parallel-size.
+        pipeline_parallel: stages: --pipeline-model-parallel-size.
+        data_parallel: replicas of the plan.
+        recompute: what the backward pass computes again: --recompute-granularity. ``selective`` is core
+            attention; ``full`` is every layer, with its all-to-alls and its exchange; a number of layers is
+            ``full`` for so many.
+        precision: of weights and activations; ``fp8``: matrices in fp8, all else in bf16, as Megatron's
             --fp8-format, which the runtime refuses today: for estimates only.
-           distributed_optimizer: --use-distributed-optimizer: optimizer state is cut over all replicas.
+        distributed_optimizer: --use-distributed-optimizer: optimizer state is cut over all replicas.
             Where stages have layers of their own it always is.
-           overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
-           sequence_parallel: --sequence-parallel, where `tensor_parallel` is above 1.
-           kernel: attention kernel: one name, or one for each kind of GPU (`megatron_hexi.cost.kernels`);
+        overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
+        sequence_parallel: --sequence-parallel, where `tensor_parallel` is above 1.
+        kernel: attention kernel: one name, or one for each kind of GPU (`megatron_hexi.plan.kernels`);
             ``None``: each GPU's own default.
 
     Raises:
-           HexiError: sizes that Megatron cannot divide, or words that it does not know.
+        HexiError: sizes that Megatron cannot divide, or words that it does not know.
     """
 
     model: Model

@@ -23,7 +23,7 @@ class Planned:
         baselines: what else could have been done; empty where they were not asked for.
         trials: layouts that were timed.
         planning_s: seconds that it took.
-        rivals: the next best layouts, the best of each other make-up.
+        rivals: the next best layouts, the best of each other kind.
         notes: what a user should know, one sentence each: GPUs that are left out, and why.
     """
 

@@ -1,4 +1,4 @@
-"""The next best layouts: of the plans that the search timed, the best of each make-up."""
+"""The next best layouts: of the plans that the search timed, the best of each kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Kind = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 
 def best_of_each_kind(found: Iterable[Candidate], best: Candidate) -> tuple[Candidate, ...]:
-    """Return the fastest plan of each make-up but the chosen one's, fastest first.
+    """Return the fastest plan of each kind but the chosen one's, fastest first.
 
     Args:
         found: plans that fit.

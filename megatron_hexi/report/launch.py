@@ -169,7 +169,8 @@ def launch_text(lines: LaunchLines, *, most: int | None = None, more: str = "") 
         most: starts of torchrun that are shown; ``None``: all.
         more: where the others are.
     """
-    text = ["# Megatron's flags; the plan sets the others. Synthetic data until you give your own."]
+    data = " Synthetic data until you give your own." if "--mock-data" in lines.flags else ""
+    text = [f"# Megatron's flags; the plan sets the others.{data}"]
     text += ["FLAGS=(", *(f"  {line}" for line in _flag_lines(lines.flags)), ")"]
     text += [f"{line}  # {node}" for node, line in lines.torchrun[:most]]
     if most is not None and len(lines.torchrun) > most:

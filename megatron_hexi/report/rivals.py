@@ -26,7 +26,7 @@ def rivals_report(planned: Planned, cluster: Cluster, *, explain: bool = False) 
         explain: whether to show the table.
     """
     if not planned.rivals and not explain:
-        return Text("next best: no other make-up that fits came within 10 % of it")
+        return Text("next best: no other kind of layout that fits came within 10 % of it")
     rows = _rows(planned, cluster)
     if explain:
         return _table(rows)

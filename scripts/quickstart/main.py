@@ -97,7 +97,7 @@ def run(folder: Path, iterations: int) -> int:
         f"stages of 1 and 3 layers on 2 and 1 ranks beside one of 4 layers on 2, {job.stages.iterations} "
         f"iterations: {results.stages_difference:.1e}\n"
         f"picture: {picture}\n"
-        f"each rank's time and memory as a page: {hexi} report {folder / PLAN} {folder / RECORD} "
+        f"each rank's time and memory, as a page: {hexi} report {folder / PLAN} --record {folder / RECORD} "
         f"-o {folder / 'report.html'}\n"
         f"took {time.monotonic() - begin:.0f} s",
         highlight=False,

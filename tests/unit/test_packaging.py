@@ -67,6 +67,24 @@ def test_a_missing_extra_is_one_line_that_names_it(missing, module, remedy, tmp_
     )
 
 
+def test_pictures_without_matplotlib_are_refused_before_planning(tmp_path):
+    blocked = "import sys, runpy; sys.modules['matplotlib'] = None"
+    program = f"{blocked}; runpy.run_module('megatron_hexi.cli.main', run_name='__main__')"
+    cluster = str(REPOSITORY / "examples" / "clusters" / "mixed-16.yaml")
+    job = ["plan", cluster, "--model", "gpt-3b", "--seq-length", "16384", "--data-parallel-size", "1"]
+    command = [sys.executable, "-c", program, *job, "-o", "plan.yaml"]
+    drawn = subprocess.run(
+        [*command, "--picture", "p.png"], capture_output=True, text=True, timeout=100, cwd=tmp_path
+    )
+    assert drawn.returncode == 2
+    assert drawn.stderr == (
+        "hexi: error: this needs matplotlib, which is not installed; pip install 'megatron-hexi[pictures]'\n"
+    )
+    assert not list(tmp_path.iterdir())
+    plain = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert plain.returncode == 0, plain.stderr
+
+
 def test_hexi_is_the_command():
     (command,) = entry_points(group="console_scripts", name="hexi")
     assert command.load() is main
@@ -149,8 +167,9 @@ def _planner_needs() -> set[str]:
     while wanted:
         name = wanted.pop()
         for requirement in map(Requirement, requires(name) or []):
-            extra = "plan" if name == "megatron-hexi" else ""
-            applies = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+            extras = ("plan", "pictures") if name == "megatron-hexi" else ("",)
+            marker = requirement.marker
+            applies = marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)
             if applies and requirement.name not in found:
                 found.add(requirement.name)
                 wanted.append(requirement.name)
