@@ -1,9 +1,12 @@
 """What all tests share."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from tests.megatron.forked import Forks
 
 # xdist sets it for its workers; what commands print must not depend on that.
 os.environ.pop("COLUMNS", None)
@@ -25,3 +28,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason=f"{item.name}: needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    with Forks() as started:
+        yield started

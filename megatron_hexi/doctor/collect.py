@@ -45,7 +45,7 @@ def collect(rank: int | None, checkout: Checkout | None = None, progress: Progre
         if progress is not None:
             progress(f"looking at {name}", done, len(_PARTS))
         try:
-            with _quiet():
+            with _quiet(), _uncompiled():
                 found[name] = find()
         except Exception as problem:  # whatever a broken installation raises is a finding
             said = (str(problem).strip() or "no message").splitlines()[0]
@@ -73,3 +73,28 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Leave out what torch imports to compile: as much as all the rest, and nothing is run here.
+
+    Megatron and our attention layer say at import which functions are compiled, and which are not.
+    """
+    try:
+        import torch
+    except Exception:  # `find_packages` says why
+        yield
+        return
+    compiled, disabled = torch.compile, torch.compiler.disable
+    setattr(torch, "compile", _as_it_is)  # noqa: B010 (mypy would ask for the same overloads)
+    setattr(torch.compiler, "disable", _as_it_is)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch, "compile", compiled)  # noqa: B010
+        setattr(torch.compiler, "disable", disabled)  # noqa: B010
+
+
+def _as_it_is(function: Any = None, *_: Any, **options: Any) -> Any:
+    return function if function is not None else lambda decorated: decorated

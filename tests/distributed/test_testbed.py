@@ -13,7 +13,7 @@ import pytest
 
 from megatron_hexi.plan import Workload, proportional_plan, write_plan
 from megatron_hexi.testbed.isolation import find_isolation
-from tests.megatron.launch import TINY_GPT, environment, train
+from tests.megatron.launch import TINY_GPT, environment
 from tests.support.testbed import pair
 
 pytestmark = pytest.mark.skipif(
@@ -165,11 +165,12 @@ def test_quotas_go_with_the_process_that_made_them(tmp_path):
     wait_for(lambda: not Path(folder).parent.exists(), 30)
 
 
-def test_a_paced_training_over_links_is_the_same_training(tmp_path):
+def test_a_paced_training_over_links_is_the_same_training(forks, tmp_path):
     plan = tmp_path / "plan.yaml"
     workload = Workload(seq_length=64, heads=4, kv_heads=4, head_dim=16, layers=2, hidden_size=64)
-    write_plan(proportional_plan(workload, [[[2.0, 2.0], [1.0, 1.0]]]), plan)
-    expected = train(tmp_path, ranks=4, args=TINY_GPT, plan=plan)
+    uneven = proportional_plan(workload, [[[2.0, 2.0], [1.0, 1.0]]])
+    write_plan(uneven, plan)
+    expected = forks.train(tmp_path, ranks=4, args=TINY_GPT, plan=uneven)
 
     (tmp_path / "pair.yaml").write_text(pair(gpus=2, rate=0.002, bandwidth=0.002))
     metrics = tmp_path / "paced.jsonl"

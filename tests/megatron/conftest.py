@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -68,12 +68,6 @@ class References(Protocol):
     def __call__(
         self, model: tuple[str, ...], iterations: int = 10, ranks: int = 1
     ) -> tuple[Path, TrainingLog]: ...
-
-
-@pytest.fixture(scope="session")
-def forks() -> Iterator[Forks]:
-    with Forks() as started:
-        yield started
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,9 @@ def go_wrong(what: str) -> None:
     match what:
         case "plan":
             sys.argv[sys.argv.index("--hexi-plan") + 1] = "elsewhere.yaml"
+        case "no plan":
+            at = sys.argv.index("--hexi-plan")
+            del sys.argv[at : at + 2]
         case "kernel":
             plan_arguments.select_kernel = _refuse  # type: ignore[attr-defined]
         case "session":

@@ -105,19 +105,10 @@ def test_evaluation_runs(forks: Forks, tmp_path: Path) -> None:
         assert f"validation loss at iteration {iteration} |" in found.output
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--distributed-backend", "nccl"), "--distributed-backend nccl: needs a GPU"),
-        (("--hexi-platform", "cuda"), "--hexi-platform cuda: "),
-        (("--fim-data",), "--fim-data: "),
-    ],
-)
-def test_a_user_error_is_one_line_and_no_traceback(
-    tmp_path: Path, options: tuple[str, ...], message: str
-) -> None:
+def test_a_platform_that_is_not_there_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    """Found out where our package is imported, before Megatron is."""
     result = subprocess.run(
-        [sys.executable, "-m", "megatron_hexi.pretrain_gpt", *TINY_GPT, *options],
+        [sys.executable, "-m", "megatron_hexi.pretrain_gpt", *TINY_GPT, "--hexi-platform", "cuda"],
         cwd=tmp_path,
         env={"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -126,9 +117,28 @@ def test_a_user_error_is_one_line_and_no_traceback(
         check=False,
     )
     assert result.returncode == 2
-    (line,) = (line for line in result.stderr.splitlines() if line.startswith("hexi: error:"))
+    assert_one_error(result.stderr, "--hexi-platform cuda: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--distributed-backend", "nccl"), "--distributed-backend nccl: needs a GPU"),
+        (("--fim-data",), "--fim-data: "),
+    ],
+)
+def test_a_user_error_is_one_line_and_no_traceback(
+    forks: Forks, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    outcome = forks.launch(tmp_path, ranks=1, args=[*TINY_GPT, *options])
+    assert outcome.codes == [2]
+    assert_one_error(outcome.output[0], message)
+
+
+def assert_one_error(said: str, message: str) -> None:
+    (line,) = (line for line in said.splitlines() if line.startswith("hexi: error:"))
     assert message in line
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in said
 
 
 SCRIPT = """
@@ -145,7 +155,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("way", ["run", "import", "import after Megatron"])
+@pytest.mark.parametrize(
+    "way", ["run", pytest.param("import", marks=pytest.mark.slow), "import after Megatron"]
+)
 def test_a_script_of_the_users_own(tmp_path: Path, one_rank: TrainingLog, way: str) -> None:
     """Through the launcher, or with our import in it: the same training, and checkpoints are saved."""
     script = tmp_path / "scripts" / "train.py"

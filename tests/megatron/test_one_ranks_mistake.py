@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron_hexi.plan import write_plan
@@ -98,4 +100,6 @@ def test_under_torchrun_every_rank_says_it_too(folder):
     assert lines[0].startswith("hexi: error: [rank 0] rank 1 on host")
     assert lines[1].startswith("hexi: error: [rank 1] .: is a folder")
     assert len(lines) == 2
+    assert "Traceback (most recent call last)" not in result.stderr.split("hexi: error:")[0]
     assert result.returncode != 0
+    assert re.search(r"exitcode\s*: 2", result.stderr)

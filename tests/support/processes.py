@@ -14,6 +14,10 @@ import torch.distributed as dist
 
 _TIMEOUT = timedelta(seconds=60)
 
+#: Forks the ranks, so that torch is imported once for all of them.
+_RANKS = multiprocessing.get_context("forkserver")
+_RANKS.set_forkserver_preload(["torch", "megatron_hexi.runtime"])
+
 
 def connect(port):
     """A client of the job's store."""
@@ -35,10 +39,9 @@ def run_processes(count, work, *arguments, limit_s=200):
         limit_s: after this all are ended, and it is an error.
     """
     store = serve()
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
+    answers = _RANKS.Queue()
     processes = [
-        context.Process(target=_body, args=(rank, count, store.port, work, arguments, answers), daemon=True)
+        _RANKS.Process(target=_body, args=(rank, count, store.port, work, arguments, answers), daemon=True)
         for rank in range(count)
     ]
     for process in processes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from dataclasses import fields
@@ -136,3 +137,19 @@ def test_the_state_of_a_patch_says_which_parameter_changed() -> None:
 def test_every_fact_is_described() -> None:
     for field in fields(Facts):
         assert field.name in {"network", "limits", "driver"} or f"{field.name}:" in (Facts.__doc__ or "")
+
+
+def test_it_imports_nothing_that_only_compiling_needs() -> None:
+    """Which takes as long as all the rest."""
+    program = """if True:
+        import sys
+        from megatron_hexi.doctor.collect import collect
+        facts = collect(None)
+        import torch
+        assert {patch.state for patch in facts.patches} <= {"fits", "not needed"}, facts.patches
+        assert any(patch.state == "fits" for patch in facts.patches)
+        assert torch.compile.__module__ == "torch"
+        sys.exit("torch._dynamo" in sys.modules or "torch._inductor" in sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
