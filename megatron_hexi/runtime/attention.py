@@ -33,6 +33,7 @@ from megatron_hexi.runtime.agreement import agree_on_shapes
 from megatron_hexi.runtime.all_to_all import HeadTable, join_heads, tokens_to_heads
 from megatron_hexi.runtime.kernels import Kernel, select_kernel
 from megatron_hexi.runtime.passes import Layer, attend, attend_backward
+from megatron_hexi.runtime.ranges import phase
 from megatron_hexi.runtime.wire import connect
 
 
@@ -132,11 +133,13 @@ class _DomainAttentionFunction(torch.autograd.Function):
             return query.new_empty(*query.shape[:3], value.shape[3])
         first, *others = schedule.halves
         tables = first, schedule.kv, schedule.kv
-        arriving = [tokens_to_heads((query, key, value), tables, schedule, layer.a2a_group)]
-        arriving += [tokens_to_heads((query,), (half,), schedule, layer.a2a_group) for half in others]
+        with phase("post all-to-all in"):
+            arriving = [tokens_to_heads((query, key, value), tables, schedule, layer.a2a_group)]
+            arriving += [tokens_to_heads((query,), (half,), schedule, layer.a2a_group) for half in others]
         saved, leaving = attend(layer, arriving, own_sinks)
         ctx.save_for_backward(*saved, sinks)
-        return _joined([half.wait()[0] for half in leaving], schedule.halves)
+        with phase("wait for all-to-all out"):
+            return _joined([half.wait()[0] for half in leaving], schedule.halves)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -155,13 +158,17 @@ class _DomainAttentionFunction(torch.autograd.Function):
             return *(torch.empty_like(tensor) for tensor in (query, key, value)), grad_sinks, None
         output, log_sum_exp = saved
         own = slice(*schedule.heads[schedule.position])
-        arriving = [tokens_to_heads(grads, (half,), schedule, layer.a2a_group) for half in schedule.halves]
+        with phase("post all-to-all in"):
+            arriving = [
+                tokens_to_heads(grads, (half,), schedule, layer.a2a_group) for half in schedule.halves
+            ]
         leaving, grad_own = attend_backward(
             layer, arriving, (query, key, value, output, log_sum_exp), None if sinks is None else sinks[own]
         )
         if grad_sinks is not None and grad_own is not None:
             grad_sinks[own] = grad_own
-        queries = [half.wait() for half in leaving]
+        with phase("wait for all-to-all out"):
+            queries = [half.wait() for half in leaving]
         _, grad_key, grad_value = queries[-1]
         return (
             _joined([half[0] for half in queries], schedule.halves),

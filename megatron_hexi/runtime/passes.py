@@ -23,6 +23,7 @@ from megatron_hexi.runtime.all_to_all import Moving, heads_to_tokens
 from megatron_hexi.runtime.blocks import BlockAttention, Merger
 from megatron_hexi.runtime.exchange import GradientReturn, KeyExchange
 from megatron_hexi.runtime.kernels import Kernel
+from megatron_hexi.runtime.ranges import named
 from megatron_hexi.runtime.sinks import add_sinks, sinks_gradient
 
 
@@ -82,7 +83,7 @@ def attend(layer: Layer, arriving: Sequence[Moving], sinks: Tensor | None) -> tu
     schedule, halves = layer.schedule, layer.own_halves()
     own: list[tuple[Tensor, Tensor]] = []
     leaving: list[Moving] = []
-    for operation in schedule.program(backward=False, window=layer.window):
+    for operation in named(schedule.program(backward=False, window=layer.window)):
         match operation:
             case Wait(Batch("in", 0)):
                 query, key, value = (_heads_first(part) for (part,) in arriving[0].wait())
@@ -152,7 +153,7 @@ def attend_backward(
         grad_query, grad_keys = (torch.zeros_like(tensor, dtype=wide) for tensor in (query, own_keys))
         own_sums = grad_query, *_apart(grad_keys, key.shape[3])
         returns = GradientReturn(grad_keys, schedule, layer.domain_group)
-    for operation in schedule.program(backward=True, window=layer.window):
+    for operation in named(schedule.program(backward=True, window=layer.window)):
         match operation:
             case Wait(Batch("in", 0)):
                 grad_output = _heads_first(arriving[0].wait()[0][0])
