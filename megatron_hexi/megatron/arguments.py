@@ -66,6 +66,13 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
         "seconds, at full precision; with {rank} in PATH every rank writes a file of its own",
     )
     group.add_argument(
+        "--hexi-metrics-interval",
+        type=int,
+        metavar="N",
+        help="measure in every N-th iteration how long ranks wait (seconds are always measured); none: so "
+        "that measuring takes less than a thousandth of the time, and often enough for re-planning",
+    )
+    group.add_argument(
         "--hexi-record",
         metavar="PATH",
         help="write down a run under a plan for hexi report: whenever Megatron logs, each iteration's "

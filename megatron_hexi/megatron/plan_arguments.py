@@ -10,6 +10,7 @@ import torch
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.job_terms import set_job_terms
 from megatron_hexi.megatron.kernel_choice import choose_kernel
+from megatron_hexi.megatron.metrics_interval import set_metrics_interval
 from megatron_hexi.megatron.options import refuse_unsupported
 from megatron_hexi.megatron.options.kinds import PlanKind
 from megatron_hexi.megatron.replan_arguments import check_replanning
@@ -54,6 +55,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
                 "--hexi-metrics instead"
             )
         check_replanning(args, None)
+        set_metrics_interval(args, None, on_gpu=device.type == "cuda")
         return []
     plan = read_plan(args.hexi_plan)
     stages = not plan.is_repeated
@@ -69,6 +71,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     if not stages:
         check_ranks(args, plan)
     check_replanning(args, plan)
+    set_metrics_interval(args, plan, on_gpu=device.type == "cuda")
     shares = take_shares(args, plan)
     if args.deterministic_mode:
         # Megatron does so when it checks its arguments, which is later; the choice of a kernel goes by it.

@@ -31,6 +31,8 @@ _RECORD = Onlooker("--hexi-record")
 
 #: Iterations and losses (none but on the last pipeline stage) that were not told of yet.
 _untold: list[tuple[int, torch.Tensor | None]] = []
+#: The last step whose waits were measured, if there is one.
+_last_measured: list[StepTimes] = []
 #: What the next line of Megatron's log ends with.
 _line_end = ""
 _recorder: Recorder | None = None
@@ -54,8 +56,8 @@ def gather_interval(
     """
     count = len(steps)
     known = [math.nan if loss is None else float(loss) for loss in losses]
-    means = [sum(step.seconds for step in steps) / count]
-    means += [sum(step.waited[kind] for step in steps) / count for kind in WAITS]
+    mean = sum(step.seconds for step in steps) / count
+    means = [mean, *(mean * share for share in _waiting_shares(steps))]
     mine = [torch.cuda.max_memory_allocated(), *means, *(step.seconds for step in steps), *known]
     # gloo gathers on the CPU only.
     device = "cpu" if dist.get_backend() == dist.Backend.GLOO else session.shard.positions.device
@@ -78,6 +80,15 @@ def gather_interval(
             **waited,
         ),
     )
+
+
+def _waiting_shares(steps: Sequence[StepTimes]) -> list[float]:
+    """Of each kind, the part of a step: of those that were measured, or else of the last one before."""
+    global _last_measured
+    measured = [step for step in steps if step.waited] or _last_measured
+    _last_measured = measured[-1:]
+    seconds = sum(step.seconds for step in measured) or 1.0
+    return [sum(step.waited[kind] for step in measured) / seconds for kind in WAITS]
 
 
 def log_words(interval: Interval) -> str:

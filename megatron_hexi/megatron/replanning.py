@@ -124,7 +124,7 @@ class Replanner:
         """Post this rank's times since the last report."""
         steps = METER.heard()
         fresh, self._fresh = self._fresh, 0
-        busy = [step.seconds - sum(step.waited.values()) for step in steps[fresh:]]
+        busy = [step.seconds - sum(step.waited.values()) for step in steps[fresh:] if step.waited]
         losses, self._losses = [float(loss.flatten()[0]) for loss in self._losses], []
         document = {"iteration": iteration, "busy_s": busy, "losses": losses}
         self._store.set(f"times/{iteration}/{self._rank}", json.dumps(document))
@@ -151,7 +151,9 @@ class Replanner:
         set_active_session(swapped_session(session, plan, iteration + 1))
         forget_positions()
         METER.heard()
-        self._order, self._orders, self._fresh = None, self._orders + 1, 1
+        # Where few iterations are measured, the first after a swap is none of them.
+        self._order, self._orders = None, self._orders + 1
+        self._fresh = int(self._args.hexi_metrics_interval == 1)
         if self._rank == 0:
             self._swap_s = time.perf_counter() - begin
             self._told_plan = order.plan

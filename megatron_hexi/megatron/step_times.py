@@ -8,10 +8,12 @@ that experts exchange, and the few numbers that ranks agree on, norms and losses
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from megatron_hexi.megatron.metrics import STEP_PARAMETERS
+from megatron_hexi.megatron.metrics_interval import is_measured
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.patching import Patch
 from megatron_hexi.runtime.waiting import StepMeter, Wait, waiting
@@ -32,11 +34,18 @@ class _TimedRequest:
 
 
 def _measured(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.training import get_args
+
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         if active_session() is None:
             return original(*args, **kwargs)
-        with METER.step():
+        number = signature.bind(*args, **kwargs).arguments["iteration"] + 1
+        # The first of a job is logged by itself.
+        waits = METER.is_new or is_measured(number, get_args().hexi_metrics_interval)
+        with METER.step(waits):
             return original(*args, **kwargs)
 
     return train_step

@@ -32,6 +32,7 @@ from megatron_hexi.runtime.agreement import agree_on_shapes
 from megatron_hexi.runtime.all_to_all import arrive, tokens_to_heads
 from megatron_hexi.runtime.kernels import Kernel, select_kernel
 from megatron_hexi.runtime.passes import Layer, Saved, attend, attend_backward
+from megatron_hexi.runtime.ranges import phase
 from megatron_hexi.runtime.wire import connect
 
 
@@ -131,12 +132,14 @@ class _DomainAttentionFunction(torch.autograd.Function):
             return query.new_empty(*query.shape[:3], value.shape[3])
         first, *others = schedule.halves
         tables = first, schedule.kv, schedule.kv
-        arriving = [tokens_to_heads((query, key, value), tables, schedule, layer.a2a_group)]
-        arriving += [tokens_to_heads((query,), (half,), schedule, layer.a2a_group) for half in others]
+        with phase("post all-to-all in"):
+            arriving = [tokens_to_heads((query, key, value), tables, schedule, layer.a2a_group)]
+            arriving += [tokens_to_heads((query,), (half,), schedule, layer.a2a_group) for half in others]
         saved, leaving = attend(layer, arriving, own_sinks)
         halves = (*saved.queries, *saved.outputs, *saved.log_sum_exps)
         ctx.save_for_backward(saved.key, saved.value, *halves, sinks)
-        return arrive(leaving)[0]
+        with phase("wait for all-to-all out"):
+            return arrive(leaving)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -152,10 +155,14 @@ class _DomainAttentionFunction(torch.autograd.Function):
         if not schedule.group_tokens:
             return *map(torch.empty_like, (first, second, *rest)), grad_sinks, None
         own = slice(*schedule.heads[schedule.position])
-        arriving = [tokens_to_heads(grads, (half,), schedule, layer.a2a_group) for half in schedule.halves]
+        with phase("post all-to-all in"):
+            arriving = [
+                tokens_to_heads(grads, (half,), schedule, layer.a2a_group) for half in schedule.halves
+            ]
         count = len(schedule.halves)
         saved = Saved(first, second, rest[:count], rest[count : 2 * count], rest[2 * count :])
         leaving, grad_own = attend_backward(layer, arriving, saved, None if sinks is None else sinks[own])
         if grad_sinks is not None and grad_own is not None:
             grad_sinks[own] = grad_own
-        return *arrive(leaving), grad_sinks, None
+        with phase("wait for all-to-all out"):
+            return *arrive(leaving), grad_sinks, None

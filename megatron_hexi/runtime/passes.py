@@ -28,6 +28,7 @@ from megatron_hexi.runtime.blocks import BlockAttention, Queries
 from megatron_hexi.runtime.exchange import GradientReturn, KeyExchange
 from megatron_hexi.runtime.fused.terms import MOST_TERMS, Sum
 from megatron_hexi.runtime.kernels import Kernel
+from megatron_hexi.runtime.ranges import named
 from megatron_hexi.runtime.sinks import sinks_gradient
 from megatron_hexi.runtime.sums import RowSum
 
@@ -133,7 +134,7 @@ def attend(layer: Layer, arriving: Sequence[Moving], sinks: Tensor | None) -> tu
     sums: list[RowSum] = []
     leaving: list[Leaving] = []
     done: list[Sum] = []
-    for operation in schedule.program(backward=False, window=layer.window):
+    for operation in named(schedule.program(backward=False, window=layer.window)):
         computed: Iterable[tuple[int, list[HeadSpan]]] = ()
         match operation:
             case Wait(Batch("in", half)):
@@ -205,7 +206,7 @@ def attend_backward(
                 for one, grad in zip(key_sums, grads[1:], strict=True):
                     one.add(span.kv, rows.keys, grad)
 
-    for operation in schedule.program(backward=True, window=layer.window):
+    for operation in named(schedule.program(backward=True, window=layer.window)):
         match operation:
             case Wait(Batch("in", half)):
                 (grad_output,) = (_heads_first(part) for part in arriving[half].wait())

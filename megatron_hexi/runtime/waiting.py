@@ -31,7 +31,7 @@ class StepTimes:
 
     Args:
         seconds: from its begin to its end.
-        waited: of it, by kind.
+        waited: of it, by kind; empty where waits were not measured.
     """
 
     seconds: float
@@ -39,19 +39,26 @@ class StepTimes:
 
 
 class StepMeter:
-    """Measures training steps, and the waits inside each."""
+    """Measures training steps, and the waits inside."""
 
     def __init__(self) -> None:
+        self.is_new = True  # no step has been measured
         self._under_way: deque[_Step] = deque()
         self._finished: list[StepTimes] = []
         self._unheard: deque[StepTimes] = deque(maxlen=_UNHEARD)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Measure what is done inside as one training step."""
+    def step(self, waits: bool = True) -> Iterator[None]:
+        """Measure what is done inside as one training step.
+
+        Args:
+            waits: whether the waits inside are measured too: two more events each.
+        """
         global _current
         self._collect()  # Steps that the device has finished by now: their events need not be kept.
-        _current = step = _Step()
+        self.is_new = False
+        step = _Step(waits)
+        _current = step if waits else None
         try:
             yield
         finally:
@@ -90,9 +97,10 @@ def waiting(kind: Wait) -> AbstractContextManager[None]:
 class _Step:
     """One step's marks on the time line of the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, measures_waits: bool) -> None:
         self.begin, self.end = _event(), _event()
         self.waits = False
+        self._measures_waits = measures_waits
         self._spans: list[tuple[Wait, torch.cuda.Event, torch.cuda.Event]] = []
         self.begin.record()
 
@@ -109,10 +117,13 @@ class _Step:
         self._spans.append((kind, begin, end))
 
     def times(self) -> StepTimes:
+        seconds = self.begin.elapsed_time(self.end) * _MS
+        if not self._measures_waits:
+            return StepTimes(seconds, {})
         waited: dict[Wait, float] = dict.fromkeys(WAITS, 0.0)
         for kind, begin, end in self._spans:
             waited[kind] += begin.elapsed_time(end) * _MS
-        return StepTimes(self.begin.elapsed_time(self.end) * _MS, waited)
+        return StepTimes(seconds, waited)
 
 
 def _event() -> torch.cuda.Event:

@@ -1,0 +1,113 @@
+"""``--hexi-metrics-interval``: in which iterations the waits inside are measured.
+
+Each wait is two events of CUDA on the stream, a few microseconds of the host each. An iteration of many
+layers and micro-batches has thousands of waits, so by default only as many iterations are measured as keep
+the events below a thousandth of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.options.kinds import is_packed
+from megatron_hexi.plan import Exchange, Plan
+from megatron_hexi.plan.program import Wait, attention_program
+
+_FLAG = "--hexi-metrics-interval"
+#: Host seconds of making and recording an event. An estimate; not measured on a GPU.
+_EVENT_S = 3e-6
+#: The part of the time that events may take.
+_MOST_COST = 1e-3
+#: FLOP/s above those of any GPU: a B200 has 2.25e15 in dense bf16, by its datasheet.
+_FASTEST = 2.5e15
+#: The default is no larger: jobs so small that it would be are no jobs to wait for.
+_LEAST_OFTEN = 100
+#: Measured iterations that re-planning needs between two looks: a new speed shows in so many
+#: (`replan.history.WINDOW`).
+LOOKED_AT = 5
+
+
+def set_metrics_interval(args: Namespace, plan: Plan | None, on_gpu: bool) -> None:
+    """Choose the interval where it is not given, and hold it against re-planning.
+
+    Args:
+        args: Megatron's arguments; `hexi_metrics_interval` is a number afterwards where there is a plan.
+        plan: the job's; ``None`` without one.
+        on_gpu: whether events are CUDA's; on the CPU one is a look at the clock.
+
+    Raises:
+        HexiError: with the flag, its value and the remedy.
+    """
+    given, looks = args.hexi_metrics_interval, args.hexi_replan_interval
+    if plan is None:
+        if given is not None:
+            raise HexiError(f"{_FLAG} {given}: measures a run under a plan; give --hexi-plan too")
+        return
+    if given is not None and given < 1:
+        raise HexiError(f"{_FLAG} {given}: measures every so many iterations; give 1 or more")
+    most = None if looks is None else max(1, looks // LOOKED_AT)
+    if given is None:
+        chosen = default_interval(args, plan) if on_gpu else 1
+        args.hexi_metrics_interval = chosen if most is None else min(most, chosen)
+    elif most is not None and given > most:
+        raise HexiError(
+            f"{_FLAG} {given}: --hexi-replan-interval {looks} has {looks // given} measured iterations to "
+            f"look at and needs {min(looks, LOOKED_AT)}; give {_FLAG} {most}, or --hexi-replan-interval "
+            f"{LOOKED_AT * given}"
+        )
+
+
+def default_interval(args: Namespace, plan: Plan) -> int:
+    """Iterations between two that are measured, so that their events take less than a thousandth of all."""
+    cost = attention_events(args, plan) * _EVENT_S
+    return min(_LEAST_OFTEN, math.ceil(cost / (_MOST_COST * least_step_seconds(args, plan))))
+
+
+def attention_events(args: Namespace, plan: Plan) -> int:
+    """Events that a rank records in a measured iteration for the waits of attention, at most.
+
+    Two a wait of its program, in each layer, pass and micro-batch. Those of gradients and stages are few.
+    """
+    layers = args.num_layers // args.pipeline_model_parallel_size
+    most = 0
+    for replica in plan.replicas:
+        micro_batches = replica.micro_batches or -(
+            -args.global_batch_size // args.micro_batch_size // len(plan.replicas)
+        )
+        for stage in replica.stages:
+            own = layers if stage.layers is None else stage.layers[1] - stage.layers[0]
+            exchange = stage.exchange or plan.exchange
+            groups = max(len(domain.groups) for domain in stage.domains)
+            forward, backward = (_waits(groups, exchange, way) for way in (False, True))
+            again = args.recompute_granularity is not None or stage.recompute not in (None, "none")
+            most = max(most, 2 * own * micro_batches * (forward * (1 + again) + backward))
+    return most
+
+
+def least_step_seconds(args: Namespace, plan: Plan) -> float:
+    """What no iteration is faster than: the FLOPs of query, output, and attention over all ranks' best.
+
+    Attention under a window or with documents has fewer, and is left out.
+    """
+    workload = plan.workload
+    size = workload.head_dim + workload.value_size
+    tokens = args.global_batch_size * workload.seq_length
+    flops = 6.0 * tokens * args.hidden_size * workload.heads * size
+    if not is_packed(args) and not getattr(args, "window_size", None):
+        pairs = workload.seq_length / (2 if workload.causal else 1)
+        flops += 3.5 * 2 * tokens * pairs * workload.heads * size
+    return float(args.num_layers * flops / args.world_size / _FASTEST)
+
+
+def is_measured(number: int, interval: int) -> bool:
+    """Whether the waits of an iteration are measured; iterations are counted from 1."""
+    return number % interval == 0
+
+
+def _waits(groups: int, exchange: Exchange, backward: bool) -> int:
+    """Waits of a pass in a domain of so many groups, at most: the first step may travel in parts."""
+    steps = (exchange.parts, *([1] * (groups - 2))) if groups > 1 else ()
+    program = attention_program(backward, steps, exchange.window, 2 if exchange.parts > 1 else 1, 0)
+    return sum(isinstance(operation, Wait) for operation in program)
