@@ -14,7 +14,8 @@ the best pair seen to leave (enter) it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_hexi.cluster.device import Device
@@ -63,6 +64,31 @@ class Cluster:
             device = devices.setdefault(key, rank.device.at_speed(key[1]))
             ranks.append(replace(rank, device=device))
         return replace(self, ranks=tuple(ranks))
+
+    def of_nodes(self, numbers: Sequence[int]) -> Cluster:
+        """The part of this cluster that some of its nodes are, with ranks and nodes numbered anew.
+
+        Args:
+            numbers: of the nodes that stay.
+        """
+        nodes: list[Node] = []
+        ranks: list[Rank] = []
+        for number, old in enumerate(numbers):
+            node, first = self.nodes[old], len(ranks)
+            ranks += (
+                replace(self.ranks[rank], rank=first + place, node=number)
+                for place, rank in enumerate(node.ranks)
+            )
+            nodes.append(replace(node, ranks=range(first, len(ranks))))
+        tiers = [replace(tier, group_of=tuple(tier.group_of[old] for old in numbers)) for tier in self.tiers]
+        tiers[:1] = (replace(tier, group_of=tuple(range(len(numbers)))) for tier in tiers[:1])
+        pairs = {
+            (a, b): self._pairs[numbers[a], numbers[b]]
+            for a, b in itertools.permutations(range(len(numbers)), 2)
+            if self._pairs
+        }
+        file = self.file if len(numbers) > 1 else replace(self.file, matrix=None)
+        return Cluster(file, tuple(nodes), tuple(ranks), tuple(tiers), _pairs=pairs, _ways=_ways(pairs))
 
     def distance(self, src: int, dst: int) -> int:
         """Tiers that a transfer climbs: 0 inside a node, 1 between nodes, more for each level crossed."""
