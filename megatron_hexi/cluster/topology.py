@@ -111,7 +111,8 @@ class Cluster:
         pairs = {
             (place[a], place[b]): value for (a, b), value in self._pairs.items() if a in place and b in place
         }
-        return Cluster(self.file, tuple(nodes), tuple(ranks), tiers, _pairs=pairs, _ways=_ways(pairs))
+        file = self.file if len(kept) > 1 else replace(self.file, matrix=None)
+        return Cluster(file, tuple(nodes), tuple(ranks), tiers, _pairs=pairs, _ways=_ways(pairs))
 
     def distance(self, src: int, dst: int) -> int:
         """Tiers that a transfer climbs: 0 inside a node, 1 between nodes, more for each level crossed."""

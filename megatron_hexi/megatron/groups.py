@@ -44,6 +44,7 @@ from megatron_hexi.runtime import (
     start_watch,
     stop_watch,
 )
+from megatron_hexi.runtime.rounds import in_round
 
 #: The job's store, which may end with the last object that knows it.
 _kept: dist.Store | None = None
@@ -124,7 +125,8 @@ def _with_agreement(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def initialize_distributed(*args: Any, **kwargs: Any) -> Any:
-        set_fault_listener(None)  # the agreement tells what is wrong to all by itself
+        if not in_round():
+            set_fault_listener(None)  # the agreement tells what is wrong to all by itself
         with user_errors():
             _agree(given_plan(), get_args(), signature.bind(*args, **kwargs).arguments.get("store"))
         return original(*args, **kwargs)
@@ -155,7 +157,7 @@ def _agree(given: GivenPlan | None, args: Namespace, store: dist.Store | None) -
         return
     digest, path = (given.digest, given.path) if given else (NO_PLAN, "")
     agree_on_plan(meeting(_kept), args.rank, args.world_size, digest, path, timeout)
-    if given is not None:
+    if given is not None and not in_round():  # whose ranks are watched from the moment that they have numbers
         start_watch(meeting(_kept), args.rank, args.world_size)
 
 

@@ -8,6 +8,7 @@ from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
 from megatron_hexi.megatron.experts import EXPERT_PATCHES
+from megatron_hexi.megatron.goodput import ROUND_PATCHES
 from megatron_hexi.megatron.groups import group_patches
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
 from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES
@@ -37,6 +38,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *METRICS_PATCHES,
         *STEP_TIME_PATCHES,
         *REPLANNING_PATCHES,
+        *ROUND_PATCHES,
         *PROGRESS_PATCHES,
         *OPTIMIZER_PATCHES,
         *BUCKET_PATCHES,

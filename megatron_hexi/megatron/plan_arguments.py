@@ -16,6 +16,7 @@ from megatron_hexi.megatron.options.kinds import PlanKind
 from megatron_hexi.megatron.replan_arguments import check_replanning
 from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
 from megatron_hexi.megatron.stages.arguments import check_stages
+from megatron_hexi.megatron.surviving import check_surviving, take_part
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import (
     Plan,
@@ -27,6 +28,7 @@ from megatron_hexi.plan import (
     require_repeated,
 )
 from megatron_hexi.record import open_record
+from megatron_hexi.runtime.rounds import in_round
 
 
 def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[str]:
@@ -44,6 +46,8 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
         HexiError: the plan is wrong, or was made for another job; with both values.
     """
     set_given_plan(None)
+    if in_round() and args.hexi_plan is None:
+        raise HexiError("megatron_hexi.elastic: plans anew after a loss; give --hexi-plan plan.yaml too")
     if args.hexi_plan is None:
         if args.hexi_kernel != "auto":
             raise HexiError(
@@ -58,6 +62,9 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
         set_metrics_interval(args, None, on_gpu=device.type == "cuda")
         return []
     plan = read_plan(args.hexi_plan)
+    if in_round():
+        check_surviving(args, given, plan)
+        plan = take_part(args)
     stages = not plan.is_repeated
     stated = set_job_terms(args, given, plan)
     kind: PlanKind = "stages" if stages else "any" if has_equal_replicas(plan) else "unequal"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan
+from megatron_hexi.runtime.rounds import in_round
 
 _FLAG = "--hexi-replan-interval"
 #: Options whose work the cost model does not know, or that fix the shapes of a rank; by argument.
@@ -31,7 +32,7 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
     """
     interval, cluster = args.hexi_replan_interval, args.hexi_cluster
     if interval is None:
-        if cluster is not None:
+        if cluster is not None and not in_round():
             raise HexiError(
                 f"--hexi-cluster {cluster}: is for re-planning; give {_FLAG} 10 too, or leave it out"
             )
@@ -54,7 +55,7 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
             f"{what}: {args.hexi_plan} has stages with layers of their own, whose weights would have to "
             "move; make a plan with --pipeline-model-parallel-size N, or train without it"
         )
-    if all(len(replica.domain.members) == 1 for replica in plan.replicas):
+    if not in_round() and all(len(replica.domain.members) == 1 for replica in plan.replicas):
         raise HexiError(
             f"{what}: every replica of {args.hexi_plan} is one unit, nothing can move; leave it out"
         )

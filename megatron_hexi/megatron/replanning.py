@@ -276,11 +276,11 @@ def _replanning(original: Callable[..., Any]) -> Callable[..., Any]:
     def train_step(*args: Any, **kwargs: Any) -> Any:
         global _replanner
         options = get_args()
-        if active_session() is None or options.hexi_replan_interval is None:
+        if active_session() is None or options.hexi_replan_interval is None or options.world_size == 1:
             return original(*args, **kwargs)
         if _replanner is None:
             store = job_store(_AGREEMENT)
-            assert store is not None, "a plan of one rank cannot be re-planned, and is refused"
+            assert store is not None, "there are several ranks"
             _replanner = Replanner(meeting(store), options, Advice)
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
         with user_errors():

@@ -89,5 +89,7 @@ def select_platform(name: str) -> Platform:
 
 def say(message: str) -> None:
     """Tell the user something, once: on standard error, from rank 0, and not from its helper processes."""
-    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
+    # Ranks of an elastic job are children of `multiprocessing` too.
+    is_rank = os.environ.get("HEXI_RANK_PROCESS") == str(os.getpid())
+    if os.environ.get("RANK", "0") == "0" and (is_rank or multiprocessing.parent_process() is None):
         print(f"hexi: {message}", file=sys.stderr, flush=True)

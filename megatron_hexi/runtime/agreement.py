@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.model import Workload
 from megatron_hexi.plan.schedule import Schedule
+from megatron_hexi.runtime.rounds import in_round, round_store
 
 #: What a rank without a plan posts.
 NO_PLAN = ""
@@ -41,7 +42,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def job_store(timeout: timedelta) -> dist.Store | None:
-    """The store at which the ranks of this job meet: that of torch.distributed, torchrun's, or rank 0's.
+    """Where ranks of this job meet: the store of an elastic job, torch.distributed, torchrun or rank 0.
 
     It is at hand before process groups are. torch.distributed goes on with the same server later
     (``multi_tenant``).
@@ -55,7 +56,9 @@ def job_store(timeout: timedelta) -> dist.Store | None:
     Raises:
         RuntimeError: the store cannot be reached.
     """
-    if dist.is_initialized():
+    if in_round():
+        store = round_store(timeout) if os.environ["WORLD_SIZE"] != "1" else None
+    elif dist.is_initialized():
         store = dist.distributed_c10d._get_default_store() if dist.get_world_size() > 1 else None
     elif int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ:
         store = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import select
 import signal
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from megatron_hexi.errors import HexiError, set_fault_listener
 from megatron_hexi.runtime.heartbeats import Fault
 from megatron_hexi.runtime.liveness import FAILED, Liveness, clock_time
+from megatron_hexi.runtime.rounds import lost_after_s
 from megatron_hexi.runtime.waiting import waits_begun
 
 #: Seconds that a rank has to find by itself what another one has told.
@@ -50,10 +52,14 @@ class Watch:
         store: the job's store.
         rank: this rank's number in the job.
         world_size: ranks of the job.
+        lost_after_s: silence of a rank that ends this one; ``None``: a wait for it does, at its time-out.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, lost_after_s: float | None = None
+    ) -> None:
         self._rank = rank
+        self._lost_after_s = math.inf if lost_after_s is None else lost_after_s
         self._others = Liveness(store, rank, world_size)
         self._process = os.getpid()
         self._closed = threading.Event()
@@ -119,6 +125,10 @@ class Watch:
                     self._others.leave()
                     self._exit(128 + signal.SIGTERM)
             self._warn()
+            longest = max((entry.seconds for entry in self._others.silent.values()), default=0.0)
+            known = self._others.fault
+            if longest > self._lost_after_s and known is not None:
+                self._end(known, known.code)
 
     def _warn(self) -> None:
         """Tell of long silences, once each."""
@@ -260,7 +270,7 @@ def start_watch(store: dist.Store, rank: int, world_size: int) -> None:
     stop_watch()
     atexit.unregister(stop_watch)
     atexit.register(stop_watch)
-    _watch = Watch(store, rank, world_size)
+    _watch = Watch(store, rank, world_size, lost_after_s())
     _watch.start()
 
 

@@ -1,0 +1,147 @@
+"""The command line of ``python -m megatron_hexi.elastic``, one call a node."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_hexi.elastic.agent import Launch, run_agent
+from megatron_hexi.elastic.ranks import ENTRY
+from megatron_hexi.errors import HexiError, user_errors
+
+_EXAMPLE = """\
+Example, on each of four nodes; two of them suffice:
+  python -m megatron_hexi.elastic --nnodes 2:4 --nproc-per-node 8 --rdzv-endpoint head:29400 -- \\
+    --hexi-plan plan.yaml --hexi-cluster cluster.yaml --save checkpoints --save-interval 50 …
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_hexi.elastic",
+        description="Train on the nodes that are there: a lost one is left out, one that comes is taken in, "
+        "each time by a plan for those present, from the last checkpoint.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--nnodes", metavar="MIN:MAX", help="how few nodes train, and how many at most")
+    parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of this node, one a GPU")
+    parser.add_argument(
+        "--rdzv-endpoint",
+        required=True,
+        metavar="HOST:PORT",
+        help="where nodes meet; the first one on HOST keeps the store, unless --keep-store does",
+    )
+    parser.add_argument("--rdzv-id", default="hexi", metavar="NAME", help="of the job (default: hexi)")
+    parser.add_argument(
+        "--keep-store", action="store_true", help="keep the store at --rdzv-endpoint, and do nothing else"
+    )
+    parser.add_argument(
+        "--node",
+        default=socket.gethostname(),
+        metavar="NAME",
+        help="this node in the cluster file (default: the host's name)",
+    )
+    parser.add_argument(
+        "--local-addr",
+        default=socket.getfqdn(),
+        metavar="ADDRESS",
+        help="at which other nodes reach this one (default: the host's full name)",
+    )
+    parser.add_argument(
+        "--max-losses", type=int, default=100, metavar="N", help="ends after so many (default: 100)"
+    )
+    parser.add_argument(
+        "--lost-after",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="a rank that is silent for so long is lost (default: 20); one whose process ends is at once",
+    )
+    parser.add_argument("--log-dir", metavar="PATH", help="write each rank's output below this folder")
+    parser.add_argument(
+        "--start-method",
+        choices=("forkserver", "spawn"),
+        default="forkserver",
+        help="forkserver: ranks are forked from a process that has imported Megatron; spawn: each imports it",
+    )
+    parser.add_argument(
+        "--script",
+        metavar="PATH",
+        help="a training script, pretrain_gpt.py of Megatron-LM say (default: megatron_hexi.pretrain_gpt)",
+    )
+    parser.add_argument("words", nargs="*", metavar="-- ARGUMENTS", help="Megatron's and ours")
+    return parser
+
+
+def _read(words: list[str]) -> tuple[argparse.Namespace, Launch | None]:
+    options = _parser().parse_args(words)
+    host, _, port = options.rdzv_endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise HexiError(f"--rdzv-endpoint {options.rdzv_endpoint}: give HOST:PORT, head:29400 say")
+    options.host, options.port = host, int(port)
+    if options.keep_store:
+        return options, None
+    least, _, most = (options.nnodes or "").partition(":")
+    most = most or least
+    if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
+        raise HexiError(f"--nnodes {options.nnodes}: give MIN:MAX, 2:4 say")
+    if options.nproc_per_node is None or options.nproc_per_node < 1:
+        raise HexiError(f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs of this node")
+    if options.lost_after < 5:
+        raise HexiError(
+            f"--lost-after {options.lost_after:g}: heartbeats come twice a second; give 5 or more"
+        )
+    if options.script is not None and not os.path.isfile(options.script):
+        raise HexiError(f"--script {options.script}: no such training script")
+    return options, Launch(
+        least=int(least),
+        most=int(most),
+        ranks=options.nproc_per_node,
+        host=host,
+        port=int(port),
+        job=options.rdzv_id,
+        node=options.node,
+        address=options.local_addr,
+        max_losses=options.max_losses,
+        lost_after_s=options.lost_after,
+        log_dir=options.log_dir,
+        start_method=options.start_method,
+        entry=options.script or ENTRY,
+        words=tuple(options.words),
+    )
+
+
+def main() -> None:
+    """Be the agent of this node, or keep the store.
+
+    Raises:
+        SystemExit: with 2 where the input is wrong, here or on a rank; 1 where the job could not go on.
+    """
+    with user_errors():
+        options, launch = _read(sys.argv[1:])
+        if launch is None:
+            store = dist.TCPStore(
+                options.host,
+                options.port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=60),
+            )
+            print(f"hexi: keeps the store at {options.host}:{options.port}", file=sys.stderr, flush=True)
+            while store is not None:
+                time.sleep(3600)
+        else:
+            sys.exit(run_agent(launch))
+
+
+# Ranks, and their helpers, import this module again.
+if __name__ == "__main__":
+    main()

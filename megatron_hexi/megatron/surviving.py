@@ -1,0 +1,217 @@
+"""A round of an elastic job: which nodes are there, the plan for them, and from where the job goes on.
+
+Ranks start as PyTorch's agents number them. Rank 0 hears from all where they are, has the planner
+(`megatron_hexi.replan.survivors`) plan for those nodes, and tells all; each rank then takes the number that
+the plan gives it. One on a GPU that the plan leaves out waits for the end. docs/surviving.md
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.goodput import told_at_start
+from megatron_hexi.plan import Plan, plan_from_yaml
+from megatron_hexi.runtime import meeting, start_watch, stop_watch
+from megatron_hexi.runtime.rounds import ADDRESS_VARIABLE, NODE_VARIABLE, in_round, round_store, whole_store
+from megatron_hexi.text_file import read_text, write_text_atomically
+from megatron_hexi.yaml_file import yaml_from_text
+
+#: Megatron writes its name last into a folder of checkpoints.
+TRACKER = "latest_checkpointed_iteration.txt"
+#: How long ranks of one round may come one after another, and the planner may take.
+_COME, _PLAN = timedelta(seconds=120), timedelta(seconds=300)
+_STORE = timedelta(seconds=30)
+_FINISHED, _ROUNDS = "finished", "rounds"
+
+
+def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
+    """Refuse a job that could not go on after a loss.
+
+    Raises:
+        HexiError: with the flag and the remedy.
+    """
+    what = "megatron_hexi.elastic"
+    if args.hexi_cluster is None:
+        raise HexiError(f"{what}: plans for the nodes that are left; give --hexi-cluster cluster.yaml too")
+    if args.save is None or not args.save_interval:
+        raise HexiError(f"{what}: goes on from checkpoints; give --save FOLDER and --save-interval N")
+    if args.ckpt_format != "torch_dist":
+        raise HexiError(
+            f"{what}: --ckpt-format {args.ckpt_format} is tied to its number of ranks; give torch_dist"
+        )
+    if getattr(args, "async_save", False):
+        raise HexiError(f"{what}: --async-save writes while a rank may be lost unseen; leave it out")
+    if getattr(args, "non_persistent_save_interval", None):
+        raise HexiError(
+            f"{what}: --non-persistent-save-interval leaves a lost node's part on it; leave it out, and "
+            "give a smaller --save-interval"
+        )
+    for flag in ("--finetune", "--ckpt-step"):
+        if flag in given:
+            raise HexiError(f"{what}: {flag} would undo the training at every start; leave it out")
+    if args.load not in (None, args.save):
+        raise HexiError(
+            f"{what}: --load {args.load} is not --save {args.save}; to begin with other weights give "
+            "--pretrained-checkpoint FOLDER and no --load"
+        )
+    if not plan.is_repeated:
+        raise HexiError(
+            f"{what}: {args.hexi_plan} has stages with layers of their own, which are not planned anew; make "
+            "a plan with --pipeline-parallel N"
+        )
+
+
+def take_part(args: Namespace) -> Plan:
+    """Agree on who is there, and take the number of this rank in the plan for them.
+
+    Does not return on a rank that the plan leaves out, but ends the process when the training has ended.
+
+    Args:
+        args: Megatron's arguments; rank, number of ranks and what to load are changed in place.
+
+    Returns:
+        The plan of this round.
+
+    Raises:
+        HexiError: there is none for the nodes that are there; on every rank.
+        RuntimeError: a rank did not come.
+    """
+    store = round_store(_STORE)
+    started, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store.set(f"here/{started}", json.dumps([os.environ[NODE_VARIABLE], int(os.environ["LOCAL_RANK"])]))
+    if started == 0:
+        keys = [f"here/{rank}" for rank in range(count)]
+        store.wait(keys, _COME)
+        present = [json.loads(text) for text in store.multi_get(keys)]
+        store.set("round", json.dumps(_lead(args, present)))
+    store.wait(["round"], _COME + _PLAN)
+    answer = json.loads(store.get("round"))
+    if "error" in answer:
+        raise HexiError(answer["error"])
+    _take_number(args, store, answer["ranks"], started)
+    if answer["resumes"] is not None:
+        args.load = args.save
+    return plan_from_yaml(yaml_from_text(Path(args.hexi_plan), answer["plan"]))
+
+
+def leave() -> None:
+    """Say that the training has ended well: nobody misses this rank, and those left out may end."""
+    if in_round():
+        if int(os.environ["RANK"]) == 0:
+            round_store(_STORE).set(_FINISHED, "")
+        stop_watch()
+
+
+def _take_number(args: Namespace, store: dist.Store, ranks: list[int], started: int) -> None:
+    if started not in ranks:
+        print(f"hexi: elastic: a GPU of {os.environ[NODE_VARIABLE]} has no part in the plan", file=sys.stderr)
+        while not store.check([_FINISHED]):
+            time.sleep(1)
+        sys.stdout.flush()
+        raise SystemExit(0)
+    args.rank, args.world_size = ranks.index(started), len(ranks)
+    if args.rank == 0:  # which keeps torch's store
+        with socket.socket() as free:
+            free.bind(("", 0))
+            store.set("keeper", f"{os.environ[ADDRESS_VARIABLE]} {free.getsockname()[1]}")
+    address, port = store.get("keeper").decode().split()
+    os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world_size)}
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    if args.world_size > 1:
+        start_watch(meeting(store), args.rank, args.world_size)
+
+
+# Rank 0
+
+
+def _lead(args: Namespace, present: list[tuple[str, int]]) -> dict[str, Any]:
+    """What all ranks are told of this round."""
+    begun = time.monotonic()
+    job = whole_store(_STORE)
+    number = job.add(_ROUNDS, 1)
+    try:
+        iteration = newest_checkpoint(Path(args.save))
+    except HexiError as problem:
+        return {"error": str(problem)}
+    found = _ask_planner(
+        {
+            "plan": read_text(args.hexi_plan),
+            "path": args.hexi_plan,
+            "cluster": args.hexi_cluster,
+            "present": present,
+            "words": sys.argv[1:],
+        }
+    )
+    if "error" in found:
+        return found
+    nodes = list(dict.fromkeys(node for node, _ in present))
+    absent = f"; without {', '.join(found['left_out'])}" if found["left_out"] else ""
+    ranks, took = len(found["ranks"]), time.monotonic() - begun
+    print(
+        f"hexi: elastic: round {number}: {ranks} ranks on {', '.join(nodes)}{absent}; planned in {took:.1f} "
+        f"s; {told_at_start(job, iteration)}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return {**found, "resumes": iteration}
+
+
+def _ask_planner(asked: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "megatron_hexi.replan.survivors"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(asked), capture_output=True, text=True, timeout=_PLAN.total_seconds()
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"the planner took more than {_PLAN} for the nodes that are there; give fewer nodes"}
+    if done.returncode != 0:
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return {"error": f"the planner failed ({why}); is megatron-hexi[plan] installed on every node?"}
+    return json.loads(done.stdout)
+
+
+def newest_checkpoint(folder: Path) -> int | None:
+    """The iteration of the newest complete checkpoint; the tracker names it afterwards.
+
+    Megatron writes `metadata.json` last into a checkpoint, then the tracker, which a kill can leave empty.
+
+    Args:
+        folder: of ``--save``.
+
+    Returns:
+        ``None`` where there is none.
+
+    Raises:
+        HexiError: the tracker cannot be written.
+    """
+    complete = []
+    for path in folder.glob("iter_*"):
+        number = re.fullmatch(r"iter_(\d+)", path.name)
+        if number and _is_complete(path):
+            complete.append(int(number[1]))
+    tracker = folder / TRACKER
+    newest = max(complete, default=None)
+    if newest is not None and (not tracker.is_file() or tracker.read_bytes().strip() != str(newest).encode()):
+        write_text_atomically(tracker, str(newest))
+    return newest
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        json.loads((path / "metadata.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return (path / ".metadata").is_file()

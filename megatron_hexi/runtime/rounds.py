@@ -1,0 +1,52 @@
+"""The store of an elastic job, where agents keep it: of the whole job, and of one round of its ranks.
+
+A round is one start of the ranks, by the agents of `megatron_hexi.elastic`. Torch gives each round a store of
+its own, on one of the nodes; ours is on a node that the job cannot lose: who is lost can always be told.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+#: Of a rank's environment: where the store is, the job's and the round's beginnings of keys, this node in the
+#: cluster file and its address, and the silence (s) of a rank that counts as its loss.
+STORE_VARIABLE, JOB_VARIABLE, ROUND_VARIABLE = "HEXI_STORE", "HEXI_JOB", "HEXI_ROUND"
+NODE_VARIABLE, ADDRESS_VARIABLE, LOST_AFTER_VARIABLE = "HEXI_NODE", "HEXI_ADDRESS", "HEXI_LOST_AFTER"
+#: Keys of a round: its ranks train, one of them has ended, and how many nodes wait to be taken in.
+TRAINING, BROKEN, WANTED = "training", "broken", "wanted"
+
+
+def in_round() -> bool:
+    """Whether this process is a rank of an elastic job."""
+    return ROUND_VARIABLE in os.environ
+
+
+def round_store(timeout: timedelta) -> dist.Store:
+    """What the ranks of this round share, and nobody else.
+
+    Raises:
+        RuntimeError: the store cannot be reached.
+    """
+    return dist.PrefixStore(os.environ[ROUND_VARIABLE], _store(timeout))
+
+
+def whole_store(timeout: timedelta) -> dist.Store:
+    """What the rounds of this job hand on.
+
+    Raises:
+        RuntimeError: the store cannot be reached.
+    """
+    return dist.PrefixStore(f"hexi.{os.environ[JOB_VARIABLE]}", _store(timeout))
+
+
+def lost_after_s() -> float | None:
+    """Seconds of silence that count as the loss of a rank; ``None``: it ends nothing by itself."""
+    return float(os.environ[LOST_AFTER_VARIABLE]) if in_round() else None
+
+
+def _store(timeout: timedelta) -> dist.Store:
+    host, _, port = os.environ[STORE_VARIABLE].rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)

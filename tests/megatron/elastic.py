@@ -1,0 +1,133 @@
+"""Nodes of an elastic job on this machine: each is an agent with its ranks, started and killed by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+import psutil
+import torch.distributed as dist
+
+from megatron_hexi.testbed.ports import free_port
+from tests.megatron.launch import environment, read_metrics
+
+
+class ElasticJob:
+    """A job whose store is kept here.
+
+    Args:
+        folder: the working directory, with the files that the arguments name.
+        nodes: MIN:MAX.
+        args: of the training.
+        ranks: of each node.
+        launcher: more options of the launcher.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: str,
+        args: Sequence[str | Path],
+        ranks: int = 1,
+        launcher: Sequence[str] = (),
+    ) -> None:
+        self._folder, self._nodes, self._ranks, self._launcher = folder, nodes, ranks, launcher
+        self._metrics = folder / "metrics.jsonl"
+        self._metrics.touch()
+        self._args = [*map(str, args), "--hexi-metrics", str(self._metrics)]
+        port = free_port()
+        self._store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        self._port = port
+        self.agents: dict[str, subprocess.Popen] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for name in list(self.agents):
+            self.kill(name)
+
+    def start(self, *names: str) -> None:
+        """Start nodes, or start them again."""
+        for name in names:
+            words = ["--nnodes", self._nodes, "--nproc-per-node", str(self._ranks), "--node", name]
+            words += [
+                "--rdzv-endpoint",
+                f"localhost:{self._port}",
+                "--local-addr",
+                "localhost",
+                *self._launcher,
+            ]
+            with self._log(name).open("ab") as log:
+                self.agents[name] = subprocess.Popen(
+                    [sys.executable, "-m", "megatron_hexi.elastic", *words, "--", *self._args],
+                    cwd=self._folder,
+                    env=environment(),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+
+    def rank(self, name: str) -> psutil.Process:
+        """The process of a node's first rank: a child of the fork server."""
+        agent = psutil.Process(self.agents[name].pid)
+        servers = [child for child in agent.children() if "forkserver" in " ".join(child.cmdline())]
+        return next(child for server in servers for child in server.children())
+
+    def kill(self, name: str) -> None:
+        """End a node with all that runs there, as the loss of its power does."""
+        agent = self.agents.pop(name)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)
+        agent.wait()
+
+    def said(self, *names: str) -> str:
+        """What nodes printed; all that were ever started without names."""
+        logs = [self._log(name) for name in names] or sorted(self._folder.glob("node-*.log"))
+        return "".join(log.read_text(errors="replace") for log in logs if log.exists())
+
+    def told(self, what: str, *names: str) -> list[str]:
+        """The lines of ours that match."""
+        return [line for line in self.said(*names).splitlines() if re.search(f"hexi: .*{what}", line)]
+
+    def lines(self) -> int:
+        """Iterations done by now, those that were done again included."""
+        return self._metrics.read_bytes().count(b"\n")
+
+    def losses(self) -> list[tuple[int, float]]:
+        """Of every iteration that was done, in the order of their doing."""
+        log = read_metrics(self._metrics, "")
+        return list(zip(log.iterations, log.losses, strict=True))
+
+    def wait(self, until: Callable[[], object], timeout: float = 240) -> float:
+        """Wait for something; says how long it took, in seconds."""
+        begun = time.monotonic()
+        while not until():
+            assert time.monotonic() - begun < timeout, self.said()[-4000:]
+            assert any(agent.poll() is None for agent in self.agents.values()), self.said()[-4000:]
+            time.sleep(0.05)
+        return time.monotonic() - begun
+
+    def wait_for_end(self, timeout: float = 240) -> dict[str, int]:
+        """The exit code of each node."""
+        return {name: agent.wait(timeout) for name, agent in self.agents.items()}
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"node-{name}.log"
+
+
+def tear(save: Path) -> int:
+    """Leave the newest checkpoint as a kill in the middle of saving does; says which iteration it was."""
+    newest = max(save.glob("iter_*"))
+    (newest / "metadata.json").unlink()
+    (newest / ".metadata").write_bytes(b"")
+    (save / "latest_checkpointed_iteration.txt").write_text("")
+    return int(newest.name.removeprefix("iter_"))

@@ -1,0 +1,124 @@
+"""The plan for the nodes that are there, and the checkpoint that a round goes on from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megatron_hexi.cluster import read_cluster
+from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.cost.job import job_of_plan
+from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.surviving import TRACKER, newest_checkpoint
+from megatron_hexi.planner import CHOSEN, Request, find_plan
+from megatron_hexi.replan.survivors import _COMMAND_LINE, survive
+from megatron_hexi.text_file import read_text
+
+WORDS = [
+    *("--num-layers", "2", "--hidden-size", "96", "--num-attention-heads", "6", "--swiglu"),
+    *("--group-query-attention", "--num-query-groups", "2", "--seq-length", "1024"),
+    *("--position-embedding-type", "rope", "--max-position-embeddings", "1024", "--vocab-size", "255"),
+    *("--micro-batch-size", "1", "--global-batch-size", "4"),
+]
+NETWORKS = {
+    "network": "network: {bandwidth_gb_s: 0.125, latency_us: 20, per: node}",
+    "levels": "network: {bandwidth_gb_s: 0.5, latency_us: 20, per: node}\n"
+    "levels: [{name: rack, groups: [[fast], [slow]], bandwidth_gb_s: 0.1, latency_us: 50}]",
+    "matrix": "matrix:\n  nodes: [fast-0, fast-1, slow-0]\n"
+    "  bandwidth_gb_s: [[null, 0.5, 0.1], [0.4, null, 0.2], [0.1, 0.3, null]]\n"
+    "  latency_us: [[null, 10, 20], [11, null, 21], [22, 12, null]]",
+}
+
+
+@pytest.fixture(params=NETWORKS, scope="module")
+def cluster(request, tmp_path_factory):
+    text = read_text("scripts/testbed/four-equal.yaml")
+    devices = text[text.index("devices:") :]
+    nodes = (
+        "- {name: fast, count: 2, gpu: cpu-core, gpus: 2}\n- {name: slow, gpu: cpu-core, gpus: 1, speed: 0.5}"
+    )
+    path = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
+    path.write_text(f"name: three\nnodes:\n{nodes}\n{NETWORKS[request.param]}\n{devices}")
+    return read_cluster(path)
+
+
+@pytest.fixture(scope="module")
+def plan(cluster):
+    model = model_from_arguments(" ".join(WORDS), _COMMAND_LINE)
+    job = Job(model, 1024, global_batch_size=4, precision="fp32")
+    return find_plan(Request(job, frozenset(CHOSEN) - {"data_parallel"}), cluster).plan
+
+
+PLACES = {"fast-0": 2, "fast-1": 2, "slow": 1}
+GONE = (("slow",), ("fast-0",), ("fast-0", "fast-1"))
+
+
+@pytest.mark.parametrize("gone", GONE, ids="+".join)
+def test_each_rank_of_the_plan_is_on_a_gpu_that_is_there(cluster, plan, gone):
+    present = [(name, i) for name in reversed(PLACES) if name not in gone for i in range(PLACES[name])]
+    found = survive(plan, cluster, present, WORDS)
+    assert found.plan.gpus is not None
+    assert len(set(found.ranks)) == found.plan.ranks == len(found.plan.gpus)
+    for gpu, rank in zip(found.plan.gpus, found.ranks, strict=True):
+        name, local = present[rank]
+        node = cluster.nodes[cluster.file.find_nodes(name)[0]]
+        assert gpu == node.ranks[local]
+    assert {name.removesuffix("-0") if "slow" in name else name for name in found.left_out} == set(gone)
+    # As good in the whole cluster as in the part that it was planned in.
+    job = job_of_plan(found.plan, model_from_arguments(" ".join(WORDS), _COMMAND_LINE), precision="fp32")
+    whole = CostModel(replace(job, global_batch_size=4), cluster).timing(found.plan).phases.total
+    assert found.plan.estimate is not None
+    assert whole == pytest.approx(found.plan.estimate.iteration_s, rel=0.02)
+
+
+def test_while_all_of_a_plan_s_nodes_are_there_it_stays(cluster, plan):
+    present = [("slow-0", 0), ("fast-1", 0), ("fast-1", 1), ("fast-0", 0), ("fast-0", 1)]
+    found = survive(plan, cluster, present, WORDS)
+    assert found.plan is plan
+    assert [found.ranks[rank] for rank, gpu in enumerate(plan.gpus or range(5)) if gpu == 4] == [0]
+    assert not found.left_out
+
+
+@pytest.mark.parametrize(
+    ("present", "why"),
+    [
+        ([("h100", 0)], "--node h100: names no node of three"),
+        ([("fast", 0), ("fast", 1)], "--node fast: names no node"),
+        ([("fast-0", 0)], "1 ranks were started there, fast-0 has 2 GPUs"),
+        ([("slow", 0), ("slow", 0)], "2 ranks were started there, slow-0 has 1 GPUs"),
+    ],
+)
+def test_nodes_that_are_none_of_the_cluster_s_are_refused(cluster, plan, present, why):
+    with pytest.raises(HexiError, match=why):
+        survive(plan, cluster, present, WORDS)
+
+
+def test_what_the_planner_does_not_know_is_refused_at_the_first_start(cluster, plan):
+    present = [(name, i) for name, count in PLACES.items() for i in range(count)]
+    with pytest.raises(HexiError, match="mixture of experts"):
+        survive(plan, cluster, present, [*WORDS, "--num-experts", "8"])
+
+
+def checkpoint(folder, iteration, *, whole):
+    path = folder / f"iter_{iteration:07d}"
+    path.mkdir(parents=True)
+    (path / ".metadata").write_bytes(b"x")
+    (path / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"})[: None if whole else 9])
+    return path
+
+
+@pytest.mark.parametrize("tracker", ["", "30", "20", "99", None])
+def test_the_newest_whole_checkpoint_is_the_one_to_go_on_from(tmp_path, tracker):
+    assert newest_checkpoint(tmp_path) is None
+    checkpoint(tmp_path, 10, whole=True)
+    checkpoint(tmp_path, 20, whole=True)
+    checkpoint(tmp_path, 30, whole=False)
+    checkpoint(tmp_path, 40, whole=True).joinpath(".metadata").unlink()
+    (tmp_path / "iter_x").mkdir()
+    if tracker is not None:
+        (tmp_path / TRACKER).write_text(tracker)
+    assert newest_checkpoint(tmp_path) == 20
+    assert (tmp_path / TRACKER).read_text() == "20"
