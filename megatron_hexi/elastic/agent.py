@@ -168,9 +168,9 @@ class NodeAgent(LocalElasticAgent):
         self._launch, self._meeting, self._store_of_job = launch, rendezvous, store
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        store = cast(Any, worker_group.store)  # torch declares it as none
-        launch = self._launch
-        if worker_group.group_rank == 0:
+        group = cast(Any, worker_group)  # torch declares its fields as none
+        store, launch = group.store, self._launch
+        if group.group_rank == 0:
             store.set("name", uuid.uuid4().hex)
         name = store.get("name").decode()
         self._meeting.round = dist.PrefixStore(name, self._store_of_job)

@@ -25,13 +25,16 @@ def run_rank(entry: str, words: tuple[str, ...], variables: dict[str, str]) -> N
         words: its arguments.
         variables: of the environment, besides torchrun's.
     """
-    os.environ |= {**variables, "HEXI_RANK_PROCESS": str(os.getpid())}
+    os.environ |= variables
     sys.argv[:] = ["pretrain_gpt.py", *words]
     from megatron_hexi.errors import HexiError, user_errors
 
     with user_errors():
         import torch
 
+        from megatron_hexi.platform.select import be_a_rank
+
+        be_a_rank()
         from megatron_hexi.adaptor import platform
 
         if platform.name == "cuda" and torch.cuda._is_in_bad_fork():

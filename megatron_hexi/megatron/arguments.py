@@ -93,7 +93,9 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
         help="the part of an iteration that a swap must save, as predicted (default: 0.03)",
     )
     group.add_argument(
-        "--hexi-cluster", metavar="PATH", help="the cluster file that the plan was made for, for re-planning"
+        "--hexi-cluster",
+        metavar="PATH",
+        help="the cluster file that the plan was made for, for re-planning and megatron_hexi.elastic",
     )
     return parser
 

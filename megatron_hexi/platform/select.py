@@ -87,9 +87,18 @@ def select_platform(name: str) -> Platform:
     return cpu_platform()
 
 
+#: This process, where it is a rank although `multiprocessing` started it.
+_rank_process: int | None = None
+
+
+def be_a_rank() -> None:
+    """Be no helper process: in an elastic job ranks are children of `multiprocessing` too."""
+    global _rank_process
+    _rank_process = os.getpid()
+
+
 def say(message: str) -> None:
     """Tell the user something, once: on standard error, from rank 0, and not from its helper processes."""
-    # Ranks of an elastic job are children of `multiprocessing` too.
-    is_rank = os.environ.get("HEXI_RANK_PROCESS") == str(os.getpid())
-    if os.environ.get("RANK", "0") == "0" and (is_rank or multiprocessing.parent_process() is None):
+    is_rank = os.getpid() == _rank_process or multiprocessing.parent_process() is None
+    if os.environ.get("RANK", "0") == "0" and is_rank:
         print(f"hexi: {message}", file=sys.stderr, flush=True)

@@ -124,9 +124,14 @@ class ElasticJob:
         return self._folder / f"node-{name}.log"
 
 
+def whole(save: Path) -> list[Path]:
+    """The complete checkpoints, oldest first."""
+    return sorted(path for path in save.glob("iter_*") if (path / "metadata.json").exists())
+
+
 def tear(save: Path) -> int:
     """Leave the newest checkpoint as a kill in the middle of saving does; says which iteration it was."""
-    newest = max(save.glob("iter_*"))
+    newest = whole(save)[-1]
     (newest / "metadata.json").unlink()
     (newest / ".metadata").write_bytes(b"")
     (save / "latest_checkpointed_iteration.txt").write_text("")
