@@ -28,6 +28,7 @@ class Share:
         micro_batches: of an iteration, each replica's.
         stages: their numbers in the replica, of those that are alike and follow each other.
         layers: of each of these; ``None``: the job says.
+        ministages: in how many parts each of these runs; ``None``: whole.
         recompute: what they compute again; ``None``: the job says.
         tensor_parallel: GPUs of a member that share each weight.
         groups: how many in each stage.
@@ -45,6 +46,7 @@ class Share:
     micro_batches: int
     stages: tuple[int, ...]
     layers: int | None
+    ministages: int | None
     recompute: Recompute | None
     tensor_parallel: int
     groups: int
@@ -200,7 +202,10 @@ def shares_table(shares: Sequence[Share], job: Job) -> Table:
         cells = [_spell_numbers(share.replicas), str(share.micro_batches)] if several else []
         if staged:
             again = "" if share.recompute is None else spell_recompute(share.recompute)
-            cells += [_spell_numbers(share.stages), str(share.layers), again, str(share.tensor_parallel)]
+            layers = f"{share.layers}" + (
+                "" if share.ministages is None else f" in {share.ministages} ministages"
+            )
+            cells += [_spell_numbers(share.stages), layers, again, str(share.tensor_parallel)]
         table.add_row(
             *cells,
             str(share.groups),
@@ -309,6 +314,7 @@ def _share(
         micro_batches=micro_batches,
         stages=stages,
         layers=None if stage.layers is None else stage.layers[1] - stage.layers[0],
+        ministages=stage.ministages,
         recompute=stage.recompute,
         tensor_parallel=len(stage.members[0].ranks),
         groups=len(same) // cuts,
