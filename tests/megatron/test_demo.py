@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hexi.plan import read_plan
+from megatron_hexi.record import read_record
 from tests.megatron.launch import REPOSITORY
 
 ITERATIONS = 4
@@ -52,6 +53,9 @@ def test_the_uneven_training_is_that_of_one_rank(start: tuple[str, ...], tmp_pat
     picture = folder / "loss.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert str(picture) in result.stdout
+
+    assert sum(len(leg.intervals) for leg in read_record(folder / "record.jsonl").legs) == ITERATIONS
+    assert f"report {folder / 'plan.yaml'} --record {folder / 'record.jsonl'} -o" in result.stdout
 
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
