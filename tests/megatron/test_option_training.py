@@ -13,7 +13,8 @@ from tests.megatron.conftest import job, skip_what_is_not_there
 from tests.megatron.option_cases import CASES, Case
 from tests.megatron.test_uneven_training import MODEL, largest_difference
 
-ITERATIONS = ("--train-iters", "10", "--log-interval", "1")
+#: Iterations in CI, and of cases on request: as many as the last step of a schedule of batches needs.
+IN_CI, ON_REQUEST = 4, 10
 
 RUNS = [
     pytest.param(
@@ -30,17 +31,22 @@ def test_losses_and_gradient_norms_are_those_without_a_plan(
 ):
     skip_what_is_not_there((*case.model, *case.job, *case.reference))
     data = documents if case.corpus else ()
-    weights, reference = references((*case.model, *data, *case.reference))
+    iterations = ON_REQUEST if case.slow else IN_CI
+    weights, reference = references((*case.model, *data, *case.reference), iterations)
     plan = case.plans()[name]
     log = forks.train(
         tmp_path,
         ranks=plan.units * case.model_parallel,
-        args=[*job([*case.model, *data]), *ITERATIONS, "--load", weights, "--finetune", *case.job],
+        args=[*job([*case.model, *data]), *steps(iterations), "--load", weights, "--finetune", *case.job],
         plan=plan,
     )
     difference = largest_difference(log, reference)
     print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
     assert difference < 1e-5
+
+
+def steps(iterations: int) -> tuple[str, ...]:
+    return ("--train-iters", str(iterations), "--log-interval", "1")
 
 
 def logged(output: str, name: str) -> list[float]:
@@ -60,20 +66,20 @@ def logged(output: str, name: str) -> list[float]:
 def test_other_losses_are_logged_as_without_a_plan(job, plan, name, forks, references, tmp_path):
     case = CASES[job]
     skip_what_is_not_there(case.model)
-    weights, reference = references(case.model)
+    weights, reference = references(case.model, ON_REQUEST)
     log = forks.train(
         tmp_path,
         ranks=case.plans()[plan].units,
-        args=[*MODEL, *ITERATIONS, "--load", weights, "--finetune", *case.model],
+        args=[*MODEL, *steps(ON_REQUEST), "--load", weights, "--finetune", *case.model],
         plan=case.plans()[plan],
     )
-    assert len(logged(reference.output, name)) == 10
+    assert len(logged(reference.output, name)) == ON_REQUEST
     assert logged(log.output, name) == pytest.approx(logged(reference.output, name), rel=1e-5)
 
 
 def test_evaluation_gives_the_loss_without_a_plan(forks, references, tmp_path):
     plans = Case().plans()
-    weights, _ = references(())
+    weights, _ = references((), IN_CI)
     args = [*MODEL, "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "2", "--load", weights]
     losses = [
         logged(

@@ -47,7 +47,7 @@ from tests.megatron.option_cases import (
     Case as Equal,
 )
 from tests.megatron.test_checkpoints import RESHARDABLE, loaded_by_stock_megatron
-from tests.megatron.test_option_training import ITERATIONS, logged
+from tests.megatron.test_option_training import IN_CI, ON_REQUEST, logged, steps
 from tests.megatron.test_uneven_training import MODEL, SEQ_LENGTH, largest_difference
 
 #: Eight micro-batches of one sequence, so that shares can differ.
@@ -171,11 +171,12 @@ CASES = {
 )
 def test_training_is_that_of_one_rank(case: Case, forks, references, documents, tmp_path):
     model = (*BATCH, *case.model, *(documents if case.documents else ()))
-    weights, reference = references((*model, *(APART if case.documents else ())))
+    iterations = ON_REQUEST if case.slow else IN_CI
+    weights, reference = references((*model, *(APART if case.documents else ())), iterations)
     log = forks.train(
         tmp_path,
         ranks=len(case.shares()),
-        args=[*job(model), *ITERATIONS, *case.job, "--load", weights, "--finetune"],
+        args=[*job(model), *steps(iterations), *case.job, "--load", weights, "--finetune"],
         plan=plan_of(case.plan, case.tensor_parallel),
         entry="tests.megatron.counted",
     )
@@ -183,9 +184,9 @@ def test_training_is_that_of_one_rank(case: Case, forks, references, documents, 
     print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
     assert difference < 1e-5
     for name in ("consumed samples", "learning rate", "global batch size"):
-        assert len(column(log.output, name)) == 10
+        assert len(column(log.output, name)) == iterations
         assert column(log.output, name) == column(reference.output, name)
-    assert counts(log.output) == [10 * share * case.layers for share in case.shares()]
+    assert counts(log.output) == [iterations * share * case.layers for share in case.shares()]
 
 
 def column(output: str, name: str) -> list[str]:
@@ -196,10 +197,10 @@ def column(output: str, name: str) -> list[str]:
 @pytest.mark.slow
 def test_other_losses_are_logged_as_on_one_rank(forks, references, tmp_path):
     model = (*BATCH, *FURTHER_TOKENS, "--calculate-per-token-loss")
-    weights, reference = references(model)
-    words = [*MODEL, *ITERATIONS, *model, "--load", weights, "--finetune"]
+    weights, reference = references(model, ON_REQUEST)
+    words = [*MODEL, *steps(ON_REQUEST), *model, "--load", weights, "--finetune"]
     log = forks.train(tmp_path, ranks=4, args=words, plan=plan_of("three-and-one"))
-    assert len(logged(reference.output, "mtp_2 loss")) == 10
+    assert len(logged(reference.output, "mtp_2 loss")) == ON_REQUEST
     assert logged(log.output, "mtp_2 loss") == pytest.approx(logged(reference.output, "mtp_2 loss"), rel=1e-5)
 
 
