@@ -20,7 +20,7 @@ from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.packing import document_ends, packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.stages.boxes import held_boxes
-from megatron_hexi.megatron.stages.ministages import StageSlices
+from megatron_hexi.megatron.stages.slices import StageSlices
 from megatron_hexi.mesh import Box, cut_pieces, make_buckets
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 

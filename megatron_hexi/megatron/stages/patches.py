@@ -10,8 +10,8 @@ from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.checkpoints import _by_rank, _into_buckets, _of_whole_models, stages_active
 from megatron_hexi.megatron.stages.communicator import BorderCommunicator
 from megatron_hexi.megatron.stages.gradients import _over_all_holders, _with_pieces
-from megatron_hexi.megatron.stages.ministages import MINISTAGE_PATCHES
 from megatron_hexi.megatron.stages.optimizer import _for_pieces
+from megatron_hexi.megatron.stages.slices import MINISTAGE_PATCHES
 from megatron_hexi.patching import Patch
 
 

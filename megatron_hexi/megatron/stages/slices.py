@@ -1,0 +1,168 @@
+"""A stage's model as ministages: Megatron's, built whole; a ministage is the same module with some of its layers.
+
+Layers are numbered and named by their place in the model, which checkpoints and windows go by, though a stage's
+ministages are not in a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.mesh import Mesh, Place, Turn
+from megatron_hexi.patching import Patch
+
+
+class StageSlices:
+    """A stage's model as one ministage after the other.
+
+    Args:
+        model: Megatron's, wrapped or not.
+        mesh: the places of all ranks.
+        place: of this rank.
+    """
+
+    def __init__(self, model: Any, mesh: Mesh, place: Place) -> None:
+        from megatron.core.utils import get_attr_wrapped_model
+
+        self._model = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+        self._decoder = self._model.decoder
+        layers = iter(self._decoder.layers)
+        sizes = mesh.stage(place).ministage_sizes
+        self._layers = [torch.nn.ModuleList(itertools.islice(layers, size)) for size in sizes]
+        self.count = len(self._layers)
+        self._is_first, self._is_last = place.stage == 0, mesh.is_last_stage(place)
+        self._place = place
+        self._uses = self._find_uses()
+
+    def _find_uses(self) -> dict[Parameter, set[int]]:
+        """Which ministages use each parameter: tied embeddings at both ends of one stage are used by two."""
+        model, last = self._model, self.count - 1
+        uses: dict[Parameter, set[int]] = {}
+        modules = list(enumerate(self._layers))
+        if self._is_first:
+            modules.append((0, model.embedding))
+        if self._is_last:
+            modules += [(last, self._decoder.final_layernorm), (last, model.output_layer)]
+            if model.share_embeddings_and_output_weights:
+                uses[model.shared_embedding_or_output_weight()] = {last}
+        for number, module in modules:
+            for parameter in module.parameters():
+                uses.setdefault(parameter, set()).add(number)
+        return uses
+
+    def turn_of(self, parameter: Parameter) -> Turn | None:
+        """The one ministage that uses a parameter; ``None``: several do."""
+        first, *others = self._uses[parameter]
+        return None if others else (self._place.replica, self._place.stage, first)
+
+    def takes_tokens(self, number: int) -> bool:
+        """Whether a ministage begins with the embedding; all others begin with rows of the one before."""
+        return self._is_first and number == 0
+
+    def gives_loss(self, number: int) -> bool:
+        """Whether a ministage ends with the loss; all others end with rows for the one behind."""
+        return self._is_last and number == self.count - 1
+
+    @contextlib.contextmanager
+    def only(self, number: int) -> Iterator[None]:
+        """Let the model be one ministage; also while its backward pass recomputes layers."""
+        first, last = self.takes_tokens(number), self.gives_loss(number)
+        model, decoder = self._model, self._decoder
+        with contextlib.ExitStack() as stack:
+            if model.share_embeddings_and_output_weights and last:
+                # A model that does not begin with the embedding looks for a copy that is not here.
+                shared = model.shared_embedding_or_output_weight()
+                model.shared_embedding_or_output_weight = lambda: shared
+                stack.callback(delattr, model, "shared_embedding_or_output_weight")
+            stack.enter_context(_replaced(model, pre_process=first, post_process=last))
+            stack.enter_context(
+                _replaced(
+                    decoder,
+                    layers=self._layers[number],
+                    num_layers_per_pipeline_rank=len(self._layers[number]),
+                    final_layernorm=decoder.final_layernorm if last else None,
+                    pre_process=first,
+                    post_process=last,
+                )
+            )
+            yield
+
+    def used_before(self, number: int) -> frozenset[Parameter]:
+        """Parameters that ministages before one use: the backward pass adds to their gradients later."""
+        return frozenset(one for one, numbers in self._uses.items() if min(numbers) < number)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give an object other attributes, and its own back afterwards."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def dealt_layers(session: Session | None) -> list[int] | None:
+    """The numbers, in its stage, that the layers of this rank would have if stages had them in a row.
+
+    ``None``: they have.
+    """
+    if session is None or session.stages is None or session.stages.stage.ministages is None:
+        return None
+    place, stage = session.stages.view.place, session.stages.stage
+    assert stage.layers is not None
+    ranges = session.stages.mesh.replica(place).ministage_layers(place.stage)
+    return [layer - stage.layers[0] for start, stop in ranges for layer in range(start, stop)]
+
+
+def _numbered(original: Callable[..., None]) -> Callable[..., None]:
+    """Megatron numbers the layers of a stage in a row; windows and checkpoints go by these numbers."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, submodules: Any, layer_number: int = 1, **more: Any) -> None:
+        dealt = dealt_layers(active_session())
+        number = layer_number if dealt is None else dealt[layer_number - 1] + 1
+        original(self, config, submodules, number, **more)
+
+    return __init__
+
+
+def _named(original: Callable[..., None]) -> Callable[..., None]:
+    """A layer's name in its block is its number in the stage: where its state dict looks for it."""
+
+    @functools.wraps(original)
+    def _build_layers(self: Any) -> None:
+        original(self)
+        dealt = dealt_layers(active_session())
+        if dealt is not None:
+            self.layers._modules = {
+                str(number): layer for number, layer in zip(dealt, self.layers, strict=True)
+            }
+
+    return _build_layers
+
+
+MINISTAGE_PATCHES = (
+    Patch(
+        target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+        why="with ministages the layers of a stage are not in a row",
+        build=_numbered,
+    ),
+    Patch(
+        target="megatron.core.transformer.transformer_block:TransformerBlock._build_layers",
+        why="a layer is named by its number, as its state dict expects it",
+        build=_named,
+        parameters=("self",),
+    ),
+)
