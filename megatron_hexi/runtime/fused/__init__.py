@@ -9,6 +9,7 @@ Shape letters: B batch, h heads, G rows of the whole, Q rows of a part, D size o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -60,6 +61,7 @@ def _implementation(tensor: Tensor) -> ModuleType:
     return on_gpu if tensor.is_cuda and tensor.dtype != torch.float64 and has_triton() else plain
 
 
+@cache
 def has_triton() -> bool:
     """Whether Triton can be imported."""
     return find_spec("triton") is not None
