@@ -20,7 +20,7 @@ from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.bound import memory_fits
 from megatron_hexi.planner.request import Request
 
-#: Processor seconds after which no further request is planned. How much is proposed depends on it, no plan does.
+#: Processor seconds after which no further request is planned. Plans do not depend on it, only the proposals.
 _BUDGET_S = 6.0
 #: Sequence lengths are proposed as multiples of this.
 _ROUND = 1024
