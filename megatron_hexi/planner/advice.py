@@ -20,7 +20,7 @@ from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.bound import memory_fits
 from megatron_hexi.planner.request import Request
 
-#: Seconds after which no further request is planned. Plans do not depend on it, only how much is proposed.
+#: Processor seconds after which no further request is planned. Plans do not depend on it, only the proposals.
 _BUDGET_S = 6.0
 #: Sequence lengths are proposed as multiples of this.
 _ROUND = 1024
@@ -85,7 +85,7 @@ class _Trials:
     """
 
     def __init__(self, planner: Planner) -> None:
-        self._planner, self._end = planner, time.monotonic() + _BUDGET_S
+        self._planner, self._end = planner, time.process_time() + _BUDGET_S
         self.count, self.ended = 0, False
 
     def first(self, others: Iterable[_Other]) -> Remedy | None:
@@ -93,7 +93,7 @@ class _Trials:
         for other in others:
             if not memory_fits(other.request, other.cluster):
                 continue
-            if time.monotonic() > self._end:
+            if time.process_time() > self._end:
                 self.ended = True
                 return None
             self.count += 1
@@ -116,7 +116,7 @@ def nothing_fits(request: Request, cluster: Cluster, planner: Planner) -> Nothin
     trials = _Trials(planner)
     remedies = _remedies(_Other((), request, cluster), trials)
     told = "; or ".join(f"{one.text} (about {one.tokens_per_s:,.0f} tokens/s)" for one in remedies)
-    ended = f", in the {_BUDGET_S:g} s that this may take" if trials.ended else ""
+    ended = f", in the {_BUDGET_S:g} s of processor time that this may take" if trials.ended else ""
     count = f"{trials.count} other request{'' if trials.count == 1 else 's'} planned{ended}"
     advice = f"fits: {told}" if remedies else "none fits: take GPUs with more memory, or a smaller model"
     return NothingFitsError(
