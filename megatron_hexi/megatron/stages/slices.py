@@ -1,7 +1,7 @@
 """A stage's model as ministages: Megatron's, built whole, of which a ministage runs some layers.
 
-Layers are numbered and named by their place in the model, which checkpoints and windows go by, though those of
-a stage are not in a row then.
+Layers are numbered and named by their place in the model, which checkpoints and windows go by: those of a
+stage are not in a row then.
 """
 
 from __future__ import annotations
