@@ -54,6 +54,7 @@ READERS = {
     "validate": ("validate", "PATH"),
     "simulate": ("simulate", "PATH", *HERE),
     "simulate's cluster": ("simulate", "plan.yaml", "--cluster", "PATH", "--model", "gpt-7b"),
+    "simulate's scenario": ("simulate", "plan.yaml", *HERE, "--scenario", "PATH"),
     "report's plan": ("report", "PATH", "--record", "record.jsonl", "-o", "out.html"),
     "report's record": ("report", "run.yaml", "--record", "PATH", "-o", "out.html"),
     "report's cluster": (
