@@ -22,6 +22,10 @@ OPTIMIZER_BYTES = {"bf16": 12, "fp16": 16, "fp32": 8, "fp8": 12}
 #: one by rows, one by columns (its docs, "Performance considerations", handling transposes).
 FP8_COPIES = 2
 
+#: Activations of a micro-batch's rows that a rank holds at a border between stages beside what it keeps: on
+#: either side those that arrive ahead of their use, and those that have not left (runtime/row_channel.py).
+BORDER_ROWS = 2
+
 #: What torch, NCCL and the kernels keep for themselves: buffers of channels, cuBLAS workspaces. An estimate.
 RESERVE_BYTES = 1.5 * GIB
 #: What the caching allocator loses of the tensors that come and go. An estimate.
@@ -39,7 +43,7 @@ class Memory:
         activations: kept for the backward pass outside attention, all micro-batches in flight.
         attention: kept inside attention, likewise.
         working_set: of the one layer under way: fp32 sums, keys and values in flight, all-to-all buffers,
-            and what recomputation brings back.
+            and what recomputation brings back; rows on their way between stages.
         logits: over the vocabulary, where the stage has them.
         reserve: libraries and the allocator.
     """
@@ -103,6 +107,11 @@ class ModelPart:
             is_last=stage == job.pipeline_parallel - 1,
             ahead=job.pipeline_parallel - stage,
         )
+
+    @property
+    def borders(self) -> Ints:
+        """How many neighbouring stages there are."""
+        return 2 - np.asarray(self.is_first, dtype=int) - np.asarray(self.is_last, dtype=int)
 
     def of(self, index: Ints) -> ModelPart:
         """The numbers of some of what this one's arrays are over."""
@@ -193,6 +202,16 @@ def working_set_bytes(
     return sequence * (inside + np.where(exchanges, between, 0.0))
 
 
+def input_bytes(job: Job, tokens: Floats) -> Floats:
+    """Activations of a micro-batch between two layers: B T h e."""
+    return job.micro_batch_size * tokens * job.model.hidden_size * job.element_bytes / job.row_parts
+
+
+def border_bytes(job: Job, tokens: Floats) -> Floats:
+    """Rows on their way over one border between stages."""
+    return BORDER_ROWS * input_bytes(job, tokens)
+
+
 def logits_bytes(job: Job, rows: Floats) -> Floats:
     """Logits e, their softmax in fp32 4 and the gradient e a logit: rows V (2 e + 4)."""
     vocab = job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
@@ -264,10 +283,11 @@ def part_memory(
     working = working_set_bytes(
         job, held.tokens, held.group_tokens, held.heads, held.kv, held.flights, window
     )
+    working = working + part.borders * border_bytes(job, held.tokens)
     outside_again, inside_again = outside, inside
     if job.mode == "full":
         working = working + outside + inside
-        outside_again = rows * job.model.hidden_size * job.element_bytes / job.row_parts
+        outside_again = input_bytes(job, held.tokens)
         inside_again = np.zeros(inside.shape)
     elif job.mode == "selective":
         working = working + inside

@@ -4,12 +4,16 @@ A channel is one direction of one border, as one rank sees it. Sends are left un
 computes on. Receives are posted one micro-batch ahead: a 1F1B schedule posts the send of that micro-batch
 without waiting for anything that comes after the receive, so this is safe even where a device runs all of a
 rank's messages in one queue.
+
+A message that is a run of a rank's rows, of all its samples, leaves from where it lies and arrives where it
+is used; others are packed.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -40,7 +44,7 @@ class RowChannel:
         self._table: Sequence[RowMessage] | None = None
         self.set_table(messages, held)
         self._leaving: deque[Transfers] = deque()
-        self._arriving: tuple[Tensor, list[Tensor], Transfers] | None = None
+        self._arriving: tuple[Tensor, list[Tensor | None], Transfers] | None = None
         #: Bytes sent so far, to be held against the table's.
         self.sent_bytes = 0
 
@@ -61,19 +65,20 @@ class RowChannel:
             for message in (*self._sends, *self._receives)
             for block in message.blocks
         }
+        self._runs = {message: self._run(message) for message in (*self._sends, *self._receives)}
 
     def send(self, rows: Tensor) -> None:
         """Start sending a micro-batch; returns at once.
 
         Args:
-            rows: [L, b, hidden], the local rows with padding. May be freed at once.
+            rows: [L, b, hidden], the local rows with padding. The caller may drop it at once, and must not
+                write to it.
         """
         rows = rows.detach()
-        messages = []
-        for message in self._sends:
-            packed = torch.cat([self._cut(rows, block).flatten() for block in message.blocks])
-            self.sent_bytes += packed.nbytes
-            messages.append(Message(self._peer(message.target), packed))
+        messages = [
+            Message(self._peer(message.target), self._outgoing(rows, message)) for message in self._sends
+        ]
+        self.sent_bytes += sum(message.tensor.nbytes for message in messages)
         while self._leaving and self._leaving[0].is_done():
             self._leaving.popleft().wait()
         self._leaving.append(post((), messages, self._group, _TAG, "pipeline"))
@@ -89,20 +94,25 @@ class RowChannel:
             return
         # Padding rows come from nowhere: they are zero, and so are their gradients.
         whole = torch.zeros(shape, dtype=dtype, device=self._device)
-        parts = [whole.new_empty(message.rows * shape[2]) for message in self._receives]
-        messages = [
-            Message(self._peer(message.source), part)
-            for message, part in zip(self._receives, parts, strict=True)
-        ]
-        self._arriving = whole, parts, post(messages, (), self._group, _TAG, "pipeline")
+        packed: list[Tensor | None] = []
+        messages = []
+        for message in self._receives:
+            run = self._runs[message]
+            part = whole.new_empty(message.rows * shape[2]) if run is None else None
+            packed.append(part)
+            target = whole[run].flatten() if part is None else part
+            messages.append(Message(self._peer(message.source), target))
+        self._arriving = whole, packed, post(messages, (), self._group, _TAG, "pipeline")
 
     def receive(self) -> Tensor:
         """The rows of the micro-batch that is expected, [L, b, hidden]."""
         assert self._arriving is not None, "expect() comes first"
-        whole, parts, transfers = self._arriving
+        whole, packed, transfers = self._arriving
         self._arriving = None
         transfers.wait()
-        for message, part in zip(self._receives, parts, strict=True):
+        for message, part in zip(self._receives, packed, strict=True):
+            if part is None:
+                continue
             offset = 0
             for block in message.blocks:
                 size = block.rows * whole.shape[2]
@@ -114,6 +124,22 @@ class RowChannel:
         """Wait until all that was sent has left."""
         while self._leaving:
             self._leaving.popleft().wait()
+
+    def _outgoing(self, rows: Tensor, message: RowMessage) -> Tensor:
+        """The rows of a message, flat: where they lie, or packed."""
+        run = self._runs[message]
+        if run is not None and rows.is_contiguous():
+            return rows[run].flatten()
+        return torch.cat([self._cut(rows, block).flatten() for block in message.blocks])
+
+    def _run(self, message: RowMessage) -> slice | None:
+        """The local rows of a message, if they follow one another and are of all samples of this rank."""
+        ranges = [part for block in message.blocks for part in self._held.local(block.positions)]
+        if any(block.samples != self._held.samples for block in message.blocks):
+            return None
+        if any(before[1] != behind[0] for before, behind in pairwise(ranges)):
+            return None
+        return slice(ranges[0][0], ranges[-1][1])
 
     def _cut(self, rows: Tensor, block: RowBlock) -> Tensor:
         index, samples = self._index[block]

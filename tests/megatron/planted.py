@@ -6,10 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megatron_hexi.mesh import RowBlock
+from megatron_hexi.mesh import RowMessage
 from megatron_hexi.runtime.piece_buffers import BucketBuffer, PieceBuffers
 from megatron_hexi.runtime.row_channel import RowChannel
 
@@ -33,12 +32,13 @@ def _a_holder_adds_nothing() -> None:
 
 
 def _rows_in_another_order() -> None:
-    original = RowChannel._cut
+    original = RowChannel._outgoing
 
-    def cut(self: RowChannel, rows: Tensor, block: RowBlock) -> Tensor:
-        return torch.flip(original(self, rows, block), (0,))
+    def outgoing(self: RowChannel, rows: Tensor, message: RowMessage) -> Tensor:
+        packed = original(self, rows, message)
+        return packed.view(-1, rows.shape[2]).flip(0).flatten()
 
-    RowChannel._cut = cut  # type: ignore[method-assign]
+    RowChannel._outgoing = outgoing  # type: ignore[method-assign]
 
 
 FAULTS: dict[str, Callable[[], None]] = {

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel, Job, read_model
+from megatron_hexi.cost.memory import BORDER_ROWS
 from megatron_hexi.plan import read_plan
 from tests.megatron.conftest import job
 from tests.megatron.forked import Forks
@@ -15,8 +16,6 @@ from tests.megatron.held_bytes import held
 from tests.megatron.test_stages_training import HEADER, LAYERS, MICRO_BATCH, MICRO_BATCHES, MODEL
 
 HIDDEN, SEQ_LENGTH = 96, 127
-#: The tensors at the borders of a stage that the last micro-batch may leave behind.
-BORDERS = 4
 PLAN = """\
 - micro_batches: 4
   stages:
@@ -51,9 +50,10 @@ def test_weights_gradients_and_state_take_what_the_cost_model_says(forks: Forks,
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     cost = CostModel(terms, read_cluster(tmp_path / "cluster.yaml")).estimate(read_plan(path))
     assert terms.model.layers == LAYERS
-    border = BORDERS * MICRO_BATCH * SEQ_LENGTH * HIDDEN * 4
+    # The last micro-batch may leave rows at the one border of each stage.
+    border = BORDER_ROWS * MICRO_BATCH * SEQ_LENGTH * HIDDEN * 4
     for rank, output in zip(cost.ranks, outcome.output, strict=True):
         (one,) = held(output)
         said = rank.memory.weights + rank.memory.gradients + rank.memory.optimizer
-        assert 0.97 * said < one.resident < 1.05 * said + border
+        assert 0.97 * said < one.resident < 1.02 * said + border
         assert one.peak > one.resident

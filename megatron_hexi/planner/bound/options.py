@@ -132,7 +132,7 @@ class Unit:
         #: Bytes of x in each mode, and of as much of tokens attended to with all heads, [P, modes].
         self.held_bytes, self.attended_bytes = np.zeros((2, len(turn), MODES))
         for mode, recompute in enumerate(RECOMPUTES):
-            part = ModelPart(1, int(mode > 0), is_first=False, is_last=True, ahead=1)
+            part = ModelPart(1, int(mode > 0), is_first=True, is_last=True, ahead=1)
             terms = part_memory(replace(job, recompute=recompute), part, held, 1, 0.0)
             kept, layer = terms["activations"] + terms["attention"], terms["working_set"]
             ends = places.last * terms["logits"][0]

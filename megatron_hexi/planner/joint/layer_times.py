@@ -18,7 +18,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.memory import FRAGMENTATION, GIB, Holdings, ModelPart, part_memory
+from megatron_hexi.cost.memory import FRAGMENTATION, GIB, Holdings, ModelPart, border_bytes, part_memory
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.pools import Pools, Shape
@@ -49,6 +49,7 @@ class LayerTimes:
         kept: bytes a layer and micro-batch under way, by what is computed again, [modes, pools].
         working: bytes of the layer at work, likewise.
         logits_bytes: of the loss.
+        border_bytes: of each border between stages.
     """
 
     forward: float
@@ -61,6 +62,7 @@ class LayerTimes:
     kept: Floats
     working: Floats
     logits_bytes: Floats
+    border_bytes: Floats
 
     def slower(self, factor: float) -> LayerTimes:
         """The same with longer times."""
@@ -245,6 +247,7 @@ class LayerTimer:
             kept=np.array([most(whole * (terms["activations"] + terms["attention"])) for terms in memory]),
             working=np.array([most(whole * terms["working_set"]) for terms in memory]),
             logits_bytes=most(whole * memory[0]["logits"]),
+            border_bytes=most(whole * border_bytes(section.job, held.tokens)),
         )
 
 
@@ -282,6 +285,7 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
         kept=joined("kept"),
         working=joined("working"),
         logits_bytes=joined("logits_bytes"),
+        border_bytes=joined("border_bytes"),
     )
 
 

@@ -127,7 +127,8 @@ class StageTables:
             job.element_bytes + GRADIENT_BYTES[job.precision] + OPTIMIZER_BYTES[job.precision] / owners
         )
         # Bytes left for activations.
-        room = (layer.usable - RESERVE_BYTES - is_last * layer.logits_bytes)[:, None, None] - static
+        ends = is_last * layer.logits_bytes + part.borders * layer.border_bytes
+        room = (layer.usable - RESERVE_BYTES - ends)[:, None, None] - static
         base = layer.seconds * count + is_last * layer.logits
         best = np.full((len(under_way), len(count)), np.inf)
         modes = np.zeros(best.shape, dtype=np.int64)
