@@ -74,7 +74,7 @@ def attention_events(args: Namespace, plan: Plan) -> int:
     most = 0
     for replica in plan.replicas:
         micro_batches = replica.micro_batches or -(
-            -args.global_batch_size // args.micro_batch_size // len(plan.replicas)
+            -_global_batch(args, plan) // (args.micro_batch_size or 1) // len(plan.replicas)
         )
         for stage in replica.stages:
             own = layers if stage.layers is None else stage.layers[1] - stage.layers[0]
@@ -93,7 +93,7 @@ def least_step_seconds(args: Namespace, plan: Plan) -> float:
     """
     workload = plan.workload
     size = workload.head_dim + workload.value_size
-    tokens = args.global_batch_size * workload.seq_length
+    tokens = _global_batch(args, plan) * workload.seq_length
     flops = 6.0 * tokens * args.hidden_size * workload.heads * size
     if not is_packed(args) and not getattr(args, "window_size", None):
         pairs = workload.seq_length / (2 if workload.causal else 1)
@@ -104,6 +104,11 @@ def least_step_seconds(args: Namespace, plan: Plan) -> float:
 def is_measured(number: int, interval: int) -> bool:
     """Whether the waits of an iteration are measured; iterations are counted from 1."""
     return number % interval == 0
+
+
+def _global_batch(args: Namespace, plan: Plan) -> int:
+    """Sequences of an iteration; Megatron takes one micro-batch a replica where it is not told."""
+    return args.global_batch_size or (args.micro_batch_size or 1) * len(plan.replicas)
 
 
 def _waits(groups: int, exchange: Exchange, backward: bool) -> int:

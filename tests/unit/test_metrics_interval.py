@@ -127,6 +127,12 @@ def test_the_default_keeps_events_below_a_thousandth():
     assert default_interval(args, longer) == 1
 
 
+def test_a_batch_that_is_not_given_is_a_micro_batch_a_replica():
+    for args in (arguments(global_batch_size=None), arguments(global_batch_size=None, micro_batch_size=None)):
+        assert attention_events(args, PLAN) == 26624 / 16
+        assert default_interval(args, PLAN) == default_interval(arguments(), PLAN)
+
+
 def test_what_is_chosen():
     def chosen(plan=PLAN, on_gpu=True, **given_ones):
         args = arguments(**given_ones)
