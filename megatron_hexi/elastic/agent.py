@@ -185,6 +185,9 @@ class NodeAgent(LocalElasticAgent):
         worker_group.spec.args = (launch.entry, launch.words, variables)
         return super()._start_workers(worker_group)
 
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(timeout=_SHUTDOWN_S)  # torch's own takes 30 seconds, whatever it was given
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:

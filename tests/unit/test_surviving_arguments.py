@@ -1,0 +1,52 @@
+"""What a job that outlives its nodes cannot have is refused by name."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.surviving import check_surviving
+from tests.megatron.test_uneven_training import THREE_AND_ONE
+from tests.unit.test_replan_arguments import STAGES
+
+GOOD = {
+    "hexi_cluster": "cluster.yaml",
+    "hexi_plan": "plan.yaml",
+    "save": "checkpoints",
+    "save_interval": 5,
+    "load": None,
+    "ckpt_format": "torch_dist",
+    "async_save": False,
+    "non_persistent_save_interval": None,
+}
+
+
+def test_a_job_that_can_go_on_is_taken():
+    check_surviving(Namespace(**GOOD), set(), THREE_AND_ONE)
+    check_surviving(Namespace(**GOOD | {"load": "checkpoints"}), {"--load"}, THREE_AND_ONE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "given", "why"),
+    [
+        ({"hexi_cluster": None}, set(), "give --hexi-cluster cluster.yaml"),
+        ({"save": None}, set(), "give --save FOLDER and --save-interval N"),
+        ({"save_interval": None}, set(), "give --save FOLDER and --save-interval N"),
+        ({"ckpt_format": "torch"}, set(), "--ckpt-format torch is tied to its number of ranks"),
+        ({"async_save": True}, set(), "--async-save"),
+        ({"non_persistent_save_interval": 2}, set(), "--non-persistent-save-interval"),
+        ({}, {"--finetune"}, "--finetune would undo"),
+        ({}, {"--ckpt-step"}, "--ckpt-step would undo"),
+        ({"load": "other"}, {"--load"}, "--load other is not --save checkpoints"),
+    ],
+)
+def test_what_could_not_go_on_is_refused(changed, given, why):
+    with pytest.raises(HexiError, match=why):
+        check_surviving(Namespace(**GOOD | changed), given, THREE_AND_ONE)
+
+
+def test_stages_with_layers_of_their_own_are_refused():
+    with pytest.raises(HexiError, match="stages with layers of their own"):
+        check_surviving(Namespace(**GOOD), set(), STAGES)
