@@ -20,7 +20,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 
 def go_wrong(what: str) -> None:
-    from megatron_hexi.megatron import groups, plan_arguments
+    from megatron_hexi.megatron import groups, kernel_choice
 
     match what:
         case "plan":
@@ -29,7 +29,7 @@ def go_wrong(what: str) -> None:
             at = sys.argv.index("--hexi-plan")
             del sys.argv[at : at + 2]
         case "kernel":
-            plan_arguments.select_kernel = _refuse  # type: ignore[attr-defined]
+            kernel_choice.select_kernel = _refuse
         case "session":
             groups.start_session = _refuse
         case "bound device":
