@@ -29,7 +29,7 @@ def go_wrong(what: str) -> None:
             at = sys.argv.index("--hexi-plan")
             del sys.argv[at : at + 2]
         case "kernel":
-            kernel_choice.select_kernel = _refuse
+            kernel_choice.select_kernel = _refuse  # type: ignore[attr-defined]
         case "session":
             groups.start_session = _refuse
         case "bound device":
