@@ -8,20 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost import estimate, find_shortage
+from megatron_hexi.cost.layer_bytes import (
+    Flights,
+    attention_bytes,
+    logits_bytes,
+    token_activation_bytes,
+    working_set_bytes,
+)
 from megatron_hexi.cost.memory import (
     FRAGMENTATION,
     GIB,
     RESERVE_BYTES,
-    Flights,
     Holdings,
     ModelPart,
-    attention_bytes,
-    logits_bytes,
     stage_memory,
     stage_params,
-    token_activation_bytes,
     unit_memory,
-    working_set_bytes,
 )
 from megatron_hexi.cost.plan_arrays import plan_arrays
 from megatron_hexi.plan import Group, Member, proportional_plan
