@@ -1,0 +1,99 @@
+"""What one layer keeps of a micro-batch, and what it needs while it is computed, in bytes on one GPU.
+
+Shape letters: B micro-batch, T tokens of the unit, G of its group, H and h heads (all, own), K and k KV
+heads, D size of a head, e bytes an element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.job import Job
+
+#: Activations of a micro-batch's rows that a rank holds at a border between stages beside what it keeps: on
+#: either side those that arrive ahead of their use, and those that have not left (runtime/row_channel.py).
+BORDER_ROWS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Flights:
+    """The most that the exchange has under way in one step, tokens x KV heads of each unit, [U]."""
+
+    received: Floats
+    sent: Floats
+
+
+def token_activation_bytes(job: Job) -> float:
+    """Bytes that one layer keeps of one token outside attention, without recomputation.
+
+    Inputs of both norms 2 h, their outputs 2 h, the projection's input H D, the MLP's first output f
+    (gated 2 f) and its activation f; e bytes an element, flash attention, no dropout. For a GPT in 16 bits
+    that is 26 h: the 34 h of Korthikanti et al. (arXiv 2205.05198, section 4.1) less dropout masks 2 h, and
+    less query, key and value 6 h, which are counted inside attention here. fp8 keeps in one byte what goes
+    into matrices: all but the norms' inputs and the MLP's first output.
+    """
+    model, tp = job.model, job.tensor_parallel
+    hidden, width = 2 * model.hidden_size / job.row_parts, model.ffn_hidden_size / tp
+    whole = hidden + (2 if model.gated else 1) * width
+    inputs = hidden + model.heads * model.head_dim / tp + width
+    return job.element_bytes * whole + (1 if job.precision == "fp8" else job.element_bytes) * inputs
+
+
+def token_qkv_bytes(job: Job) -> float:
+    """Bytes of one token's query, key and value on one GPU."""
+    model, tp = job.model, job.tensor_parallel
+    return job.element_bytes * model.head_dim * (model.heads // tp + 2 * max(1, model.kv_heads // tp))
+
+
+def attention_bytes(job: Job, group_tokens: Floats, heads: Floats, kv: Floats) -> Floats:
+    """What our autograd function keeps of one layer: B G D (2 h + 2 k) e and the log-sum-exp B G h 4.
+
+    Query, key, value and output in the heads' layout (runtime/attention.py).
+    """
+    sequence = job.micro_batch_size * group_tokens
+    return sequence * (job.model.head_dim * (2 * heads + 2 * kv) * job.element_bytes + 4 * heads)
+
+
+def working_set_bytes(
+    job: Job, tokens: Floats, group_tokens: Floats, heads: Floats, kv: Floats, flights: Flights, window: int
+) -> Floats:
+    """What one layer's attention needs at its peak, in the backward pass (runtime/attention.py).
+
+    All-to-all, there and back:  2 (T (H + 2 K) + G (h + 2 k)) B D e
+    Gradient of the output:      G h B D e
+    All gradients in their type: G (h + 2 k) B D e
+    Only with other groups: three times as much of gradients that wait to be added up (runtime/sums.py); own
+    keys side by side and one prefix 4 G k B D e; `window` + 1 steps of keys and values 2 R e each, the
+    gradient of one twice;
+    gradients on their way home, `window` + 1 steps 2 S e each. R, S: tokens x KV heads
+    received and sent in a step.
+    """
+    element = job.element_bytes
+    sequence = job.micro_batch_size * job.model.head_dim
+    own = group_tokens * (heads + 2 * kv)
+    qkv = tokens * token_qkv_bytes(job) / (element * job.model.head_dim)
+    inside = element * (2 * (qkv + own) + group_tokens * heads + own)
+    received = flights.received * (2 * (window + 1) * element + 4 * element)
+    sent = flights.sent * 2 * (window + 1) * element
+    between = 3 * element * own + 4 * element * group_tokens * kv + received + sent
+    exchanges = (flights.received > 0) | (flights.sent > 0)
+    return sequence * (inside + np.where(exchanges, between, 0.0))
+
+
+def input_bytes(job: Job, tokens: Floats) -> Floats:
+    """Activations of a micro-batch between two layers: B T h e."""
+    return job.micro_batch_size * tokens * job.model.hidden_size * job.element_bytes / job.row_parts
+
+
+def border_bytes(job: Job, tokens: Floats) -> Floats:
+    """Rows on their way over one border between stages."""
+    return BORDER_ROWS * input_bytes(job, tokens)
+
+
+def logits_bytes(job: Job, rows: Floats) -> Floats:
+    """Logits e, their softmax in fp32 4 and the gradient e a logit: rows V (2 e + 4)."""
+    vocab = job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
+    return rows * vocab * (2 * job.element_bytes + 4)
