@@ -14,7 +14,7 @@ the best pair seen to leave (enter) it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_hexi.cluster.device import Device
@@ -98,21 +98,13 @@ class Cluster:
         """
         kept = [number for number in range(len(self.nodes)) if number not in lost]
         place = {number: new for new, number in enumerate(kept)}
-        nodes: list[Node] = []
-        ranks: list[Rank] = []
-        for number in kept:
-            first = len(ranks)
-            ranks += (
-                replace(self.ranks[rank], rank=first + local, node=place[number])
-                for local, rank in enumerate(self.nodes[number].ranks)
-            )
-            nodes.append(replace(self.nodes[number], ranks=range(first, len(ranks))))
+        nodes, ranks = _number_anew((self.nodes[number], self._devices(number)) for number in kept)
         tiers = tuple(_tier_without(tier, place) for tier in self.tiers) if len(kept) > 1 else ()
         pairs = {
             (place[a], place[b]): value for (a, b), value in self._pairs.items() if a in place and b in place
         }
         file = self.file if len(kept) > 1 else replace(self.file, matrix=None)
-        return Cluster(file, tuple(nodes), tuple(ranks), tiers, _pairs=pairs, _ways=_ways(pairs))
+        return Cluster(file, nodes, ranks, tiers, _pairs=pairs, _ways=_ways(pairs))
 
     def distance(self, src: int, dst: int) -> int:
         """Tiers that a transfer climbs: 0 inside a node, 1 between nodes, more for each level crossed."""
@@ -200,15 +192,16 @@ class Cluster:
             replace(entry, count=count) if entry.name == name else entry for entry in self.file.nodes
         )
         file = replace(self.file, nodes=entries)
-        nodes: list[Node] = []
-        ranks: list[Rank] = []
-        for entry, numbers in zip(entries, self.file.node_numbers.values(), strict=True):
-            like = self.nodes[numbers[0]]
-            for copy in range(entry.count):
-                own = range(len(ranks), len(ranks) + entry.gpus)
-                ranks += (Rank(rank, len(nodes), rank - own.start, like.device) for rank in own)
-                nodes.append(replace(like, name=f"{entry.name}-{copy}", ranks=own))
-        return Cluster(file, tuple(nodes), tuple(ranks), _tiers(file))
+        likes = (numbers[0] for numbers in self.file.node_numbers.values())
+        nodes, ranks = _number_anew(
+            (replace(self.nodes[like], name=f"{entry.name}-{copy}"), self._devices(like))
+            for entry, like in zip(entries, likes, strict=True)
+            for copy in range(entry.count)
+        )
+        return Cluster(file, nodes, ranks, _tiers(file))
+
+    def _devices(self, node: int) -> list[Device]:
+        return [self.ranks[rank].device for rank in self.nodes[node].ranks]
 
     def rank_name(self, rank: int) -> str:
         """A rank for people: ``h100-0/3``."""
@@ -247,8 +240,7 @@ class Cluster:
 
 def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
     """The cluster of a file that passed its checks."""
-    nodes: list[Node] = []
-    ranks: list[Rank] = []
+    found: list[tuple[Node, Sequence[Device]]] = []
     for entry in file.nodes:
         device = devices[entry.gpu].at_speed(entry.speed)
         if entry.memory_gb is not None:
@@ -258,11 +250,24 @@ def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
         given = intra.latency_us if intra else None
         latency_s = (link.latency_us if given is None else given) / MICRO
         for copy in range(entry.count):
-            numbers = range(len(ranks), len(ranks) + entry.gpus)
-            ranks += (Rank(r, len(nodes), r - numbers.start, device) for r in numbers)
-            nodes.append(Node(f"{entry.name}-{copy}", device, numbers, bandwidth, latency_s))
+            node = Node(f"{entry.name}-{copy}", device, range(entry.gpus), bandwidth, latency_s)
+            found.append((node, [device] * entry.gpus))
+    nodes, ranks = _number_anew(found)
     pairs = _pairs(file, file.matrix) if file.matrix else {}
-    return Cluster(file, tuple(nodes), tuple(ranks), _tiers(file), _pairs=pairs, _ways=_ways(pairs))
+    return Cluster(file, nodes, ranks, _tiers(file), _pairs=pairs, _ways=_ways(pairs))
+
+
+def _number_anew(
+    nodes: Iterable[tuple[Node, Sequence[Device]]],
+) -> tuple[tuple[Node, ...], tuple[Rank, ...]]:
+    """Nodes, each with the devices of its GPUs, and their ranks, numbered in this order."""
+    found: list[Node] = []
+    ranks: list[Rank] = []
+    for node, devices in nodes:
+        first = len(ranks)
+        ranks += (Rank(first + local, len(found), local, device) for local, device in enumerate(devices))
+        found.append(replace(node, ranks=range(first, len(ranks))))
+    return tuple(found), tuple(ranks)
 
 
 def _tiers(file: ClusterFile) -> tuple[Tier, ...]:

@@ -10,7 +10,7 @@ from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Plan, Workload
 from megatron_hexi.plan.kernels import join_kernels, split_kernels
-from megatron_hexi.plan.model import Precision, Recompute
+from megatron_hexi.plan.terms import Precision, Recompute
 
 #: How a layer is computed again, if it is.
 RecomputeMode = Literal["none", "selective", "full"]

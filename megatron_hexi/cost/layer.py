@@ -31,9 +31,7 @@ from megatron_hexi.cost.compute import (
 )
 from megatron_hexi.cost.exchange import Chunk, exchange_chunks
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer_bytes import (
-    Flights,
-)
+from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.overlap import Part, Start, pass_ends
 from megatron_hexi.cost.plan_arrays import PlanArrays

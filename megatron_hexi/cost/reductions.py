@@ -138,7 +138,7 @@ def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: 
 
 def _passes(bucket: Bucket) -> bool:
     """Whether its weights come for a ministage and go again (`runtime.passing_buckets`)."""
-    return bucket.turn is not None and len(bucket.holders) > 1
+    return bucket.ministage is not None and len(bucket.holders) > 1
 
 
 class _Passing:
@@ -152,8 +152,8 @@ class _Passing:
     def add(self, bucket: Bucket, rank: int, whole: float, own: float) -> None:
         """Note a bucket that a rank holds."""
         if _passes(bucket):
-            assert bucket.turn is not None
-            self._by_number[rank][bucket.turn[2]] += whole
+            assert bucket.ministage is not None
+            self._by_number[rank][bucket.ministage[2]] += whole
             self._always[rank] += own
         else:
             self._always[rank] += whole
@@ -182,14 +182,14 @@ class _Held(NamedTuple):
         rows: of all layers; (0, 1) where there are none.
         of: rows in all.
         depth: how early the forward pass uses it.
-        turn: the number of the only ministage that uses it; ``None``: there is none.
+        ministage: the number of the only one that uses it; ``None``: there is none.
     """
 
     key: str
     rows: tuple[int, int]
     of: int
     depth: int
-    turn: int | None
+    ministage: int | None
 
 
 class _Weights:
@@ -246,13 +246,13 @@ class _Weights:
     def _held(self, place: Place) -> Iterator[_Held]:
         model, stage = self._job.model, self._mesh.stage(place)
         first, last = (None, None) if stage.ministages is None else (0, stage.ministages - 1)
-        for turn, layers in enumerate(self._mesh.replica(place).ministage_layers(place.stage)):
-            yield _Held("layers", layers, model.layers, 1 + layers[0], None if first is None else turn)
+        for number, layers in enumerate(self._mesh.replica(place).ministage_layers(place.stage)):
+            yield _Held("layers", layers, model.layers, 1 + layers[0], None if first is None else number)
         is_first, is_last, behind = place.stage == 0, self._mesh.is_last_stage(place), 1 + model.layers
         if is_first or (is_last and model.tied_embeddings):
             both = is_first and is_last and model.tied_embeddings
-            turn_of = None if both else first if is_first else last
-            yield _Held("embedding", (0, 1), 1, 0 if is_first else behind, turn_of)
+            ministage = None if both else first if is_first else last
+            yield _Held("embedding", (0, 1), 1, 0 if is_first else behind, ministage)
         if is_first and model.learned_positions:
             yield _Held("positions", (0, 1), 1, 0, first)
         if is_last:
@@ -265,8 +265,8 @@ class _Weights:
         elements, chunks = self._elements[held.key], self._chunks // self.width[place.rank]
         first = place.tp_rank * chunks
         cell = (0, elements), held.rows, (first, first + chunks)
-        turn = None if held.turn is None else (place.replica, place.stage, held.turn)
-        return Box(held.key, cell, (elements, held.of, self._chunks), held.depth, turn)
+        ministage = None if held.ministage is None else (place.replica, place.stage, held.ministage)
+        return Box(held.key, cell, (elements, held.of, self._chunks), held.depth, ministage)
 
 
 def _least_share(bucket: Bucket) -> float:

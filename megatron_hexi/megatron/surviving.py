@@ -70,7 +70,7 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
     if not plan.is_repeated:
         raise HexiError(
             f"{what}: {args.hexi_plan} has stages with layers of their own, which are not planned anew; make "
-            "a plan with --pipeline-parallel N"
+            "a plan with --pipeline-model-parallel-size N"
         )
 
 

@@ -1,7 +1,7 @@
 """The uneven mesh as tables: places, rows at borders, pieces of weights, shares of state. No torch here."""
 
 from megatron_hexi.mesh.border import HeldRows, RowBlock, RowMessage, border_messages, held_rows, row_messages
-from megatron_hexi.mesh.pieces import Box, Cell, Piece, Turn, cell_contains, cell_size, cut_pieces
+from megatron_hexi.mesh.pieces import Box, Cell, MinistageId, Piece, cell_contains, cell_size, cut_pieces
 from megatron_hexi.mesh.places import Mesh, Place
 from megatron_hexi.mesh.shares import Bucket, Slab, make_buckets
 
@@ -11,12 +11,12 @@ __all__ = [
     "Cell",
     "HeldRows",
     "Mesh",
+    "MinistageId",
     "Piece",
     "Place",
     "RowBlock",
     "RowMessage",
     "Slab",
-    "Turn",
     "border_messages",
     "cell_contains",
     "cell_size",

@@ -19,7 +19,7 @@ from megatron_hexi.plan.model import Range
 #: A part of a weight: a range of each of its axes.
 Cell = tuple[Range, ...]
 #: The ministage that uses a part of a weight: replica, stage, and number in it.
-Turn = tuple[int, int, int]
+MinistageId = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Box:
         cell: the part.
         shape: of the whole weight.
         depth: how early the forward pass uses it, the same on all ranks that hold it there: layers in order.
-        turn: the one ministage that uses it; ``None``: no one alone.
+        ministage: the one that uses it; ``None``: no one alone.
     """
 
     key: str
     cell: Cell
     shape: tuple[int, ...]
     depth: int
-    turn: Turn | None = None
+    ministage: MinistageId | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Piece:
         shape: of the whole weight.
         depth: the least depth at which any of them uses it: its gradient is complete last.
         holders: the ranks, ascending.
-        turn: the ministage in which all of them use it; ``None``: there is none.
+        ministage: in which all of them use it; ``None``: there is none.
     """
 
     key: str
@@ -59,7 +59,7 @@ class Piece:
     shape: tuple[int, ...]
     depth: int
     holders: tuple[int, ...]
-    turn: Turn | None = None
+    ministage: MinistageId | None = None
 
     @property
     def size(self) -> int:
@@ -116,9 +116,9 @@ def _cut_weight(key: str, held: list[tuple[int, Box]]) -> list[Piece]:
                     f"weight {key}: rank {rank} holds {spell_cell(cell)} twice; a weight that a rank shares "
                     "between layers is not known under a plan with stages"
                 )
-        turns = {box.turn for _, box in inside}
-        turn = turns.pop() if len(turns) == 1 else None
-        pieces.append(Piece(key, cell, shape, min(box.depth for _, box in inside), tuple(ranks), turn))
+        used_in = {box.ministage for _, box in inside}
+        ministage = used_in.pop() if len(used_in) == 1 else None
+        pieces.append(Piece(key, cell, shape, min(box.depth for _, box in inside), tuple(ranks), ministage))
     missing = math.prod(shape) - sum(piece.size for piece in pieces)
     if missing:
         raise PlanError(

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_hexi.mesh.pieces import Cell, Piece, Turn, cell_size
+from megatron_hexi.mesh.pieces import Cell, MinistageId, Piece, cell_size
 from megatron_hexi.plan.model import Range
 
 
@@ -49,7 +49,7 @@ class Bucket:
         starts: of the pieces' elements.
         slabs: the same elements by owner; each owner's follow one another.
         depth: the least of the pieces': all gradients are there when the backward pass has done this one.
-        turn: the ministage in which all holders use all of it; ``None``: there is none.
+        ministage: in which all holders use all of it; ``None``: there is none.
     """
 
     holders: tuple[int, ...]
@@ -57,7 +57,7 @@ class Bucket:
     starts: tuple[int, ...]
     slabs: tuple[Slab, ...]
     depth: int
-    turn: Turn | None = None
+    ministage: MinistageId | None = None
 
     @property
     def size(self) -> int:
@@ -83,9 +83,9 @@ def make_buckets(
         bucket_size: elements after which a bucket is closed; ``None``: one for each set of holders and
             ministage.
     """
-    by_use: dict[tuple[tuple[int, ...], Turn | None], list[Piece]] = {}
+    by_use: dict[tuple[tuple[int, ...], MinistageId | None], list[Piece]] = {}
     for piece in pieces:
-        by_use.setdefault((piece.holders, piece.turn), []).append(piece)
+        by_use.setdefault((piece.holders, piece.ministage), []).append(piece)
     given = {holders: dict.fromkeys(holders, 0) for holders, _ in by_use}
     buckets = []
     for (holders, _), own in by_use.items():
@@ -143,4 +143,4 @@ def _bucket(
             given[holders[owner]] += count * row
             at, low = at + count * row, low + count
     depth = min(piece.depth for piece in pieces)
-    return Bucket(holders, tuple(pieces), starts[:-1], tuple(slabs), depth, pieces[0].turn)
+    return Bucket(holders, tuple(pieces), starts[:-1], tuple(slabs), depth, pieces[0].ministage)

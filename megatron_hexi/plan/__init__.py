@@ -14,13 +14,10 @@ from megatron_hexi.plan.file import (
 from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import (
     Domain,
-    Estimate,
     Exchange,
     Group,
-    JobTerms,
     Member,
     Plan,
-    Provenance,
     Replica,
     Stage,
     Workload,
@@ -29,6 +26,7 @@ from megatron_hexi.plan.model import (
 from megatron_hexi.plan.proportion import proportional_domain, proportional_plan
 from megatron_hexi.plan.schedule import Schedule, Schedules, Step, Transfer, build_schedule
 from megatron_hexi.plan.shares import Share, deal_micro_batches, has_equal_replicas
+from megatron_hexi.plan.terms import Estimate, JobTerms, Provenance
 from megatron_hexi.plan.traffic import Traffic, backward_traffic, forward_traffic
 
 __all__ = [

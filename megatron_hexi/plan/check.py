@@ -6,7 +6,8 @@ import itertools
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.check_domain import check_domain, refuse
-from megatron_hexi.plan.model import Domain, Group, Member, Plan, Recompute, Replica, Stage, Workload
+from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage, Workload
+from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 

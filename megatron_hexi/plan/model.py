@@ -23,20 +23,12 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field
 
-#: Half-open range ``(start, stop)``.
-Range = tuple["Count", "Count"]
-Count = Annotated[int, Field(strict=True, ge=0, le=2**40)]
-Positive = Annotated[int, Field(strict=True, ge=1, le=2**40)]
-Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+from megatron_hexi.plan.terms import STRICT, Count, Estimate, JobTerms, Positive, Provenance, Recompute
 
-#: What pydantic checks when a plan is read from a file. The constructors themselves check nothing.
-_STRICT = ConfigDict(extra="forbid")
+#: Half-open range ``(start, stop)``.
+Range = tuple[Count, Count]
 
 FORMAT_VERSION: Final = 2
-
-#: What the backward pass computes again: nothing, core attention, every layer, or so many first layers.
-Recompute = Literal["none", "selective", "full"] | Positive
-Precision = Literal["bf16", "fp16", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,7 @@ class Workload:
     padded_vocabulary: Positive | None = None
     tensor_parallel: Count = 1
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def value_size(self) -> int:
@@ -110,7 +102,7 @@ class Member:
     heads: Range
     state: Positive = 1
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def lead(self) -> int:
@@ -143,7 +135,7 @@ class Group:
     segments: tuple[Range, ...]
     members: tuple[Member, ...]
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def tokens(self) -> int:
@@ -166,7 +158,7 @@ class Domain:
     groups: tuple[Group, ...]
     samples: Positive | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -188,7 +180,7 @@ class Exchange:
     window: Positive = 1
     parts: Positive = 1
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -215,7 +207,7 @@ class Stage:
     exchange: Exchange | None = None
     ministages: Positive | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def domain(self) -> Domain:
@@ -248,7 +240,7 @@ class Replica:
     stages: tuple[Stage, ...]
     micro_batches: Positive | None = None
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def ministages(self) -> int | None:
@@ -267,87 +259,6 @@ class Replica:
         """The only domain of the only stage."""
         (stage,) = self.stages
         return stage.domain
-
-
-@dataclass(frozen=True)
-class JobTerms:
-    """How the job must run that the plan is for; ``None`` where the plan does not care.
-
-    Megatron's arguments are set by it, and a job that says something else is refused.
-
-    Args:
-        micro_batch_size: sequences that go through a replica at once (B): --micro-batch-size.
-        global_batch_size: sequences of an iteration: --global-batch-size.
-        pipeline_parallel: stages, of a plan that leaves them to the job: --pipeline-model-parallel-size.
-        precision: --bf16, --fp16, or neither of them.
-        recompute: what the backward pass computes again: --recompute-granularity.
-        optimizer: --optimizer.
-        distributed_optimizer: --use-distributed-optimizer.
-        overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
-        sequence_parallel: --sequence-parallel, where units have several ranks.
-        kernel: attention kernel of each kind of GPU, by its name in the cluster file: --hexi-kernel.
-    """
-
-    micro_batch_size: Positive | None = None
-    global_batch_size: Positive | None = None
-    pipeline_parallel: Positive | None = None
-    precision: Precision | None = None
-    recompute: Recompute | None = None
-    optimizer: Literal["adam", "sgd"] | None = None
-    distributed_optimizer: bool | None = None
-    overlap_gradients: bool | None = None
-    sequence_parallel: bool | None = None
-    kernel: dict[str, str] | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What the planner expects. Read by people and reports, never by the runtime.
-
-    Args:
-        iteration_s: seconds of an iteration.
-        tokens_per_s: tokens of an iteration over these seconds.
-        lower_bound_s: no plan takes less, under the cost model.
-        gap: how much longer than that this plan takes, as a part of it (0.01: 1 %).
-        memory_gib: at the peak, GiB on the GPU of each rank.
-        against: tokens/s predicted for other layouts, by name.
-    """
-
-    iteration_s: Real | None = None
-    tokens_per_s: Real | None = None
-    lower_bound_s: Real | None = None
-    gap: Real | None = None
-    memory_gib: tuple[Real, ...] | None = None
-    against: dict[str, Real] | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-
-@dataclass(frozen=True)
-class Provenance:
-    """Where the plan comes from. For people, but commands take `model` where they are not given one.
-
-    Args:
-        planner: the program that made it, with its version.
-        solver: likewise, what solved it.
-        seed: of the solver.
-        cluster: name of the cluster that it is for.
-        cluster_digest: SHA-256 (hex) of that cluster.
-        model: the model that it is for, as ``--model`` takes it.
-        created: when.
-    """
-
-    planner: str | None = None
-    solver: str | None = None
-    seed: Count | None = None
-    cluster: str | None = None
-    cluster_digest: str | None = None
-    model: str | None = None
-    created: str | None = None
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
 
 @dataclass(frozen=True)
@@ -375,7 +286,7 @@ class Plan:
     provenance: Provenance | None = None
     version: Literal[2] = FORMAT_VERSION
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     @property
     def members(self) -> tuple[Member, ...]:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field
 
-from megatron_hexi.plan.model import Count, Positive, Real
+from megatron_hexi.plan.terms import Count, Positive, Real
 
 FORMAT_VERSION: Final = 1
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_hexi.plan import Plan, Replica, Traffic, backward_traffic, build_schedule, forward_traffic
-from megatron_hexi.plan.model import Range, Recompute
+from megatron_hexi.plan.model import Range
+from megatron_hexi.plan.terms import Recompute
 
 #: What the traffic is counted for: one sequence in bf16.
 BATCH = 1

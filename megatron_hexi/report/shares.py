@@ -12,7 +12,7 @@ from rich.text import Text
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import IterationCost, Job, RankCost
 from megatron_hexi.plan import Group, Member, Plan, Stage
-from megatron_hexi.plan.model import Recompute
+from megatron_hexi.plan.terms import Recompute
 
 _NODE = re.compile(r"(?P<base>.+)-(?P<number>\d+)")
 #: Nodes that a line names; more are counted.

@@ -75,7 +75,7 @@ class BucketBuffer:
     @property
     def passes(self) -> bool:
         """Whether it is here only while its ministage needs it: others can send it again."""
-        return self.bucket.turn is not None and self.group is not None
+        return self.bucket.ministage is not None and self.group is not None
 
     def spread(self) -> None:
         """Copy its values to parameters that lie elsewhere too."""

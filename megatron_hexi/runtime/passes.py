@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,7 @@ class Layer:
         sizes = [one.shape[3] for one in sums]
         return Leaving(query.like, query.shape[0], tables, sizes, self.schedule, self.a2a_group)
 
+    @cached_property
     def own_halves(self) -> list[Range]:
         """The rank's own query heads in each half, counted from its first."""
         own = (half[self.schedule.position] for half in self.schedule.halves)
@@ -95,7 +97,7 @@ class Layer:
             yield half, list(alike)
 
     def _half_of(self, span: HeadSpan) -> int:
-        ends = [stop for _, stop in self.own_halves()]
+        ends = [stop for _, stop in self.own_halves]
         return next(half for half, end in enumerate(ends) if span.queries[1] <= end)
 
 
@@ -143,7 +145,7 @@ def attend(layer: Layer, arriving: Sequence[Moving], sinks: Tensor | None) -> tu
                     key, value = both
                     if schedule.steps:
                         exchange = KeyExchange(key, value, schedule, layer.domain_group)
-                heads = layer.own_halves()[half]
+                heads = layer.own_halves[half]
                 queries.append(Queries(heads, (query,)))
                 logits = None if sinks is None else sinks[slice(*heads)]
                 shape, few = (*query.shape[:3], value.shape[3]), layer.has_few_groups
@@ -211,7 +213,7 @@ def attend_backward(
             case Wait(Batch("in", half)):
                 (grad_output,) = (_heads_first(part) for part in arriving[half].wait())
                 of_half = saved.queries[half], saved.outputs[half], saved.log_sum_exps[half]
-                queries.append(Queries(layer.own_halves()[half], (grad_output, *of_half)))
+                queries.append(Queries(layer.own_halves[half], (grad_output, *of_half)))
             case OwnBlock():
                 calls = (*schedule.own_calls, *schedule.own_beside_calls)
                 compute(layer.own_spans(operation), (key, value), own_sums, calls)

@@ -78,8 +78,8 @@ class PieceBuffers:
         by_number: dict[int, list[BucketBuffer]] = {}
         for buffer in self.buckets:
             if buffer.passes:
-                assert buffer.bucket.turn is not None
-                by_number.setdefault(buffer.bucket.turn[2], []).append(buffer)
+                assert buffer.bucket.ministage is not None
+                by_number.setdefault(buffer.bucket.ministage[2], []).append(buffer)
         # A parameter that lies in several buckets has memory of its own.
         apart = {held.parameter for buffer in self._staying for held, _, _ in buffer.copied}
         # In the same order on all ranks, as each group's collectives must be.

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from megatron_hexi.cluster import entries
 from megatron_hexi.cluster import model as cluster_model
 from megatron_hexi.cluster.model import ClusterFile
-from megatron_hexi.plan import Plan
+from megatron_hexi.plan import Plan, terms
 from megatron_hexi.plan import model as plan_model
 from megatron_hexi.scenario import Scenario
 from megatron_hexi.scenario import model as scenario_model
@@ -26,7 +26,7 @@ from scripts.docs.markdown import GENERATED_FROM, code, one_line, paragraphs, sl
 _PLAN = f"""\
 # Fields of the plan file
 
-{GENERATED_FROM.format(source="megatron_hexi/plan/model.py")}
+{GENERATED_FROM.format(source="megatron_hexi/plan/model.py and terms.py")}
 
 `hexi plan` and `hexi proportion` write plans, and `hexi validate` checks one; [concepts](../concepts.md)
 explains what they mean. Ranges are half open: `[0, 400]` is 0 to 399. Unknown fields are refused.
@@ -57,7 +57,7 @@ _ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
 
 def plan_fields_page() -> str:
     """The page, in Markdown."""
-    return _PLAN + _sections(Plan, vars(plan_model))
+    return _PLAN + _sections(Plan, {**vars(terms), **vars(plan_model)})
 
 
 def scenario_fields_page() -> str:

@@ -29,11 +29,11 @@ from tests.support.stage_plans import boxes_of
 from tests.support.threads import run_ranks
 
 
-def with_turn(box: Any, ministages: int) -> Any:
+def in_turns(box: Any, ministages: int) -> Any:
     """Layers in turns; embeddings are at both ends."""
     if box.key == "embedding":
         return box
-    return replace(box, turn=(0, 0, box.depth % ministages))
+    return replace(box, ministage=(0, 0, box.depth % ministages))
 
 
 def run_ministages(mesh, dtype, seed, size, ministages):
@@ -43,13 +43,15 @@ def run_ministages(mesh, dtype, seed, size, ministages):
         As `run_buffers`, without values at first.
     """
     states = {place.rank: mesh.member(place).state for place in mesh.places}
-    boxes = [[with_turn(box, ministages) for box in own] for own in boxes_of(mesh)]
+    boxes = [[in_turns(box, ministages) for box in own] for own in boxes_of(mesh)]
     buckets = make_buckets(cut_pieces(boxes), states, size)
 
     def work(thread):
         model = RankModel(mesh, thread.rank, dtype, seed)
-        held: list[Any] = [replace(one, box=with_turn(one.box, ministages)) for one in model.held]
-        number_of: dict[Any, int] = {one.parameter: one.box.turn[2] if one.box.turn else 0 for one in held}
+        held: list[Any] = [replace(one, box=in_turns(one.box, ministages)) for one in model.held]
+        number_of: dict[Any, int] = {
+            one.parameter: one.box.ministage[2] if one.box.ministage else 0 for one in held
+        }
 
         def group_of(ranks):
             if len(ranks) == 1 or thread.rank not in ranks:
@@ -70,9 +72,9 @@ def run_ministages(mesh, dtype, seed, size, ministages):
                     here = {number, number - 1}
                     for buffer in passing:
                         is_here = buffer.values.untyped_storage().nbytes() > 0
-                        assert is_here == (buffer.bucket.turn[2] in here)
+                        assert is_here == (buffer.bucket.ministage[2] in here)
                         has_gradients = buffer.gradients.untyped_storage().nbytes() > 0
-                        assert has_gradients == (buffer.bucket.turn[2] in {number, number + 1})
+                        assert has_gradients == (buffer.bucket.ministage[2] in {number, number + 1})
                     for parameter in (one for one, used in number_of.items() if used == number):
                         assert torch.equal(parameter.data, first[parameter])
                         for step in range(MICRO_BATCHES):

@@ -8,9 +8,7 @@ import pytest
 
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel, Job, read_model
-from megatron_hexi.cost.layer_bytes import (
-    BORDER_ROWS,
-)
+from megatron_hexi.cost.layer_bytes import BORDER_ROWS
 from megatron_hexi.plan import read_plan
 from tests.megatron.conftest import job
 from tests.megatron.forked import Forks

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.megatron.stages.arguments import check_stages
+from tests.megatron.conftest import References
 from tests.megatron.forked import Forks
 from tests.megatron.test_option_training import logged
 from tests.megatron.test_stages_training import (
@@ -18,9 +19,10 @@ from tests.megatron.test_stages_training import (
     SMALL_BUCKETS,
     UNTIED,
     Case,
+    check_training,
+    runs,
     words,
 )
-from tests.megatron.test_uneven_training import largest_difference
 
 CASES = {
     # One stage hands to itself; tied embeddings are used by its first ministage and by its last.
@@ -101,25 +103,11 @@ CASES = {
 }
 
 
-def runs() -> list[object]:
-    """Four iterations of the cases that are quick, and on request twenty of all."""
-    quick = [
-        pytest.param(case, 4, id=name, marks=[pytest.mark.slow] if case.slow else [])
-        for name, case in CASES.items()
-    ]
-    long = [pytest.param(case, 20, id=f"{name}-long", marks=pytest.mark.slow) for name, case in CASES.items()]
-    return [*quick, *long]
-
-
-@pytest.mark.parametrize(("case", "iterations"), runs())
-def test_training_is_that_of_one_rank(case: Case, iterations: int, forks: Forks, references, tmp_path: Path):
-    model = (*MODEL, *case.model)
-    weights, reference = references(model, iterations)
-    plan = case.plan(tmp_path)
-    log = forks.train(tmp_path, ranks=plan.ranks, args=words(model, iterations, weights, case.job), plan=plan)
-    difference = largest_difference(log, reference)
-    print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
-    assert difference < case.rounding
+@pytest.mark.parametrize(("case", "iterations"), runs(CASES))
+def test_training_is_that_of_one_rank(
+    case: Case, iterations: int, forks: Forks, references: References, tmp_path: Path
+):
+    check_training(case, iterations, forks, references, tmp_path)
 
 
 def test_documents_are_refused_by_name(tmp_path: Path):

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.model import Recompute
+from megatron_hexi.plan.terms import Recompute
 from tests.megatron.conftest import job
 from tests.megatron.option_cases import APART, ONE_EACH, PACKED
 from tests.megatron.test_uneven_training import MODEL, largest_difference

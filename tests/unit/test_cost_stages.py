@@ -13,13 +13,8 @@ from hypothesis import strategies as st
 from megatron_hexi.cli import main as cli
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel, Job, Phases, estimate, job_of_plan, presets
-from megatron_hexi.cost.layer_bytes import (
-    token_activation_bytes,
-)
-from megatron_hexi.cost.memory import (
-    FRAGMENTATION,
-    RESERVE_BYTES,
-)
+from megatron_hexi.cost.layer_bytes import token_activation_bytes
+from megatron_hexi.cost.memory import FRAGMENTATION, RESERVE_BYTES
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.errors import ClusterError, PlanError
 from megatron_hexi.plan import (

@@ -61,8 +61,17 @@ def _with_pieces(original: type) -> type:
             self.use_forward_hook = False
             self.remove_forward_pre_hook_handles: dict[Any, Any] = {}
             size = ddp_config.bucket_size or _BUCKET_SIZE if ddp_config.overlap_grad_reduce else None
+            stages = session.stages
+            #: The ministages of the model, where it runs in some.
+            self.slices = (
+                None
+                if stages.stage.ministages is None
+                else StageSlices(module, stages.mesh, stages.view.place)
+            )
             with user_errors():
-                self.pieces = _piece_buffers(session, config, module, size, ddp_config.grad_reduce_in_fp32)
+                self.pieces = _piece_buffers(
+                    session, config, module, self.slices, size, ddp_config.grad_reduce_in_fp32
+                )
             self.buffers = self.bucket_groups = [self.pieces]
             self.expert_parallel_buffers: list[Any] = []
             self.expert_parallel_bucket_groups: list[Any] = []
@@ -98,15 +107,21 @@ def _with_pieces(original: type) -> type:
 
 
 def _piece_buffers(
-    session: Session, config: Any, module: torch.nn.Module, bucket_size: int | None, in_fp32: bool
+    session: Session,
+    config: Any,
+    module: torch.nn.Module,
+    slices: StageSlices | None,
+    bucket_size: int | None,
+    in_fp32: bool,
 ) -> PieceBuffers:
     """The buckets of this rank's parameters; a collective of all ranks."""
     assert session.stages is not None
     mesh, view, groups = session.stages.mesh, session.stages.view, session.stages.groups
     held = held_boxes(module)
-    if session.stages.stage.ministages is not None:
-        slices = StageSlices(module, mesh, view.place)
-        held = [replace(one, box=replace(one.box, turn=slices.turn_of(one.parameter))) for one in held]
+    if slices is not None:
+        held = [
+            replace(one, box=replace(one.box, ministage=slices.ministage_of(one.parameter))) for one in held
+        ]
     boxes: list[list[Box]] = [[] for _ in mesh.places]
     dist.all_gather_object(boxes, [one.box for one in held])
     weights = {place.rank: mesh.member(place).state for place in mesh.places}

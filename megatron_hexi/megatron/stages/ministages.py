@@ -74,7 +74,7 @@ class _Iteration:
         assert session.stages is not None
         self._stages = session.stages
         place = self._stages.view.place
-        self._slices = StageSlices(model, self._stages.mesh, place)
+        self._slices: StageSlices = model.slices
         self._model, self._step, self._shape, self._batches = model, step, shape, batches
         self._micro_batches = micro_batches
         #: The rows that entered each ministage, until its backward pass.

@@ -16,7 +16,7 @@ import torch
 from torch.nn import Parameter
 
 from megatron_hexi.megatron.session import Session, active_session
-from megatron_hexi.mesh import Mesh, Place, Turn
+from megatron_hexi.mesh import Mesh, MinistageId, Place
 from megatron_hexi.patching import Patch
 
 
@@ -58,7 +58,7 @@ class StageSlices:
                 uses.setdefault(parameter, set()).add(number)
         return uses
 
-    def turn_of(self, parameter: Parameter) -> Turn | None:
+    def ministage_of(self, parameter: Parameter) -> MinistageId | None:
         """The one ministage that uses a parameter; ``None``: several do."""
         first, *others = self._uses[parameter]
         return None if others else (self._place.replica, self._place.stage, first)

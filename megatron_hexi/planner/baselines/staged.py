@@ -18,7 +18,7 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job, Timing, ceiling_tokens_per_s
 from megatron_hexi.plan import Domain, Group, JobTerms, Member, Plan, Replica, Stage
-from megatron_hexi.plan.model import Recompute
+from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.joint.placing import Place, number_ranks

@@ -21,9 +21,7 @@ from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import device_speeds, logits_times, optimizer_seconds, rates, token_times
-from megatron_hexi.cost.layer_bytes import (
-    Flights,
-)
+from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import (
     FRAGMENTATION,
     GIB,

@@ -10,16 +10,8 @@ import numpy as np
 from megatron_hexi.cost import Job, attention_seconds, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.layer_bytes import (
-    Flights,
-)
-from megatron_hexi.cost.memory import (
-    GIB,
-    Holdings,
-    ModelPart,
-    part_memory,
-    part_params,
-)
+from megatron_hexi.cost.layer_bytes import Flights
+from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, part_params
 from megatron_hexi.planner.fleet.units import Fleet, Kind
 
 #: Far more tokens than bytes that do not depend on them.

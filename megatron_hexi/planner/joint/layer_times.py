@@ -18,16 +18,8 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.layer_bytes import (
-    border_bytes,
-)
-from megatron_hexi.cost.memory import (
-    FRAGMENTATION,
-    GIB,
-    Holdings,
-    ModelPart,
-    part_memory,
-)
+from megatron_hexi.cost.layer_bytes import border_bytes
+from megatron_hexi.cost.memory import FRAGMENTATION, GIB, Holdings, ModelPart, part_memory
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.pools import Pools, Shape

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.plan.model import Recompute
+from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.joint.pools import Shape
 
 

@@ -18,14 +18,8 @@ import numpy as np
 
 from megatron_hexi.cost import RECOMPUTES
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.memory import (
-    GRADIENT_BYTES,
-    OPTIMIZER_BYTES,
-    RESERVE_BYTES,
-    ModelPart,
-    part_params,
-)
-from megatron_hexi.plan.model import Recompute
+from megatron_hexi.cost.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, RESERVE_BYTES, ModelPart, part_params
+from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.joint.layer_times import LayerTimer, LayerTimes
 from megatron_hexi.planner.joint.pools import Shape
 from megatron_hexi.planner.request import Request
