@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from megatron_hexi.megatron.options import OPTIONS
-from megatron_hexi.megatron.options.kinds import Supported
+from megatron_hexi.megatron.options.kinds import Refused, Supported
 
 _HEAD = """\
 # Megatron's options beside a plan
@@ -11,32 +13,50 @@ _HEAD = """\
 <!-- Made from megatron_hexi/megatron/options/:
      python -m megatron_hexi.megatron.options_page > docs/options.md -->
 
-Every option of Megatron 0.17 to 0.19 that meets context parallelism is either carried out or refused by
-name, with a reason and a remedy, before anything is allocated. **yes**: under uneven plans the losses and
-gradient norms of real training are, to 1e-5 in fp32, those of the same job without context parallelism.
-Where tokens are masked out of the loss, that job has `--calculate-per-token-loss` too, which a plan
-always sets: without it Megatron takes the mean of the means of micro-batches. The last column names the
-test that shows it; those of refused options assert the message.
+Measured: each supported option has a test of real training, on the CPU.
+
+Every option of Megatron 0.17 to 0.19 that meets context parallelism is supported or refused by name, with a reason and a remedy,
+before anything is allocated. Supported: under uneven plans, losses and gradient norms equal those of the same job without context
+parallelism, to 1e-5 in fp32. That job has `--calculate-per-token-loss` where tokens are masked out of the loss, as a plan always does.
+`pytest -k CASE` with a name of the last column runs the test. Refusals are tested in
+[test_option_refusals.py](../tests/megatron/test_option_refusals.py).
 """
+_UNSTATED = "train without it"
 
 
 def page() -> str:
     """The page, in Markdown."""
-    parts = [_HEAD]
-    for title, options in OPTIONS.items():
-        parts.append(
-            f"\n## {title}\n\n| option | with a plan | what else to know | test |\n|---|---|---|---|\n"
-        )
-        for option in options:
-            if isinstance(option, Supported):
-                name, answer, note = _marked(option.flags), "**yes**", option.note
-            else:
-                versions = f"megatron-core {option.versions}" if option.versions else ""
-                values = ", ".join(filter(None, (option.values, versions)))
-                name, answer = _marked(option.option) + (f": {values}" if values else ""), "refused"
-                note = f"{option.reason}; {option.remedy}"
-            parts.append(f"| {name} | {answer} | {note} | {_linked(option.test)} |\n")
-    return "".join(parts)
+    return _HEAD + "".join(
+        line + "\n" for title, options in OPTIONS.items() for line in _section(title, options)
+    )
+
+
+def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str]:
+    """Supported options, a row for each test; refused ones, a row for each reason."""
+    yield f"\n## {title}\n"
+    supported = [option for option in options if isinstance(option, Supported)]
+    if supported:
+        yield "| supported | | test |\n|---|---|---|"
+        shown: dict[tuple[str, str], list[str]] = {}
+        for option in supported:
+            shown.setdefault((option.note, option.test), []).append(_marked(option.flags))
+        for (note, test), flags in shown.items():
+            yield f"| {', '.join(flags)} | {note} | {_case(test)} |"
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for option in options:
+        if isinstance(option, Refused):
+            reasons.setdefault((option.reason, option.remedy), []).append(_refused(option))
+    if reasons:
+        yield ("\n" if supported else "") + "| refused | because | instead |\n|---|---|---|"
+        for (reason, remedy), names in reasons.items():
+            yield f"| {', '.join(names)} | {reason} | {'' if remedy == _UNSTATED else remedy} |"
+
+
+def _refused(option: Refused) -> str:
+    """The flag, with the values and versions in which it is refused."""
+    versions = f"megatron-core {option.versions}" if option.versions else ""
+    values = "; ".join(filter(None, (option.values, versions)))
+    return _marked(option.option) + (f" ({values})" if values else "")
 
 
 def _marked(flags: str) -> str:
@@ -44,11 +64,10 @@ def _marked(flags: str) -> str:
     return ", ".join(f"`{flag}`" if flag.startswith("--") else flag for flag in flags.split(", "))
 
 
-def _linked(test: str) -> str:
-    """A test's file as a link, and which of its cases."""
-    path, _, name = test.partition("::")
-    function, _, case = name.partition("[")
-    return f"[{case.removesuffix(']') or function}](../{path})"
+def _case(test: str) -> str:
+    """The name of the test's case, or of its function."""
+    function, _, case = test.rpartition("::")[2].partition("[")
+    return f"`{case.removesuffix(']') or function}`"
 
 
 if __name__ == "__main__":

@@ -145,9 +145,7 @@ CASES = {
         ),
         slow=True,
     ),
-    "rope-scaling": Case(
-        ("--use-rope-scaling", "--rope-scaling-factor", "4", "--no-rope-freq", "2"), slow=True
-    ),
+    "rope-scaling": Case(("--use-rope-scaling", "--no-rope-freq", "2"), slow=True),
     "yarn": Case(
         (
             *("--position-embedding-type", "yarn", "--rotary-scaling-factor", "4"),

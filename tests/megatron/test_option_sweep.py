@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, tuple[str, ...]]] = {
     "layers": {"2": (), "4": DEEPER},
     "positions": {
         "rope": (),
-        "scaled": ("--use-rope-scaling", "--rope-scaling-factor", "4", "--no-rope-freq", "2"),
+        "scaled": ("--use-rope-scaling", "--no-rope-freq", "2"),
         "partial": ("--rotary-percent", "0.5", "--rotary-interleaved"),
         "learned": ("--position-embedding-type", "learned_absolute", "--reset-position-ids"),
         "yarn": (

@@ -61,6 +61,14 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown("--rotary-percent, --rotary-base, --rotary-interleaved", "rope-variants-groups"),
         shown("--rotary-seq-len-interpolation-factor", "rope-variants-groups"),
         shown("--use-rope-scaling, --no-rope-freq", "rope-scaling-groups"),
+        # megatron/training/argument_utils.py (0.19): gpt_config_from_args copies use_rope_scaling, not the factor.
+        Refused(
+            "--rope-scaling-factor",
+            lambda args: args.use_rope_scaling and args.rope_scaling_factor != 8,
+            "Megatron ignores it and builds the model with 8",
+            "leave it out, and train models with that factor only",
+            "any but 8",
+        ),
         shown("--position-embedding-type yarn", "yarn-groups"),
         shown("--position-embedding-type learned_absolute", "learned-positions-groups"),
         shown("--position-embedding-type none", "no-positions-groups"),
