@@ -1,7 +1,7 @@
 """What the machines are: device catalogue, cluster file, topology. No torch here."""
 
 from megatron_hexi.cluster.catalog import catalog, device
-from megatron_hexi.cluster.device import Attention, Curve, Device, Link, Nominal, Passes
+from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, Passes
 from megatron_hexi.cluster.file import cluster_digest, cluster_from_yaml, read_cluster
 from megatron_hexi.cluster.links import LinkId, Node, Rank, Route, Tier
 from megatron_hexi.cluster.model import ClusterFile, NodeEntry
@@ -14,6 +14,7 @@ __all__ = [
     "ClusterFile",
     "Curve",
     "Device",
+    "Host",
     "Link",
     "LinkId",
     "Node",

@@ -136,6 +136,24 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The memory of a GPU's node, as the GPU reaches it.
+
+    Args:
+        usable_gib: what a job may pin of it for each GPU of the node, GiB.
+        bandwidth_gb_s: of copies between the GPU and pinned memory, 10^9 bytes/s a direction, while
+            all GPUs of the node copy.
+        source: who measured it, or how it was estimated.
+        estimate: whether nobody measured it.
+    """
+
+    usable_gib: float
+    bandwidth_gb_s: float
+    source: str
+    estimate: bool = False
+
+
+@dataclass(frozen=True)
 class Device:
     """One model of GPU.
 
@@ -155,6 +173,7 @@ class Device:
         matmul_fp8: achieved by matrix products in fp8; ``None`` where nobody measured it.
         layer_share: what a training layer's matrices reach of both; 1 where they were measured as a layer
             runs them.
+        host: its node's memory; ``None``: not known, so that nothing can be planned to lie there.
     """
 
     name: str
@@ -170,6 +189,7 @@ class Device:
     note: str = ""
     matmul_fp8: Curve | None = None
     layer_share: float = 1.0
+    host: Host | None = None
 
     @property
     def layer_matmul(self) -> Curve:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from megatron_hexi.cluster.device import Attention, Curve, Device, Link, Nominal, Passes
+from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, Passes
 from megatron_hexi.cluster.schema import refuse
 from megatron_hexi.yaml_file import Place, YamlFile
 
@@ -110,6 +110,26 @@ class LinkEntry:
 
 
 @dataclass(frozen=True)
+class HostEntry:
+    """The memory of a GPU's node.
+
+    Args:
+        usable_gib: what a job may pin of it for each GPU of the node.
+        bandwidth_gb_s: of copies between the GPU and pinned memory, a direction, while all GPUs of
+            the node copy.
+        source: who measured it.
+        estimate: that nobody did, and how the figures were derived.
+    """
+
+    usable_gib: Memory
+    bandwidth_gb_s: Rate
+    source: Text | None = None
+    estimate: Text | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
 class NominalEntry:
     """Datasheet rates, dense, TFLOP/s.
 
@@ -141,6 +161,7 @@ class DeviceEntry:
         capability: CUDA compute capability, major and minor.
         nominal: rates by datasheet.
         link: to the GPUs of its node.
+        host: its node's memory; without it nothing is planned to lie there.
         matmul: matrix products, against rows.
         matmul_fp8: the same in fp8.
         attention: each kernel's curves, against tokens, with heads of 128.
@@ -154,6 +175,7 @@ class DeviceEntry:
     capability: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] | None = None
     nominal: NominalEntry | None = None
     link: LinkEntry | None = None
+    host: HostEntry | None = None
     matmul: CurveEntry | None = None
     matmul_fp8: CurveEntry | None = None
     attention: dict[Name, AttentionEntry] | None = None
@@ -202,6 +224,7 @@ class Builder:
             for name, curve, size in (("matmul", entry.matmul, 1.0), ("matmul_fp8", entry.matmul_fp8, 0.5))
         )
         link = self._link(entry.link, (*place, "link")) if entry.link else None
+        host = self._host(entry.host, (*place, "host")) if entry.host else None
         kernels = {item.kernel: item for item in base.attentions} if base else {}
         for kernel, item in (entry.attention or {}).items():
             here = (*place, "attention", kernel)
@@ -229,6 +252,7 @@ class Builder:
             note=entry.note or (base.note if base else ""),
             matmul_fp8=in_fp8 or (base.matmul_fp8 if base else None),
             layer_share=base.layer_share if base and not matmul else self.layer_share,
+            host=host or (base.host if base else None),
         )
 
     def _cite(self, text: str | None) -> str:
@@ -267,6 +291,10 @@ class Builder:
     def _link(self, entry: LinkEntry, place: Place) -> Link:
         text, estimate = self._origin(entry.source, entry.estimate, place)
         return Link(entry.kind, entry.bandwidth_gb_s, entry.latency_us, text, estimate, entry.nominal_gb_s)
+
+    def _host(self, entry: HostEntry, place: Place) -> Host:
+        text, estimate = self._origin(entry.source, entry.estimate, place)
+        return Host(entry.usable_gib, entry.bandwidth_gb_s, text, estimate)
 
     def _attention(
         self, kernel: str, entry: AttentionEntry, base: Attention | None, place: Place

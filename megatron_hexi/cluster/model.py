@@ -46,6 +46,21 @@ class Intra:
 
 
 @dataclass(frozen=True)
+class NodeHost:
+    """Memory of the node itself, in place of what the catalogue says of nodes with such GPUs.
+
+    Args:
+        usable_gib: what a job may pin of it, of the whole node.
+        bandwidth_gb_s: of copies between each GPU and pinned memory, a direction, while all GPUs copy.
+    """
+
+    usable_gib: Memory
+    bandwidth_gb_s: Rate
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
 class NodeEntry:
     """`count` nodes alike, called ``name-0``, ``name-1`` and so on.
 
@@ -57,6 +72,7 @@ class NodeEntry:
         memory_gb: of each GPU as sold, in place of the catalogue's; the usable part keeps its share.
         speed: factor on all its curves (0.8: throttled to four fifths).
         intra: links inside the node.
+        host: the node's own memory, where plans may keep what a GPU has no room for.
     """
 
     name: Name
@@ -66,6 +82,7 @@ class NodeEntry:
     memory_gb: Memory | None = None
     speed: Factor = 1.0
     intra: Intra | None = None
+    host: NodeHost | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron_hexi.cluster.device import Device
+from megatron_hexi.cluster.device import Device, Host
 from megatron_hexi.cluster.links import LinkId, Node, Rank, Route, Tier, Way
 from megatron_hexi.cluster.model import ClusterFile, Matrix
 from megatron_hexi.cluster.partition import Partition, matrix_partitions
@@ -245,6 +245,9 @@ def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
         device = devices[entry.gpu].at_speed(entry.speed)
         if entry.memory_gb is not None:
             device = device.with_memory(entry.memory_gb)
+        if entry.host is not None:
+            usable = entry.host.usable_gib / entry.gpus
+            device = replace(device, host=Host(usable, entry.host.bandwidth_gb_s, "the cluster file"))
         link, intra = device.link, entry.intra
         bandwidth = (intra.bandwidth_gb_s if intra else link.bandwidth_gb_s) * GB
         given = intra.latency_us if intra else None

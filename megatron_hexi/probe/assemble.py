@@ -20,6 +20,8 @@ from megatron_hexi.probe.sizes import DIRECTIONS, MASKS
 GIB = 2**30
 #: Nodes whose usable memory differs by less have the same.
 _MEMORY_TOLERANCE = 0.01
+#: Of what is free of a host's memory a job may pin so much; its processes, which come later, take some.
+HOST_SHARE = 0.8
 
 
 def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str]]:
@@ -49,6 +51,7 @@ def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str
         devices[kind] = _device(kind, alike, merged, median_high(usable.values()), measured)
         for number, node in alike.items():
             entries[number] = _node(node, kind, merged.speeds[number], usable[number], devices[kind])
+            entries[number] |= _host(node, measured)
     for link in measured.inside:
         entries[link.node]["intra"] = {
             "bandwidth_gb_s": round_rate(bytes_per_second(link.ports) / 1e9),
@@ -90,6 +93,16 @@ def _node(
     if speed != 1:
         entry["speed"] = round_rate(speed)
     return entry
+
+
+def _host(node: NodeFound, measured: Measurement) -> dict[str, Any]:
+    """What the node's ranks may pin together, and what the slowest of them copies."""
+    rates = [measured.host_gb_s[rank] for rank in node.ranks] if measured.host_gb_s else [None]
+    known = [rate for rate in rates if rate is not None]
+    if len(known) < len(rates):
+        return {}
+    free = HOST_SHARE * sum(measured.host_bytes[rank] for rank in node.ranks) / GIB
+    return {"host": {"usable_gib": round_rate(free), "bandwidth_gb_s": round_rate(min(known))}}
 
 
 def _device(

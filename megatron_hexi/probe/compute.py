@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -108,6 +109,35 @@ def stream_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float) -
     """
     a, b, c = (torch.ones(size // 4, device=device, dtype=torch.float32) for _ in range(3))
     return 3 * size / steady_seconds(lambda: torch.add(b, c, alpha=3.0, out=a), clock, limit_s) / 1e9
+
+
+def host_copy_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float) -> float | None:
+    """Copies between the device and pinned memory of its host, the slower way, 10^9 bytes/s.
+
+    On a CPU both are the host's memory, and what is timed is a plain copy.
+
+    Args:
+        size: bytes of a copy.
+        device: which one.
+        clock: of the device.
+        limit_s: seconds that it may take.
+
+    Returns:
+        ``None`` where there is no memory for it.
+    """
+    try:
+        there = torch.ones(size // 4, device=device, dtype=torch.float32)
+        here = torch.ones(size // 4, dtype=torch.float32, pin_memory=device.type == "cuda")
+        ways = ((here, there), (there, here))
+        slower = max(
+            steady_seconds(partial(to.copy_, source, non_blocking=True), clock, limit_s / 2)
+            for to, source in ways
+        )
+    except (RuntimeError, MemoryError) as problem:
+        if not _is_out_of_memory(problem):
+            raise
+        return None
+    return size / slower / 1e9
 
 
 def _is_out_of_memory(problem: BaseException) -> bool:

@@ -65,6 +65,11 @@ def usable_bytes(device: torch.device, host_ranks: int) -> int:
     return max(1, _cpu_memory(host_ranks) - (used.data if _data_limit() else used.rss))
 
 
+def host_bytes(host_ranks: int) -> int:
+    """This rank's part of what is free of its host's memory."""
+    return psutil.virtual_memory().available // host_ranks
+
+
 def _cpu_memory(host_ranks: int) -> int:
     """The limit on this process's data if there is one, else its share of the host's memory."""
     return _data_limit() or psutil.virtual_memory().total // host_ranks

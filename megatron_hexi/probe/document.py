@@ -179,6 +179,8 @@ class Measurement:
         done: names of the stages that are done.
         usable_bytes: memory that each rank found free.
         stream_gb_s: memory bandwidth that each rank reached.
+        host_bytes: each rank's part of its host's memory that is free.
+        host_gb_s: what each rank copied between its device and that, the slower way; ``None``: no room.
         curves: by name: ``matmul``, or a kernel, mask and direction (``cudnn causal forward``).
         skipped: what was not measured, and why.
         inside: for every node of several ranks.
@@ -194,6 +196,8 @@ class Measurement:
     done: tuple[str, ...] = ()
     usable_bytes: tuple[int, ...] = ()
     stream_gb_s: tuple[Rate, ...] = ()
+    host_bytes: tuple[int, ...] = ()
+    host_gb_s: tuple[Rate | None, ...] = ()
     curves: dict[str, Series] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     inside: tuple[Inside, ...] = ()

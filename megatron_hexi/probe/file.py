@@ -46,7 +46,7 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         flow = "points" in mapping or not any(
-            isinstance(value, dict) and key != "intra" for key, value in mapping.items()
+            isinstance(value, dict) and key not in ("intra", "host") for key, value in mapping.items()
         )
         return super().represent_mapping(tag, mapping, flow_style=flow)
 

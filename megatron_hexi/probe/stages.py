@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_hexi.probe import compute
 from megatron_hexi.probe.clock import clock_for
-from megatron_hexi.probe.device import DTYPES, usable_bytes
+from megatron_hexi.probe.device import DTYPES, host_bytes, usable_bytes
 from megatron_hexi.probe.document import Between, Inside, Measurement, Options, RankInfo, Series, Transfer
 from megatron_hexi.probe.links import Wire
 from megatron_hexi.probe.nodes import NodeFound
@@ -67,6 +67,7 @@ class Stages:
         stages: list[Stage] = [
             ("memory", self._memory),
             ("memory bandwidth", self._stream),
+            ("host memory", self._host),
             ("matrix products", self._matmul),
         ]
         stages += [
@@ -90,6 +91,13 @@ class Stages:
         size = min(self.sizes.stream_bytes, so_far.usable_bytes[self.world.rank] // 8)
         own = compute.stream_gb_s(size, self.device, self.clock, self.limit_s)
         return replace(so_far, stream_gb_s=tuple(self.world.gather(own)))
+
+    def _host(self, so_far: Measurement) -> Measurement:
+        free = self.world.gather(host_bytes(self.host_ranks))
+        self.world.meet()  # all GPUs of a node copy at once, as in training
+        size = min(self.sizes.stream_bytes, so_far.usable_bytes[self.world.rank] // 8, min(free) // 8)
+        own = compute.host_copy_gb_s(size, self.device, self.clock, self.limit_s)
+        return replace(so_far, host_bytes=tuple(free), host_gb_s=tuple(self.world.gather(own)))
 
     def _matmul(self, so_far: Measurement) -> Measurement:
         points = compute.measure_points(

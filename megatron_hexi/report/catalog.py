@@ -72,6 +72,12 @@ def device_report(device: Device) -> RenderableType:
         f"nominal TFLOP/s, dense: {nominal} ({device.source})",
         f"in a node: {way} ({'estimate: ' if link.estimate else ''}{link.source})",
     ]
+    if device.host is not None:
+        host = device.host
+        facts.append(
+            f"host memory: about {host.usable_gib:g} GiB a GPU, {host.bandwidth_gb_s:g} GB/s a direction "
+            f"({'estimate: ' if host.estimate else ''}{host.source})"
+        )
     if device.note:
         facts.append(f"note: {device.note}")
     table = Table(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hexi.cluster import cluster_digest, read_cluster
+from megatron_hexi.cluster import catalog, cluster_digest, read_cluster
 from megatron_hexi.errors import ClusterError, HexiError
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
@@ -114,6 +114,18 @@ devices:
     )
 
 
+def test_host_memory_is_the_nodes_or_the_catalogue_s(write):
+    own = read_cluster(
+        write(GOOD.replace("gpus: 8}", "gpus: 8, host: {usable_gib: 640, bandwidth_gb_s: 20}}", 1))
+    )
+    (node, *_) = own.nodes
+    assert node.device.host is not None
+    assert (node.device.host.usable_gib, node.device.host.bandwidth_gb_s) == (80, 20)
+    assert {rank.device.host for rank in own.ranks if rank.node == 0} == {node.device.host}
+    usual = read_cluster(write(GOOD)).nodes[0].device
+    assert usual.host == catalog()[usual.name].host
+
+
 def test_the_digest_is_of_what_the_file_says(write):
     digest = cluster_digest(read_cluster(write(GOOD)))
     assert re.fullmatch("[0-9a-f]{64}", digest)
@@ -211,6 +223,10 @@ BROKEN = {
         "nodes[0].speed = 0 is too small; write a number above 0",
     ),
     "no memory": (broken(GOOD, "gpus: 8", "gpus: 8, memory_gb: -4"), "nodes[0].memory_gb = -4 is too small"),
+    "host memory that nothing reaches": (
+        broken(GOOD, "gpus: 8", "gpus: 8, host: {usable_gib: 100}"),
+        "nodes[0].host.bandwidth_gb_s is missing",
+    ),
     "dead links inside": (
         broken(GOOD, "gpus: 8", "gpus: 8, intra: {bandwidth_gb_s: 0}"),
         "nodes[0].intra.bandwidth_gb_s = 0 is too small",

@@ -112,6 +112,15 @@ def test_less_memory_on_a_node_is_written(tmp_path):
     assert [node.device.usable_gib for node in cluster.nodes] == pytest.approx([6, 2], rel=1e-3)
 
 
+def test_host_memory_is_the_nodes_and_its_slowest_rank_says_how_fast(tmp_path):
+    free = (10 * 2**30, 30 * 2**30, 20 * 2**30, 20 * 2**30)
+    measured = four_ranks(host_bytes=free, host_gb_s=(9.0, 6.0, 12.0, None))
+    cluster, _ = written(tmp_path, measured)
+    host = cluster.nodes[0].device.host
+    assert (host.usable_gib, host.bandwidth_gb_s) == pytest.approx((0.8 * 40 / 2, 6.0))
+    assert cluster.nodes[1].device.host is None  # there was no room to measure it
+
+
 def test_a_shared_bottleneck_shows_when_all_send_at_once(tmp_path):
     _, notes = written(tmp_path, four_ranks(together=transfer(0.5 / 8)))
     (note,) = [note for note in notes if note.startswith("all nodes at once")]

@@ -21,7 +21,7 @@ from megatron_hexi.probe import (
     write_cluster,
 )
 from megatron_hexi.probe.clock import WallClock, clock_for, steady_seconds
-from megatron_hexi.probe.compute import attention, matmul, measure_points, stream_gb_s
+from megatron_hexi.probe.compute import attention, host_copy_gb_s, matmul, measure_points, stream_gb_s
 from megatron_hexi.probe.sizes import Sizes
 from megatron_hexi.runtime.kernels import select_kernel
 from tests.support.shell import call_hexi, is_one_error_line
@@ -73,6 +73,7 @@ def device(monkeypatch):
     )
     monkeypatch.setattr(compute, "attention", attention)
     monkeypatch.setattr(compute, "stream_gb_s", lambda *arguments: 45.0)
+    monkeypatch.setattr(compute, "host_copy_gb_s", lambda *arguments: 12.0)
     return prepared
 
 
@@ -117,15 +118,15 @@ def test_an_interrupted_probe_goes_on_where_it_was(device, tmp_path):
     with pytest.raises(PullThePlugError):
         probe(World(0, 1), Options(precision="fp32"), partial_path(out), restart=False, tell=tell)
     kept = json.loads(partial_path(out).read_text())
-    assert kept["done"] == ["memory", "memory bandwidth", "matrix products"]
+    assert kept["done"] == ["memory", "memory bandwidth", "host memory", "matrix products"]
     assert {name for name, _ in device} == {"matmul"}
     device.clear()
     told: list[tuple[str, int, int]] = []
     measured = run_probe(out, told)
     assert {name for name, _ in device} == {"forward", "backward"}
-    assert told[0] == ("attention auto", 3, 4)
+    assert told[0] == ("attention auto", 4, 5)
     assert measured.usable_bytes[0] == kept["usable_bytes"][0]
-    assert measured.done == ("memory", "memory bandwidth", "matrix products", "attention auto")
+    assert measured.done == ("memory", "memory bandwidth", "host memory", "matrix products", "attention auto")
 
 
 def test_the_median_of_samples_counts():
@@ -199,6 +200,9 @@ def test_real_work_runs():
         grads: Any = work()
         assert [grad.shape for grad in grads] == [(1, 2, 5, 16)] * 3
     assert stream_gb_s(2**20, cpu, WallClock(), 0.1) > 0
+    copied = host_copy_gb_s(2**20, cpu, WallClock(), 0.1)
+    assert copied is not None
+    assert copied > 0
 
 
 @pytest.mark.gpu
@@ -230,7 +234,7 @@ def hexi(tmp_path, monkeypatch, capsys):
 def test_the_command_writes_reports_and_cleans_up(device, hexi):
     code, out, err = hexi("probe", "-o", "one.yaml", "--precision", "fp32", "--picture", "one.png")
     assert code == 0
-    assert "4 of 4: attention auto" in err
+    assert "5 of 5: attention auto" in err
     assert "wrote one.yaml" in err
     assert "aten-cpu causal forward" in out
     assert sorted(path.name for path in Path().iterdir()) == ["one.png", "one.yaml"]
@@ -241,6 +245,7 @@ def test_json_is_one_document(device, hexi):
     document = json.loads(out)
     assert code == 0
     assert document["stream_gb_s"] == [45.0]
+    assert document["host_gb_s"] == [12.0]
     assert "matmul" in document["curves"]
 
 
