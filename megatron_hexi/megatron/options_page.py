@@ -15,10 +15,11 @@ _HEAD = """\
 
 Measured: each supported option has a test of real training, on the CPU.
 
-Every option of Megatron 0.17 to 0.19 that meets context parallelism is supported or refused by name, with a reason and a remedy,
-before anything is allocated. Supported: under uneven plans, losses and gradient norms equal those of the same job without context
-parallelism, to 1e-5 in fp32. That job has `--calculate-per-token-loss` where tokens are masked out of the loss, as a plan always does.
-`pytest -k CASE` with a name of the last column runs the test. Refusals are tested in
+Every option of Megatron 0.17 to 0.19 that meets context parallelism is supported or refused by name, with a
+reason and a remedy, before anything is allocated. Supported: under uneven plans, losses and gradient norms
+equal those of the same job without context parallelism, to 1e-5 in fp32. That job has
+`--calculate-per-token-loss` where tokens are masked out of the loss, as a plan always does. `pytest -k CASE`
+with a name of the last column runs the test; refusals are tested in
 [test_option_refusals.py](../tests/megatron/test_option_refusals.py).
 """
 _UNSTATED = "train without it"
