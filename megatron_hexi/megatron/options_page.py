@@ -39,8 +39,8 @@ def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str
     if supported:
         yield "| supported | | test |\n|---|---|---|"
         shown: dict[tuple[str, str], list[str]] = {}
-        for option in supported:
-            shown.setdefault((option.note, option.test), []).append(_marked(option.flags))
+        for one in supported:
+            shown.setdefault((one.note, one.test), []).append(_marked(one.flags))
         for (note, test), flags in shown.items():
             yield f"| {', '.join(flags)} | {note} | {_case(test)} |"
     reasons: dict[tuple[str, str], list[str]] = {}
