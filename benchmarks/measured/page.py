@@ -14,15 +14,15 @@ _INTRODUCTION = """# Measured
 
 **Measured on clusters emulated on one machine's CPUs; predictions stand beside.**
 
-Written by `python -m benchmarks.measured`; do not edit. Real Megatron training (`megatron_hexi.pretrain_gpt`,
-CPU platform, gloo, fp32) on mixed clusters that [`hexi testbed`](../testbed.md) emulates on one machine.
-The cluster is probed once (`hexi probe`); plan, baselines and predictions come from the probe's file alone;
-then all layouts train in turn, round by round, the same model on the same data, and their losses must agree.
+Written by `python -m benchmarks.measured`; do not edit. Megatron trains (`megatron_hexi.pretrain_gpt`, CPU
+platform, gloo, fp32) on mixed clusters that [`hexi testbed`](../testbed.md) emulates. `hexi probe` measures
+each cluster once; plan, baselines and predictions use its file alone. All layouts train in turn on the same
+data, and their losses must agree.
 
-**What is emulated.** *Paced*: matrix products and attention really run, then wait until the time that the
-cluster file's curves give them is over; element-wise work is free as long as it fits in the head-room.
-Networks (namespaces, htb), overlap, the order of events and all numbers are real. *Quota*: ranks are slowed
-by CPU quotas instead; nothing is modelled.
+- Speeds *paced*: matrix products and attention run, then wait until the time of the cluster file's curve is
+  over; other work is free within the head-room; networks, overlap, order of events and numbers are real.
+- Speeds *quota*: ranks are slowed by CPU quotas; nothing is modelled.
+- Ceiling: the sum of the probe's speeds, without communication.
 """
 
 
@@ -80,8 +80,8 @@ def _scenario(result: ScenarioResult) -> Iterator[str]:
     yield f"\n## {result.name}\n"
     yield (
         f"Scarce: {result.decides}. {result.seq_length} tokens; attention is {result.attention_share:.0%} of "
-        f"the compute. Ceiling {result.ceiling_tokens_per_s:.0f} tokens/s: the probe's speeds added up, no "
-        f"communication. Speeds: {result.speeds}. {result.date}, {versions}.\n"
+        f"the compute. Ceiling {result.ceiling_tokens_per_s:.0f} tokens/s. Speeds: {result.speeds}. "
+        f"{result.date}, {versions}.\n"
     )
     if result.speeds == "quota" and any(result.testbed.values()):
         yield _drift(result)
@@ -105,10 +105,9 @@ def _drift(result: ScenarioResult) -> str:
         if speed["gpu"] == 0
     ]
     return (
-        "The machine's own speed shows here: the load that the testbed measures speeds with took the first "
-        f"rank {1e3 * min(cycles):.1f} to {1e3 * max(cycles):.1f} ms a cycle, before and after each run. So "
-        "times are to be compared with each other, and not to the per cent; predictions are by the speed at "
-        "the time of the probe.\n"
+        f"The machine's own speed varied: the testbed's load took the first rank {1e3 * min(cycles):.1f} to "
+        f"{1e3 * max(cycles):.1f} ms a cycle. Compare times with each other only; predictions are by the "
+        "speed at the time of the probe.\n"
     )
 
 

@@ -14,10 +14,6 @@ from megatron_hexi.text_file import write_text_atomically
 from megatron_hexi.yaml_file import read_yaml
 
 WORDS = Path(__file__).parent / "words.yaml"
-_AGAIN = """```
-python -m benchmarks.published          # the same tables; --json, --picture OUT.png
-python -m benchmarks.published --page   # this page
-```"""
 #: What is left of their time is not explained: see words.yaml.
 _UNEXPLAINED = ("torchtitan-8b", "torchtitan-405b")
 
@@ -36,7 +32,7 @@ def write_page(results: Mapping[str, Sequence[Comparison]], folder: Path) -> Non
 
 
 def _parts(results: Mapping[str, Sequence[Comparison]], words: Mapping[str, str]) -> Iterator[str]:
-    yield "# Truth against published figures"
+    yield "# Published figures"
     yield "**Simulated, beside figures that others measured on GPUs.**"
     yield words["introduction"].strip()
     yield "\n".join(_bounds(results))
@@ -48,7 +44,7 @@ def _parts(results: Mapping[str, Sequence[Comparison]], words: Mapping[str, str]
         yield f"## {table.title}"
         yield f"Source: {table.source}. Assumed: {table.assumed}."
         yield "\n".join(_rows(results[table.name]))
-        yield f"**What is left.** {words[table.name].strip()}"
+        yield f"**Remaining error.** {words[table.name].strip()}"
     yield "## What each assumption is worth"
     yield "Errors of time, row by row."
     yield "\n".join(_variants())
@@ -57,8 +53,6 @@ def _parts(results: Mapping[str, Sequence[Comparison]], words: Mapping[str, str]
     yield "\n".join(_misfits())
     yield "## What bounds it"
     yield words["bounds"].strip()
-    yield "## Again"
-    yield _AGAIN
 
 
 def _bounds(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
@@ -90,11 +84,24 @@ def _overview(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
 
 
 def _rows(rows: Sequence[Comparison]) -> Iterator[str]:
-    yield "| row | published | predicted | | error |"
-    yield "|---|---:|---:|---|---:|"
-    for row in rows:
-        numbers = f"{_number(row.published)} | {_number(row.predicted)} | {row.unit} | {row.error:+.1%}"
-        yield f"| {row.row} | {numbers} |"
+    """A line for each run: its time, and its memory where that was published too."""
+    runs: dict[str, list[list[Comparison]]] = {}
+    for row in rows:  # tables may have two runs of one name
+        of_name = runs.setdefault(row.row, [])
+        if not of_name or row.what in (one.what for one in of_name[-1]):
+            of_name.append([])
+        of_name[-1].append(row)
+    units = list(dict.fromkeys(row.unit for row in rows))
+    yield "| row | " + " | ".join(f"{unit}: published | predicted | error" for unit in units) + " |"
+    yield "|---|" + "---:|---:|---:|" * len(units)
+    for run in (run for of_name in runs.values() for run in of_name):
+        by_unit = {row.unit: row for row in run}
+        cells = (_figures(by_unit[unit]) if unit in by_unit else "| |" for unit in units)
+        yield f"| {run[0].row} | {' | '.join(cells)} |"
+
+
+def _figures(row: Comparison) -> str:
+    return f"{_number(row.published)} | {_number(row.predicted)} | {row.error:+.1%}"
 
 
 def _variants() -> Iterator[str]:

@@ -21,9 +21,8 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("partial_rotary_factor", (None, 1, 1.0), "rotary embeddings of a part of each head"),
     ("quantization_config", (None,), "quantized weights"),
 )
-#: What Megatron's --use-rope-scaling computes with. megatron-core 0.19 builds models with this factor
-#: whatever --rope-scaling-factor says: `gpt_config_from_args` in megatron/training/argument_utils.py does
-#: not copy it.
+#: What Megatron's --use-rope-scaling computes with; megatron-core 0.19 builds models with this factor,
+#: whatever --rope-scaling-factor says (`gpt_config_from_args` in megatron/training/argument_utils.py).
 _LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -133,8 +132,8 @@ def _rope(config: dict[str, Any], path: Path) -> dict[str, Any]:
     for name, value in _LLAMA3_ROPE.items():
         if rope.get(name) != value:
             raise HexiError(
-                f"{path}: {field}.{name} = {json.dumps(rope.get(name))}: Megatron builds models with "
-                f"{value}, whatever --rope-scaling-factor says; give a model with {value}"
+                f"{path}: {field}.{name} = {json.dumps(rope.get(name))}: Megatron's --use-rope-scaling "
+                f"has {value} built in; give a model with that"
             )
     return rope
 

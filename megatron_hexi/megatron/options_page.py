@@ -18,8 +18,8 @@ Measured: each supported option has a test of real training, on the CPU.
 Every option of Megatron 0.17 to 0.19 that meets context parallelism is supported or refused by name, with a
 reason and a remedy, before anything is allocated. Supported: under uneven plans, losses and gradient norms
 equal those of the same job without context parallelism, to 1e-5 in fp32. That job has
-`--calculate-per-token-loss` where tokens are masked out of the loss, as a plan always does.
-`pytest -k CASE` with a name of the last column runs the test. Refusals are tested in
+`--calculate-per-token-loss` where tokens are masked out of the loss, as a plan always does. `pytest -k CASE`
+with a name of the last column runs the test; refusals are tested in
 [test_option_refusals.py](../tests/megatron/test_option_refusals.py).
 """
 _UNSTATED = "train without it"
@@ -39,8 +39,8 @@ def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str
     if supported:
         yield "| supported | | test |\n|---|---|---|"
         shown: dict[tuple[str, str], list[str]] = {}
-        for option in supported:
-            shown.setdefault((option.note, option.test), []).append(_marked(option.flags))
+        for one in supported:
+            shown.setdefault((one.note, one.test), []).append(_marked(one.flags))
         for (note, test), flags in shown.items():
             yield f"| {', '.join(flags)} | {note} | {_case(test)} |"
     reasons: dict[tuple[str, str], list[str]] = {}

@@ -61,7 +61,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown("--rotary-percent, --rotary-base, --rotary-interleaved", "rope-variants-groups"),
         shown("--rotary-seq-len-interpolation-factor", "rope-variants-groups"),
         shown("--use-rope-scaling, --no-rope-freq", "rope-scaling-groups"),
-        # megatron-core 0.19: `gpt_config_from_args` copies use_rope_scaling, not the factor.
+        # gpt_config_from_args (megatron/training/argument_utils.py, 0.19) does not copy the factor.
         Refused(
             "--rope-scaling-factor",
             lambda args: args.use_rope_scaling and args.rope_scaling_factor != 8,
