@@ -70,6 +70,11 @@ def _check_nodes(file: ClusterFile, devices: Mapping[str, Device], source: YamlF
         if entry.gpu not in devices:
             remedy = "mend its name, or describe it under devices:"
             refuse(source, (*place, "gpu"), f"= {unknown_device(entry.gpu, devices)}", remedy)
+        if entry.host is not None and devices[entry.gpu].host is None:
+            for name, value in vars(entry.host).items():
+                if value is None:
+                    remedy = f"add it: nothing is known of the host memory beside {entry.gpu}"
+                    refuse(source, (*place, "host", name), "is missing", remedy)
     for i, entry in enumerate(file.nodes):
         base, dash, number = entry.name.rpartition("-")
         if dash and number.isdecimal() and base in seen and int(number) < file.nodes[seen[base]].count:

@@ -143,12 +143,14 @@ class Host:
         usable_gib: what a job may pin of it for each GPU of the node, GiB.
         bandwidth_gb_s: of copies between the GPU and pinned memory, 10^9 bytes/s a direction, while
             all GPUs of the node copy.
+        memory_gb_s: what that memory itself gives the processes of each GPU, 10^9 bytes/s, while all use it.
         source: who measured it, or how it was estimated.
         estimate: whether nobody measured it.
     """
 
     usable_gib: float
     bandwidth_gb_s: float
+    memory_gb_s: float
     source: str
     estimate: bool = False
 

@@ -117,12 +117,14 @@ class HostEntry:
         usable_gib: what a job may pin of it for each GPU of the node.
         bandwidth_gb_s: of copies between the GPU and pinned memory, a direction, while all GPUs of
             the node copy.
+        memory_gb_s: what that memory itself gives the processes of each GPU, while all use it.
         source: who measured it.
         estimate: that nobody did, and how the figures were derived.
     """
 
     usable_gib: Memory
     bandwidth_gb_s: Rate
+    memory_gb_s: Rate
     source: Text | None = None
     estimate: Text | None = None
 
@@ -294,7 +296,7 @@ class Builder:
 
     def _host(self, entry: HostEntry, place: Place) -> Host:
         text, estimate = self._origin(entry.source, entry.estimate, place)
-        return Host(entry.usable_gib, entry.bandwidth_gb_s, text, estimate)
+        return Host(entry.usable_gib, entry.bandwidth_gb_s, entry.memory_gb_s, text, estimate)
 
     def _attention(
         self, kernel: str, entry: AttentionEntry, base: Attention | None, place: Place

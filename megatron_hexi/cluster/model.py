@@ -47,15 +47,17 @@ class Intra:
 
 @dataclass(frozen=True)
 class NodeHost:
-    """Memory of the node itself, in place of what the catalogue says of nodes with such GPUs.
+    """Memory of the node itself; what is left out is as the catalogue says of nodes with such GPUs.
 
     Args:
         usable_gib: what a job may pin of it, of the whole node.
         bandwidth_gb_s: of copies between each GPU and pinned memory, a direction, while all GPUs copy.
+        memory_gb_s: what that memory itself gives the processes of each GPU, while all use it.
     """
 
-    usable_gib: Memory
-    bandwidth_gb_s: Rate
+    usable_gib: Memory | None = None
+    bandwidth_gb_s: Rate | None = None
+    memory_gb_s: Rate | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_hexi.cluster.device import Device, Host
 from megatron_hexi.cluster.links import LinkId, Node, Rank, Route, Tier, Way
-from megatron_hexi.cluster.model import ClusterFile, Matrix
+from megatron_hexi.cluster.model import ClusterFile, Matrix, NodeHost
 from megatron_hexi.cluster.partition import Partition, matrix_partitions
 
 GB = 1e9
@@ -246,8 +246,7 @@ def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
         if entry.memory_gb is not None:
             device = device.with_memory(entry.memory_gb)
         if entry.host is not None:
-            usable = entry.host.usable_gib / entry.gpus
-            device = replace(device, host=Host(usable, entry.host.bandwidth_gb_s, "the cluster file"))
+            device = replace(device, host=_host(entry.host, device.host, entry.gpus))
         link, intra = device.link, entry.intra
         bandwidth = (intra.bandwidth_gb_s if intra else link.bandwidth_gb_s) * GB
         given = intra.latency_us if intra else None
@@ -258,6 +257,17 @@ def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
     nodes, ranks = _number_anew(found)
     pairs = _pairs(file, file.matrix) if file.matrix else {}
     return Cluster(file, nodes, ranks, _tiers(file), _pairs=pairs, _ways=_ways(pairs))
+
+
+def _host(given: NodeHost, known: Host | None, gpus: int) -> Host:
+    """A node's memory as each of its GPUs has it; the file's checks saw to it that all is known."""
+    own = {name: value for name, value in vars(given).items() if value is not None}
+    if "usable_gib" in own:
+        own["usable_gib"] /= gpus
+    known = known or Host(0.0, 0.0, 0.0, "")
+    return replace(
+        known, **own, source="the cluster file", estimate=known.estimate and len(own) < len(vars(given))
+    )
 
 
 def _number_anew(

@@ -1,7 +1,7 @@
 """How long and how much memory a plan takes: compute, network, memory, iteration. No torch here."""
 
 from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, token_seconds
-from megatron_hexi.cost.fit import Shortage, find_shortage
+from megatron_hexi.cost.fit import HostShortage, Shortage, find_shortage
 from megatron_hexi.cost.iteration import CostModel, IterationCost, check_job, estimate
 from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
 from megatron_hexi.cost.kernels import assumed_kernels, planned_kernels
@@ -18,6 +18,7 @@ __all__ = [
     "RECOMPUTES",
     "ArgumentTerms",
     "CostModel",
+    "HostShortage",
     "IterationCost",
     "Job",
     "Memory",

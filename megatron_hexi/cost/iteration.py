@@ -10,7 +10,7 @@ iteration = slowest replica with what it does not hide of gradients and weights 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,10 +20,20 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.borders import border_seconds
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import Speeds, device_speeds
+from megatron_hexi.cost.hosts import Hosts, NodeLoad
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Stage
-from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_host_memory, part_memory, part_params
-from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
+from megatron_hexi.cost.layer_bytes import input_bytes
+from megatron_hexi.cost.memory import (
+    GIB,
+    Holdings,
+    ModelPart,
+    Present,
+    part_host_memory,
+    part_memory,
+    part_params,
+)
+from megatron_hexi.cost.ministage_pipeline import MinistagePipeline, Passing
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
@@ -49,6 +59,7 @@ class IterationCost:
         phases: where the time goes, along the slowest way; they add up to `iteration_s`.
         paces: the rank that each kind of work waits for.
         ranks: by rank of the job.
+        host_loads: nodes in whose memory something lies.
     """
 
     iteration_s: float
@@ -57,6 +68,7 @@ class IterationCost:
     phases: Phases
     paces: tuple[Pace, ...]
     ranks: tuple[RankCost, ...]
+    host_loads: tuple[NodeLoad, ...] = ()
 
     @property
     def exposed_communication_s(self) -> float:
@@ -75,8 +87,9 @@ class IterationCost:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's memory suffices."""
-        return all(rank.memory_gib <= rank.usable_gib for rank in self.ranks)
+        """Whether every rank's memory suffices, and every node's."""
+        gpus = all(rank.memory_gib <= rank.usable_gib for rank in self.ranks)
+        return gpus and all(load.fullness <= 1 for load in self.host_loads)
 
 
 class CostModel:
@@ -99,6 +112,7 @@ class CostModel:
         self.part = part
         self.links = LinkTable(cluster)
         self.rings = Rings(self.links)
+        self.hosts = Hosts(cluster)
         nodes = [cluster.nodes[rank.node] for rank in cluster.ranks]
         self._bandwidth = np.array([node.bandwidth for node in nodes])
         self._latency = np.array([node.latency_s for node in nodes])
@@ -133,6 +147,7 @@ class CostModel:
             phases=timing.phases,
             paces=paces(ranks),
             ranks=ranks,
+            host_loads=timing.host_loads,
         )
 
     def timing(self, plan: Plan, gpus: Sequence[int] | None = None) -> Timing:
@@ -151,12 +166,13 @@ class CostModel:
         else:
             costs = [stage_cost(section, self.links, None) for section in sections]
             borders = border_seconds(plan, job, sections, self.links)
-            reductions = uneven_reductions(plan, job, sections, self.rings)
-        pipelines = replica_pipelines(plan, sections, costs, borders, micro_batches)
+            reductions = uneven_reductions(plan, job, sections, self.rings, self.hosts)
+        passing = self._with_rows(sections, reductions.passing)
+        pipelines = replica_pipelines(plan, sections, costs, borders, micro_batches, passing)
         waits = exposed_synchronisation(sections, costs, reductions)
         optimizer = [
-            optimizer_times(section, part_params(section.job, section.part), owned)
-            for section, owned in zip(sections, reductions.owned, strict=True)
+            self._optimizer_times(section, owned, present)
+            for section, owned, present in zip(sections, reductions.owned, reductions.present, strict=True)
         ]
         step = max(float(times.max()) for times in optimizer)
         replicas = tuple(
@@ -188,7 +204,36 @@ class CostModel:
             micro_batches=micro_batches,
             memory=memory,
             host_memory=host_memory,
+            host_loads=self.hosts.loads(
+                [section.ground.gpus for section in sections],
+                [np.sum(list(terms.values()), axis=0) for terms in host_memory],
+            ),
         )
+
+    def _with_rows(
+        self, sections: Sequence[Section], passing: Mapping[tuple[int, int], Passing]
+    ) -> dict[tuple[int, int], Passing]:
+        """With the rows of a micro-batch that go to host memory and come back, of the slowest unit."""
+        found = dict(passing)
+        for section in sections:
+            on_host = np.asarray(section.part.rows_on_host, dtype=float)
+            if not on_host.any():
+                continue
+            size = on_host * input_bytes(section.job, section.arrays.tokens.astype(float))
+            seconds = self.hosts.copy_seconds(section.ground.stage.gpus, size)
+            for replica, one in zip(section.replica.tolist(), seconds.tolist(), strict=True):
+                stage = replica, section.number
+                found[stage] = replace(found[stage], rows=max(found[stage].rows, one))
+        return found
+
+    def _optimizer_times(self, section: Section, owned: Floats | float, present: Present | None) -> Floats:
+        """The optimizer's step of each unit, on its GPU and for what waits in host memory there, s, [U]."""
+        params = part_params(section.job, section.part)
+        if present is None or not present.host_state.any():
+            return optimizer_times(section, params, owned)
+        gpus = section.ground.stage.gpus
+        on_host = self.hosts.step_seconds(section.job, gpus, present.host_state, present.host_masters)
+        return optimizer_times(section, params, present.state) + on_host
 
     def _stand(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Ground]:
         if not plan.is_repeated:
@@ -226,6 +271,7 @@ def replica_pipelines(
     costs: Sequence[StageCost],
     borders: tuple[list[Floats], list[Floats]] | None,
     micro_batches: Ints,
+    passing: Mapping[tuple[int, int], Passing],
 ) -> tuple[Pipeline, ...]:
     """The stages of each replica; a stage is as slow as its slowest domain.
 
@@ -235,6 +281,7 @@ def replica_pipelines(
         costs: of the sections.
         borders: as of `border_seconds`; ``None``: nothing travels beside the stages' work.
         micro_batches: of each replica.
+        passing: what comes and goes of a replica's stage that runs in ministages.
     """
     slowest: list[dict[int, tuple[Phases, float]]] = [{} for _ in micro_batches]
     for section, cost in zip(sections, costs, strict=True):
@@ -253,7 +300,10 @@ def replica_pipelines(
         if parts is None:
             pipelines.append(Pipeline(phases, there, back, count))
         else:
-            pipelines.append(MinistagePipeline(phases, there, back, count, parts, np.array(forward)))
+            sizes = np.array([stage.ministage_sizes for stage in plan.replicas[replica].stages], dtype=float)
+            own = tuple(passing[replica, number] for number in range(len(stages)))
+            part = sizes / sizes.sum(axis=1, keepdims=True)
+            pipelines.append(MinistagePipeline(phases, there, back, count, part, np.array(forward), own))
     return tuple(pipelines)
 
 

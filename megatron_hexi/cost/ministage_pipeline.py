@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
+from megatron_hexi.mesh import Sweep, sweeps
+
+
+@dataclass(frozen=True, eq=False)
+class Passing:
+    """What comes to a stage's units for each ministage, and leaves again, seconds, [ministages] each.
+
+    Args:
+        gathers: weights from the units that keep their shares.
+        sums: gradients to the units that own them.
+        copies_in: weights from host memory.
+        copies_out: gradients to host memory.
+        rows: of a micro-batch's rows to host memory, or back.
+    """
+
+    gathers: Floats
+    sums: Floats
+    copies_in: Floats
+    copies_out: Floats
+    rows: float = 0.0
+
+    @classmethod
+    def nothing(cls, ministages: int) -> Passing:
+        """All is there all the time."""
+        none = np.zeros(ministages)
+        return cls(none, none, none, none)
+
+    def without_host(self) -> Passing:
+        """The same if host memory were as near as the device's."""
+        return replace(self, copies_in=0 * self.copies_in, copies_out=0 * self.copies_out, rows=0.0)
+
+    @property
+    def fetches(self) -> Floats:
+        """Until the weights are there."""
+        return self.copies_in + self.gathers
+
+    @property
+    def leaves(self) -> Floats:
+        """Until the gradients are away."""
+        return self.sums + self.copies_out
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,53 +59,122 @@ class MinistagePipeline(Pipeline):
     Borders are those between neighbours, and with several stages that from the last to the first.
 
     Args:
-        ministages: in how many parts each stage runs, taken as equal.
+        parts: of each stage's layers, the part that each ministage has, [p, ministages].
         forward_s: of a stage's time, one forward pass of all its layers, s, [p].
+        passing: of each stage.
     """
 
-    ministages: int
+    parts: Floats
     forward_s: Floats
+    passing: tuple[Passing, ...]
 
     @property
     def phases(self) -> Phases:
-        """Where the replica's time goes: the slowest stage's work, and its waits for the others."""
+        """Where the replica's time goes: the slowest stage's work, its waits for others, and for weights."""
         totals = np.array([phases.total for phases in self.stages])
-        slowest = self.stages[int(np.argmax(totals))]
-        work = slowest.total * self.micro_batches
-        return slowest * self.micro_batches + Phases(bubble=max(0.0, self.seconds() - work))
+        slowest = self.stages[int(np.argmax(totals))] * self.micro_batches
+        return slowest + self.waits(MinistagePipeline.seconds)
+
+    def waits(self, seconds_of: SecondsOf) -> Phases:
+        """What a replica takes beside its slowest stage's work.
+
+        Args:
+            seconds_of: a pipeline's seconds; asked of this one, and of it without what passes.
+        """
+        work = max(phases.total for phases in self.stages) * self.micro_batches
+        near = replace(self, passing=tuple(one.without_host() for one in self.passing))
+        still = replace(self, passing=tuple(Passing.nothing(len(one.sums)) for one in self.passing))
+        times = seconds_of(still), seconds_of(near), seconds_of(self)
+        return Phases(
+            bubble=max(0.0, times[0] - work), gradients=times[1] - times[0], offload=times[2] - times[1]
+        )
+
+    def order(self) -> Iterator[tuple[int, Sweep]]:
+        """Stage and sweep, one after the other, so that what a sweep needs comes before it."""
+        depth, count = self.parts.shape
+        own = [iter(sweeps(count, gives_loss=stage == depth - 1)) for stage in range(depth)]
+        forward = [(stage, number) for number in range(count) for stage in range(depth)]
+        # The last of these turns round.
+        for stage, _ in (*forward, *reversed(forward[:-1])):
+            yield stage, next(own[stage])
+
+    def step_s(self, stage: int, sweep: Sweep) -> float:
+        """Seconds of a micro-batch in a sweep; all but the turn run forward once more before the backward."""
+        part, ahead = float(self.parts[stage][sweep.ministage]), float(self.forward_s[stage])
+        if sweep.way == "forward":
+            return part * ahead
+        phases, again = self.stages[stage], 1.0
+        if stage == len(self.stages) - 1:
+            again -= float(self.parts[stage][-1])
+        back = phases.total - phases.logits - (1 + again) * ahead
+        return part * (ahead + back) + (phases.logits if sweep.way == "turn" else 0.0)
+
+    def rows_s(self, stage: int, sweep: Sweep) -> float:
+        """Seconds in which the rows that entered for a micro-batch go to host memory, or come back."""
+        enter = sweep.way != "turn" and (stage, sweep.ministage) != (0, 0)
+        return self.passing[stage].rows if enter else 0.0
+
+    def border_s(self, stage: int, sweep: Sweep) -> float:
+        """Seconds that what leaves a stage after a sweep is under way."""
+        ways, number = (self.there, stage) if sweep.way == "forward" else (self.back, stage - 1)
+        if sweep.way == "backward":
+            number %= len(self.stages)
+        return float(ways[number]) if 0 <= number < len(ways) else 0.0
 
     def seconds(self) -> float:
-        """From the first micro-batch's entry until all gradients are there; each stage works in order.
+        """From the first micro-batch's entry until all gradients are with their owners.
 
-        The last ministage of the last stage runs forward and backward at once; all others run forward once
-        more before they run backward.
+        Each stage works in order. While a ministage runs, the weights of the next one come; its gradients
+        leave while the next one runs, and are away before that one's leave (runtime/passing_buckets.py). Both
+        go one after the other. Rows travel once they are computed and the other side has posted the receive:
+        at the sweep's begin for the first micro-batch, when it takes up the one before for another. To and
+        from host memory they go one micro-batch behind, or ahead.
         """
-        depth, last = len(self.stages), len(self.stages) - 1
-        ahead = self.forward_s / self.ministages
-        logits = self.stages[last].logits / self.ministages
-        totals = np.array([phases.total for phases in self.stages]) / self.ministages
-        back = totals - ahead
-        # The last stage runs one ministage less twice, and has the loss in one only.
-        turn = totals[last] + (self.ministages - 1) * logits - ahead[last] * (1 - 1 / self.ministages)
-        back[last] = totals[last] - logits - ahead[last] + ahead[last] / self.ministages
-        free = np.zeros(depth)
-        ready = np.zeros(self.micro_batches)
-
-        def run(stage: int, seconds: float, border: float) -> None:
+        clocks = [_Clock(passing) for passing in self.passing]
+        sent, border = np.zeros(self.micro_batches), 0.0
+        for stage, sweep in self.order():
+            clock = clocks[stage]
+            posted = clock.free
+            clock.begin(sweep)
+            step = max(self.step_s(stage, sweep), self.rows_s(stage, sweep))
             for micro_batch in range(self.micro_batches):
-                free[stage] = max(free[stage], ready[micro_batch]) + seconds
-                ready[micro_batch] = free[stage] + border
+                arrived = max(float(sent[micro_batch]), posted) + border
+                posted = max(clock.free, arrived)
+                clock.free = posted + step
+                sent[micro_batch] = clock.free
+            border = self.border_s(stage, sweep)
+            clock.end(sweep)
+        return max(max(clock.free, clock.left) for clock in clocks)
 
-        def border(seconds: Floats, number: int) -> float:
-            return float(seconds[number]) if number < len(seconds) else 0.0
 
-        for number in range(self.ministages):
-            for stage in range(depth):
-                if number < self.ministages - 1 or stage < last:
-                    run(stage, float(ahead[stage]), border(self.there, stage))
-        run(last, float(turn), border(self.back, last - 1) if last else 0.0)
-        for number in reversed(range(self.ministages)):
-            for stage in reversed(range(depth)):
-                if number < self.ministages - 1 or stage < last:
-                    run(stage, float(back[stage]), border(self.back, (stage - 1) % depth))
-        return float(free.max())
+class _Clock:
+    """One stage: when it is free, and what travels beside its work.
+
+    Args:
+        passing: what does.
+    """
+
+    def __init__(self, passing: Passing) -> None:
+        self.passing = passing
+        self.free = self.left = self._wire = 0.0
+        self._here: dict[int, float] = {}
+
+    def begin(self, sweep: Sweep) -> None:
+        """Have the weights of a sweep here, and those of the next one on their way."""
+        self._here = {number: time for number, time in self._here.items() if number in sweep.weights}
+        for number in sweep.weights:
+            if number not in self._here:
+                self._wire = max(self._wire, self.free) + float(self.passing.fetches[number])
+                self._here[number] = self._wire
+        self.free = max(self.free, self._here[sweep.ministage])
+
+    def end(self, sweep: Sweep) -> None:
+        """Let its gradients leave, after those of the sweep before."""
+        if sweep.is_backward:
+            self.free = max(self.free, self.left)
+            self._wire = max(self._wire, self.free) + float(self.passing.leaves[sweep.ministage])
+            self.left = self._wire
+
+
+#: Seconds of a replica in ministages, by a model of it.
+SecondsOf = Callable[[MinistagePipeline], float]

@@ -19,7 +19,8 @@ class Phases:
         pipeline: sends between stages.
         bubble: a pipeline filling and draining.
         gradients: gradients and weights between all ranks; what overlap does not hide.
-        optimizer: the optimizer's step.
+        offload: copies to and from host memory; what overlap does not hide.
+        optimizer: the optimizer's step, wherever it is computed.
     """
 
     token: float = 0.0
@@ -31,6 +32,7 @@ class Phases:
     pipeline: float = 0.0
     bubble: float = 0.0
     gradients: float = 0.0
+    offload: float = 0.0
     optimizer: float = 0.0
 
     @property
@@ -41,7 +43,14 @@ class Phases:
     @property
     def communication(self) -> float:
         """Communication that nothing hides."""
-        return self.all_to_all + self.exchange + self.tensor_parallel + self.pipeline + self.gradients
+        return (
+            self.all_to_all
+            + self.exchange
+            + self.tensor_parallel
+            + self.pipeline
+            + self.gradients
+            + self.offload
+        )
 
     @property
     def by_name(self) -> dict[str, float]:

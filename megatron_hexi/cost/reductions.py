@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import GRADIENT_BYTES, Present, part_params
+from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh import (
@@ -53,11 +55,13 @@ class Reductions:
         turns: one after the other.
         owned: weights whose optimizer state each unit's GPUs keep, [sections], numbers or [U].
         present: what is where at the peak, [sections]; of a section ``None``: all of its part on the device.
+        passing: what comes and goes with ministages, by replica and stage.
     """
 
     turns: tuple[Turn, ...]
     owned: list[Floats | float]
     present: list[Present | None]
+    passing: Mapping[tuple[int, int], Passing] = field(default_factory=dict)
 
 
 def repeated_reductions(
@@ -94,18 +98,22 @@ def repeated_reductions(
     return Reductions(turns, owned, [None] * len(owned))
 
 
-def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: Rings) -> Reductions:
+def uneven_reductions(
+    plan: Plan, job: Job, sections: Sequence[Section], rings: Rings, hosts: Hosts
+) -> Reductions:
     """Where stages have layers of their own: each set of holders by itself, by the tables of `mesh`.
 
     Gradients are reduced to the owners of the optimizer's state, and weights come from there. All ranks take
     the sets in one order, so a rank in several waits for the others of each. Gradients may hide behind the
-    backward pass; weights come after the optimizer's step and are waited for.
+    backward pass; weights come after the optimizer's step and are waited for. What passes with ministages
+    comes and goes beside these (`ministage_pipeline`).
 
     Args:
         plan: the plan.
         job: the job.
         sections: the plan's.
         rings: of the cluster.
+        hosts: its nodes' memory.
     """
     mesh = Mesh(plan, job.micro_batch_size, job.sequence_parallel)
     weights = _Weights(job, mesh)
@@ -115,7 +123,7 @@ def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: 
         gpu[section.ranks] = section.ground.gpus
         lead[section.ranks] = section.ground.gpus[:, :1]
     busy = np.zeros((2, len(mesh.places)))
-    placing = _Placing(job, mesh)
+    placing, travel = _Placing(job, mesh), _Travel(job, mesh)
     for bucket in weights.buckets():
         for slab in bucket.slabs:
             count = slab.stop - slab.start
@@ -127,13 +135,12 @@ def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: 
             rings.seconds(gpus, params * size, width, least)
             for size in (GRADIENT_BYTES[job.precision], job.element_bytes)
         ]
-        kept = [
-            placing.add(bucket, rank, weights.on(rank, bucket.pieces), weights.on(rank, bucket.slabs))
-            for rank in bucket.holders
-        ]
-        if not kept[0].whole:
-            seconds[1] *= 2  # for the forward pass, and for the backward pass
-        busy[:, holders] = (busy[:, holders].max(axis=1) + seconds)[:, None]
+        for rank in bucket.holders:
+            whole, own = weights.on(rank, bucket.pieces), weights.on(rank, bucket.slabs)
+            kept = placing.add(bucket, rank, whole, own)
+            travel.add(kept, rank, seconds, whole if kept.whole else own)
+        if kept.whole:
+            busy[:, holders] = (busy[:, holders].max(axis=1) + seconds)[:, None]
     found = placing.at_peak()
     turns = [
         [_by_domain(section, times[section.ranks].max(axis=1)) for section in sections] for times in busy
@@ -145,7 +152,56 @@ def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: 
             found.of(section.ranks) if plan.has_ministages or plan.has_offload else None
             for section in sections
         ],
+        passing=travel.passing(gpu, hosts),
     )
+
+
+class _Travel:
+    """What comes to each rank for each ministage, and leaves."""
+
+    def __init__(self, job: Job, mesh: Mesh) -> None:
+        self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
+        self._mesh = mesh
+        most = max(mesh.stage(place).ministages or 0 for place in mesh.places)
+        #: Seconds of gathers and sums, bytes from and to host memory, [ranks, ministages].
+        self._gathers, self._sums, self._inward, self._outward = np.zeros((4, len(mesh.places), most))
+
+    def add(self, kept: Keeping, rank: int, seconds: Sequence[float], count: float) -> None:
+        """Note a bucket: how it is kept, seconds of its gradients and weights, and weights that are kept."""
+        number = kept.ministage
+        if number is None:
+            return
+        if not kept.whole:
+            self._sums[rank, number] += seconds[0]
+            self._gathers[rank, number] += seconds[1]
+        self._inward[rank, number] += count * self._element * kept.weights_on_host
+        self._outward[rank, number] += count * self._gradient * kept.gradients_on_host
+
+    def passing(self, gpus: Ints, hosts: Hosts) -> dict[tuple[int, int], Passing]:
+        """By replica and stage, the slowest rank's.
+
+        Args:
+            gpus: of the ranks.
+            hosts: their nodes' memory.
+        """
+        if not self._gathers.size:
+            return {}
+        inward, outward = (
+            np.stack([hosts.copy_seconds(gpus, column) for column in size.T], axis=1)
+            for size in (self._inward, self._outward)
+        )
+        ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for place in self._mesh.places:
+            if self._mesh.stage(place).ministages is not None:
+                ranks[place.replica, place.stage].append(place.rank)
+        found = {}
+        for stage, own in ranks.items():
+            count = self._mesh.stage(self._mesh.places[own[0]]).ministages
+            gathers, sums, copies_in, copies_out = (
+                times[own].max(axis=0)[:count] for times in (self._gathers, self._sums, inward, outward)
+            )
+            found[stage] = Passing(gathers, sums, copies_in, copies_out)
+        return found
 
 
 class _Placing:
@@ -155,9 +211,7 @@ class _Placing:
         self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
         self._mesh = mesh
         self._offload = [mesh.stage(place).offload or () for place in mesh.places]
-        self._counts = {
-            name: np.zeros(len(mesh.places)) for name in (field.name for field in fields(Present))
-        }
+        self._counts = {name: np.zeros(len(mesh.places)) for name in (one.name for one in fields(Present))}
         self._by_number: list[defaultdict[int, float]] = [defaultdict(float) for _ in mesh.places]
 
     def add(self, bucket: Bucket, rank: int, whole: float, own: float) -> Keeping:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.hosts import NodeLoad
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.plan_arrays import PlanArrays
@@ -33,6 +34,7 @@ class Timing:
         micro_batches: of each replica.
         memory: bytes on one GPU of each unit by term, [U].
         host_memory: bytes in host memory for one GPU of each unit by term, [U].
+        host_loads: nodes in whose memory something lies.
     """
 
     sections: list[Section]
@@ -46,6 +48,7 @@ class Timing:
     micro_batches: Ints
     memory: list[dict[str, Floats]]
     host_memory: list[dict[str, Floats]]
+    host_loads: tuple[NodeLoad, ...]
 
     @property
     def arrays(self) -> PlanArrays:
@@ -64,12 +67,13 @@ class Timing:
 
     @property
     def fullness(self) -> float:
-        """The largest part of a GPU's memory that is needed."""
-        return max(
+        """The largest part of a GPU's memory that is needed, or of a node's."""
+        gpus = [
             float((needed / usable).max()) for needed, usable in zip(self.needed, self.usable, strict=True)
-        )
+        ]
+        return max([*gpus, *(load.fullness for load in self.host_loads)])
 
     @property
     def fits(self) -> bool:
-        """Whether every GPU's memory suffices."""
+        """Whether every GPU's memory suffices, and every node's."""
         return self.fullness <= 1

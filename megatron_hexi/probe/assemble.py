@@ -102,7 +102,9 @@ def _host(node: NodeFound, measured: Measurement) -> dict[str, Any]:
     if len(known) < len(rates):
         return {}
     free = HOST_SHARE * sum(measured.host_bytes[rank] for rank in node.ranks) / GIB
-    return {"host": {"usable_gib": round_rate(free), "bandwidth_gb_s": round_rate(min(known))}}
+    stream = min(measured.host_stream_gb_s[rank] for rank in node.ranks)
+    host = {"usable_gib": free, "bandwidth_gb_s": min(known), "memory_gb_s": stream}
+    return {"host": {name: round_rate(value) for name, value in host.items()}}
 
 
 def _device(

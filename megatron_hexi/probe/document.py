@@ -181,6 +181,7 @@ class Measurement:
         stream_gb_s: memory bandwidth that each rank reached.
         host_bytes: each rank's part of its host's memory that is free.
         host_gb_s: what each rank copied between its device and that, the slower way; ``None``: no room.
+        host_stream_gb_s: bandwidth of the host's memory that each rank reached, all at once.
         curves: by name: ``matmul``, or a kernel, mask and direction (``cudnn causal forward``).
         skipped: what was not measured, and why.
         inside: for every node of several ranks.
@@ -198,6 +199,7 @@ class Measurement:
     stream_gb_s: tuple[Rate, ...] = ()
     host_bytes: tuple[int, ...] = ()
     host_gb_s: tuple[Rate | None, ...] = ()
+    host_stream_gb_s: tuple[Rate, ...] = ()
     curves: dict[str, Series] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     inside: tuple[Inside, ...] = ()

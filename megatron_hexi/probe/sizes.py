@@ -32,6 +32,7 @@ class Sizes:
         head_dim: their size.
         stream_bytes: of each of the three arrays of the memory stream, well beyond any cache.
         largest_message: bytes from one rank to another.
+        host_stream_bytes: as `stream_bytes`, of the host's memory.
     """
 
     rows: tuple[int, ...]
@@ -41,6 +42,7 @@ class Sizes:
     head_dim: int
     stream_bytes: int
     largest_message: int
+    host_stream_bytes: int = 64 * MIB
 
     def matmul_flops(self, rows: int) -> float:
         """Of the three products that training does with a weight: output, both gradients; 2 FLOPs a term."""

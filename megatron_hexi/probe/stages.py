@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hexi.probe import compute
-from megatron_hexi.probe.clock import clock_for
+from megatron_hexi.probe.clock import WallClock, clock_for
 from megatron_hexi.probe.device import DTYPES, host_bytes, usable_bytes
 from megatron_hexi.probe.document import Between, Inside, Measurement, Options, RankInfo, Series, Transfer
 from megatron_hexi.probe.links import Wire
@@ -96,8 +96,16 @@ class Stages:
         free = self.world.gather(host_bytes(self.host_ranks))
         self.world.meet()  # all GPUs of a node copy at once, as in training
         size = min(self.sizes.stream_bytes, so_far.usable_bytes[self.world.rank] // 8, min(free) // 8)
-        own = compute.host_copy_gb_s(size, self.device, self.clock, self.limit_s)
-        return replace(so_far, host_bytes=tuple(free), host_gb_s=tuple(self.world.gather(own)))
+        copied = compute.host_copy_gb_s(size, self.device, self.clock, self.limit_s)
+        self.world.meet()
+        size = min(size, self.sizes.host_stream_bytes)
+        stream = compute.stream_gb_s(size, torch.device("cpu"), WallClock(), self.limit_s)
+        return replace(
+            so_far,
+            host_bytes=tuple(free),
+            host_gb_s=tuple(self.world.gather(copied)),
+            host_stream_gb_s=tuple(self.world.gather(stream)),
+        )
 
     def _matmul(self, so_far: Measurement) -> Measurement:
         points = compute.measure_points(

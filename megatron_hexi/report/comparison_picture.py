@@ -28,6 +28,7 @@ _COLOURS = {
     "tensor_parallel": "#1b7837",
     "pipeline": "#7fbf7b",
     "gradients": "#762a83",
+    "offload": "#c2a5cf",
     "bubble": "#999999",
 }
 

@@ -29,7 +29,7 @@ class StageTimes:
 
     Args:
         replicas: where each domain's time goes, sends that nothing hides included.
-        forward: seconds of each domain's forward pass, the logits aside, [domains].
+        forward: seconds of each domain's forward pass, once and the logits aside, [domains].
         token: seconds of each unit, [U].
         attention: likewise.
         communication: waiting while its own messages are under way, likewise, those sends included.
@@ -71,12 +71,15 @@ def extend_stage(section: Section, replay: Replay, cost: StageCost, layers: int)
         waits = (more[:, domain] * exposed)[rows].sum(axis=0)
         communication = communication + np.minimum(waits, missing[domain] - work)
     times = once + more
+    # With ministages some layers run forward twice.
+    parts = section.parts
+    counts = [np.array(section.by_domain(number)) for number in (parts.layers, parts.run_twice)]
     return StageTimes(
         replicas=tuple(
             _replica_phases(replay, cost, times[:, number], number, float(seconds))
             for number, seconds in enumerate(sum(passes))
         ),
-        forward=passes[0] + cost.pipeline_s / 2,
+        forward=passes[0] * counts[0] / (counts[0] + counts[1]) + cost.pipeline_s / 2,
         token=(times[:, domain] * token).sum(axis=0),
         attention=(times[:, domain] * attention).sum(axis=0),
         communication=communication + cost.pipeline_s,
@@ -90,7 +93,8 @@ def _times(section: Section, laps: tuple[Lap, ...], layers: int) -> tuple[Floats
     once = np.ones((len(laps), len(section.replicas)))
     more = np.zeros(once.shape)
     parts = section.parts
-    for way, number in (("forward", parts.layers), ("again", parts.again), ("backward", parts.layers)):
+    ahead = parts.layers + parts.run_twice
+    for way, number in (("forward", ahead), ("again", parts.again), ("backward", parts.layers)):
         counts = np.array(section.by_domain(number))
         once[[lap.way == way for lap in laps]] = np.minimum(1, counts / layers)
         last = last_laps(laps, way)

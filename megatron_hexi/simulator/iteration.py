@@ -11,14 +11,15 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, Job, Phases, Timing
 from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import exposed_synchronisation
-from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan
 from megatron_hexi.simulator.engine import Progress
 from megatron_hexi.simulator.extend import StageTimes, extend_stage
 from megatron_hexi.simulator.findings import find
+from megatron_hexi.simulator.ministages import replay_ministages
 from megatron_hexi.simulator.pipeline import pipeline_phases, replay_pipeline
 from megatron_hexi.simulator.replay import Replay, replay_section
 from megatron_hexi.simulator.simulation import LinkUse, PipelineSpan, RankTimeline, Simulation, Span
@@ -52,11 +53,6 @@ def simulate(
         PlanError: the plan was made for another job.
         ClusterError: the plan's units do not match the cluster, or a GPU cannot do the job.
     """
-    if plan.has_ministages:
-        raise PlanError(
-            "the plan has ministages, and this version cannot replay such plans yet; see what hexi validate "
-            "--cluster predicts"
-        )
     timing = CostModel(job, cluster).timing(plan, gpus)
     sections = timing.sections
     works = [
@@ -73,8 +69,15 @@ def simulate(
     replicas, steps = list[Phases](), list[PipelineSpan]()
     for replica, wait in enumerate(waits):
         pipeline, forward = _pipeline(timing, stages, replica)
-        spans = replay_pipeline(pipeline, forward, replica)
-        replicas.append(pipeline_phases(pipeline, forward, spans) + Phases(gradients=wait))
+        if isinstance(pipeline, MinistagePipeline):
+            pipeline = replace(pipeline, forward_s=np.array(forward))
+            spans, _ = replay_ministages(pipeline, replica)
+            alone = max(pipeline.stages, key=lambda stage: stage.total) * pipeline.micro_batches
+            found = alone + pipeline.waits(lambda one: replay_ministages(one, 0)[1])
+        else:
+            spans = replay_pipeline(pipeline, forward, replica)
+            found = pipeline_phases(pipeline, forward, spans)
+        replicas.append(found + Phases(gradients=wait))
         steps += spans
     step = max(float(times.max()) for times in timing.optimizer)
     phases = max(replicas, key=lambda phases: phases.total) + Phases(optimizer=step)

@@ -121,9 +121,11 @@ def test_host_memory_is_the_nodes_or_the_catalogue_s(write):
     (node, *_) = own.nodes
     assert node.device.host is not None
     assert (node.device.host.usable_gib, node.device.host.bandwidth_gb_s) == (80, 20)
+    usual = catalog()[node.device.name].host
+    assert usual is not None
+    assert node.device.host.memory_gb_s == usual.memory_gb_s
     assert {rank.device.host for rank in own.ranks if rank.node == 0} == {node.device.host}
-    usual = read_cluster(write(GOOD)).nodes[0].device
-    assert usual.host == catalog()[usual.name].host
+    assert read_cluster(write(GOOD)).nodes[0].device.host == usual
 
 
 def test_the_digest_is_of_what_the_file_says(write):
@@ -224,8 +226,8 @@ BROKEN = {
     ),
     "no memory": (broken(GOOD, "gpus: 8", "gpus: 8, memory_gb: -4"), "nodes[0].memory_gb = -4 is too small"),
     "host memory that nothing reaches": (
-        broken(GOOD, "gpus: 8", "gpus: 8, host: {usable_gib: 100}"),
-        "nodes[0].host.bandwidth_gb_s is missing",
+        broken(GOOD, "gpus: 8", "gpus: 8, host: {usable_gib: 100, bandwidth_gb_s: 0}"),
+        "nodes[0].host.bandwidth_gb_s = 0 is too small",
     ),
     "dead links inside": (
         broken(GOOD, "gpus: 8", "gpus: 8, intra: {bandwidth_gb_s: 0}"),

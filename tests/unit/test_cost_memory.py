@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.cost import estimate, find_shortage
+from megatron_hexi.cost import Shortage, estimate, find_shortage
 from megatron_hexi.cost.layer_bytes import (
     Flights,
     attention_bytes,
@@ -155,6 +155,7 @@ def test_what_does_not_fit_is_named():
     cost = estimate(plan, job, cluster([("a", "PLAIN", 2)]))
     assert not cost.fits
     shortage = find_shortage(cost)
+    assert isinstance(shortage, Shortage)
     assert shortage is not None
     rank = cost.ranks[0]
     assert (shortage.rank, shortage.name, shortage.term) == (0, "a-0/0", "activations")

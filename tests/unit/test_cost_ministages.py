@@ -12,20 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import CostModel, Job, Phases, read_model
-from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
-from megatron_hexi.errors import PlanError
+from megatron_hexi.cluster import catalog, read_cluster
+from megatron_hexi.cost import CostModel, Job, Phases, find_shortage, read_model
+from megatron_hexi.cost.memory import GIB
+from megatron_hexi.cost.ministage_pipeline import MinistagePipeline, Passing
+from megatron_hexi.errors import ClusterError
 from megatron_hexi.mesh import sweeps
 from megatron_hexi.plan import read_plan
 from megatron_hexi.simulator import simulate
+from megatron_hexi.simulator.ministages import replay_ministages
 from tests.support.plans import examples
 
 SECONDS = st.integers(1, 50).map(float)
 
 
 def longest_way(depth, micro_batches, ministages, forward, backward, logits, there, back):
-    """The last end of all passes, each after the one before it in its stage and the one that feeds it."""
+    """The last end of all passes, each after the one before it in its stage and the rows that it needs.
+
+    Rows travel once they are there and asked for: when the stage takes up the micro-batch before.
+    """
     last = depth - 1, ministages - 1
 
     def order(stage):
@@ -55,35 +60,88 @@ def longest_way(depth, micro_batches, ministages, forward, backward, logits, the
         return source, (kind, turn, batch), back[stage] if depth > 1 else 0.0
 
     @functools.cache
-    def end(stage, task):
+    def begin(stage, task):
         place = orders[stage].index(task)
-        begin = end(stage, orders[stage][place - 1]) if place else 0.0
+        free = end(stage, orders[stage][place - 1]) if place else 0.0
         feeder = fed_by(stage, *task)
-        if feeder is not None:
-            begin = max(begin, end(*feeder[:2]) + feeder[2])
-        return begin + seconds(stage, task[0])
+        if feeder is None:
+            return free
+        asked = begin(stage, orders[stage][place - 1]) if task[2] else free
+        return max(free, max(end(*feeder[:2]), asked) + feeder[2])
+
+    def end(stage, task):
+        return begin(stage, task) + seconds(stage, task[0])
 
     return max(end(stage, orders[stage][-1]) for stage in range(depth))
 
 
-@examples(60)
-@given(data=st.data(), depth=st.integers(1, 4), micro_batches=st.integers(1, 5), ministages=st.integers(1, 4))
-def test_seconds_are_those_of_the_longest_way(data, depth, micro_batches, ministages):
-    forward, backward = (np.array(data.draw(st.lists(SECONDS, min_size=depth, max_size=depth))) for _ in "fb")
-    there, back = (np.array(data.draw(st.lists(SECONDS, min_size=depth, max_size=depth))) for _ in "tb")
-    logits = data.draw(SECONDS)
+def pipeline_of(depth, micro_batches, ministages, forward, backward, logits, there, back, passing=None):
+    """Of ministages that are all alike in each stage; seconds of one ministage."""
     stages = []
     for stage in range(depth):
         again = ministages - (stage == depth - 1)
         total = (ministages + again) * forward[stage] + ministages * backward[stage]
         stages.append(Phases(token=total, logits=logits if stage == depth - 1 else 0.0))
     borders = [way if depth > 1 else way[:0] for way in (there, back)]
-    pipeline = MinistagePipeline(
-        tuple(stages), borders[0], borders[1], micro_batches, ministages, ministages * forward
+    parts = np.full((depth, ministages), 1 / ministages)
+    passing = passing or (Passing.nothing(ministages),) * depth
+    return MinistagePipeline(
+        tuple(stages), borders[0], borders[1], micro_batches, parts, ministages * forward, tuple(passing)
     )
-    expected = longest_way(depth, micro_batches, ministages, forward, backward, logits, there, back)
+
+
+SIZES = {"depth": st.integers(1, 4), "micro_batches": st.integers(1, 5), "ministages": st.integers(1, 4)}
+
+
+@examples(60)
+@given(data=st.data(), **SIZES)
+def test_seconds_are_those_of_the_longest_way(data, depth, micro_batches, ministages):
+    times = [np.array(data.draw(st.lists(SECONDS, min_size=depth, max_size=depth))) for _ in range(4)]
+    logits = data.draw(SECONDS)
+    forward, backward, there, back = times
+    terms = depth, micro_batches, ministages, forward, backward, logits, there, back
+    pipeline, expected = pipeline_of(*terms), longest_way(*terms)
     assert pipeline.seconds() == pytest.approx(expected)
     assert pipeline.phases.total == pytest.approx(expected)
+    assert replay_ministages(pipeline, 0)[1] == pytest.approx(expected)
+
+
+@examples(60)
+@given(data=st.data(), **SIZES)
+def test_gathers_and_sums_take_as_long_event_by_event(data, depth, micro_batches, ministages):
+    def drawn(count, most=50):
+        return np.array(data.draw(st.lists(st.integers(0, most).map(float), min_size=count, max_size=count)))
+
+    passing = [
+        Passing(drawn(ministages), drawn(ministages), *np.zeros((2, ministages))) for _ in range(depth)
+    ]
+    forward, backward = drawn(depth) + 1, drawn(depth) + 1
+    pipeline = pipeline_of(
+        depth, micro_batches, ministages, forward, backward, 1.0, drawn(depth), drawn(depth), passing
+    )
+    assert replay_ministages(pipeline, 0)[1] == pytest.approx(pipeline.seconds())
+    assert pipeline.phases.total == pytest.approx(pipeline.seconds())
+
+
+def test_weights_come_behind_one_ministage_and_gradients_leave_behind_the_next():
+    """One stage, three ministages, two micro-batches: forward 2 s, backward 3 s each, copies of 0.5 s."""
+    one = np.ones(3)
+    passing = Passing(4.5 * one, 0 * one, 0.5 * one, 0 * one)
+    times = (1, 2, 3, np.array([2.0]), np.array([3.0]), 0.0, np.zeros(1), np.zeros(1), [passing])
+    pipeline = pipeline_of(*times)
+    # Weights 5 s: those of the first, and of each other one what 4 s of the pass before do not hide; backward
+    # passes of 10 s hide them all: 5, 4, 1 + 4, 1 + 10 (turn), 10, 10.
+    assert pipeline.seconds() == pytest.approx(5 + 4 + 5 + 11 + 10 + 10)
+    waits = pipeline.phases
+    assert waits.offload == pytest.approx(0.5 + 0.5 + 0.5)
+    assert waits.gradients == pytest.approx(4.5 + 0.5 + 0.5)
+    late = replace(pipeline, passing=(Passing(0 * one, np.array([7.0, 1, 1]), 0 * one, 0 * one),))
+    assert late.seconds() == pytest.approx(
+        4 + 4 + 10 + 10 + 10 + 7
+    )  # nothing hides the first one's gradients
+    rows = replace(pipeline, passing=(replace(Passing.nothing(3), rows=6.0),))
+    # Rows that entered the second ministage go out at 6 s a micro-batch and come back; the first has tokens.
+    assert rows.seconds() == pytest.approx(4 + 12 + 10 + 12 + 10)
 
 
 CLUSTER = """\
@@ -198,7 +256,47 @@ def test_sweeps_have_what_they_need_and_what_comes_and_goes(ministages, gives_lo
     assert [one.ministage for one in sweeps(ministages, gives_loss, forward_only=True)] == list(numbers)
 
 
-def test_the_simulator_refuses_ministages(estimate):
-    plan, job, cluster, _ = estimate(TURNS)
-    with pytest.raises(PlanError, match="has ministages, and this version cannot replay"):
-        simulate(plan, job, cluster)
+def test_the_simulator_replays_ministages(estimate):
+    plan, job, cluster, cost = estimate(TURNS)
+    simulation = simulate(plan, job, cluster)
+    assert simulation.iteration_s == pytest.approx(cost.iteration_s, rel=0.002)
+    assert simulation.phases.total == pytest.approx(simulation.iteration_s)
+    steps = [span for span in simulation.pipeline if span.way == "backward"]
+    assert len(steps) == 31 * 8
+
+
+def test_a_step_on_the_host_is_as_fast_as_its_memory_and_the_way_there(estimate):
+    *_, whole = estimate(STAGE)
+    *_, offloaded = estimate(STAGE.replace("layers: [0, 32]", "layers: [0, 32]\n    offload: [optimizer]"))
+    host = catalog()["H100-SXM-80GB"].host
+    assert host is not None
+    owned = whole.ranks[0].memory.optimizer / 12
+    # 4 bytes of gradient there and 2 of weight back; 34 bytes of host memory read and written.
+    least = owned * (6 / (host.bandwidth_gb_s * 1e9) + 34 / (host.memory_gb_s * 1e9))
+    on_gpu = owned * 34 / (3350e9 * 0.9)
+    assert offloaded.phases.optimizer - whole.phases.optimizer == pytest.approx(least - on_gpu, rel=0.01)
+    assert offloaded.ranks[0].memory.optimizer == 0
+
+
+def test_a_node_whose_memory_is_too_small_is_named(estimate, tmp_path):
+    plan, job, *_ = estimate(OFFLOADED)
+    small = CLUSTER.replace("gpus: 4}", "gpus: 4, host: {usable_gib: 100}}")
+    (tmp_path / "small.yaml").write_text(small)
+    cost = CostModel(job, read_cluster(tmp_path / "small.yaml")).estimate(plan)
+    (load,) = cost.host_loads
+    assert load.needed_gib == pytest.approx(4 * cost.ranks[0].host_memory.total / GIB)
+    assert not cost.fits
+    shortage = str(find_shortage(cost))
+    assert shortage.startswith(
+        f"node node-0 would keep {load.needed_gib:.1f} GiB in host memory and has 100.0"
+    )
+
+
+def test_offload_where_nothing_is_known_of_the_host_is_refused(estimate):
+    plan, job, cluster, _ = estimate(OFFLOADED)
+    device = replace(cluster.ranks[0].device, host=None)
+    unknown = replace(cluster, ranks=tuple(replace(rank, device=device) for rank in cluster.ranks))
+    with pytest.raises(
+        ClusterError, match="node-0: nothing is known of the host memory beside H100-SXM-80GB"
+    ):
+        CostModel(job, unknown).estimate(plan)

@@ -114,10 +114,14 @@ def test_less_memory_on_a_node_is_written(tmp_path):
 
 def test_host_memory_is_the_nodes_and_its_slowest_rank_says_how_fast(tmp_path):
     free = (10 * 2**30, 30 * 2**30, 20 * 2**30, 20 * 2**30)
-    measured = four_ranks(host_bytes=free, host_gb_s=(9.0, 6.0, 12.0, None))
+    measured = four_ranks(
+        host_bytes=free, host_gb_s=(9.0, 6.0, 12.0, None), host_stream_gb_s=(40.0, 30.0, 40.0, 40.0)
+    )
     cluster, _ = written(tmp_path, measured)
     host = cluster.nodes[0].device.host
-    assert (host.usable_gib, host.bandwidth_gb_s) == pytest.approx((0.8 * 40 / 2, 6.0))
+    assert (host.usable_gib, host.bandwidth_gb_s, host.memory_gb_s) == pytest.approx(
+        (0.8 * 40 / 2, 6.0, 30.0)
+    )
     assert cluster.nodes[1].device.host is None  # there was no room to measure it
 
 

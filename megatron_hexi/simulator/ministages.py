@@ -1,0 +1,165 @@
+"""A replica in ministages, event by event: passes of micro-batches, rows, weights, gradients, copies.
+
+Each stage has four lanes: its work; its wire, for weights that are gathered and gradients that are summed, in
+the order in which it posts them; copies from host memory, and copies to it. Rows travel beside these. Nothing
+here is timed in closed form: what may begin begins, and what ends lets others begin.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
+from megatron_hexi.mesh import ROWS_ON_DEVICE, sweeps
+from megatron_hexi.simulator.simulation import PipelineSpan
+
+#: What is replayed: a kind, the stage, the place of the sweep in its order, and a micro-batch or ministage.
+Task = tuple[str, int, int, int]
+#: A stage's begin of a sweep, its work and its end; rows over its border; all else that comes and goes.
+_BEGIN, _WORK, _END, _ROWS = "begin", "work", "end", "rows"
+_COPY_IN, _GATHER, _SUM, _COPY_OUT = "copy in", "gather", "sum", "copy out"
+_ROWS_IN, _ROWS_OUT = "rows in", "rows out"
+
+
+@dataclass
+class _Node:
+    """A task: its seconds, how many others it still waits for, and who waits for its end, or its begin."""
+
+    seconds: float
+    waits_for: int = 0
+    unlocks: list[Task] = field(default_factory=list)
+    unlocks_begun: list[Task] = field(default_factory=list)
+
+
+class _Graph:
+    """Tasks, and what must be done or begun before each. Lanes take tasks as they are added, in order."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[Task, _Node] = {}
+        self._last: dict[tuple[str, int], Task] = {}
+        self._needs: list[tuple[Task, Task, bool]] = []
+
+    def add(
+        self, task: Task, seconds: float, lane: tuple[str, int] | None, after: Iterable[Task] = ()
+    ) -> None:
+        """A task after some others, which may be added later."""
+        self.nodes[task] = _Node(seconds)
+        if lane is not None:
+            if lane in self._last:
+                self.need(task, self._last[lane])
+            self._last[lane] = task
+        for other in after:
+            self.need(task, other)
+
+    def need(self, task: Task, other: Task, *, begun: bool = False) -> None:
+        """A task cannot begin before another is done, or has begun."""
+        self._needs.append((task, other, begun))
+
+    def run(self) -> dict[Task, tuple[float, float]]:
+        """Begin and end of all tasks."""
+        for task, other, begun in self._needs:
+            node = self.nodes[other]
+            (node.unlocks_begun if begun else node.unlocks).append(task)
+            self.nodes[task].waits_for += 1
+        times: dict[Task, tuple[float, float]] = {}
+        number = itertools.count()
+        events: list[tuple[float, int, Task]] = []
+
+        def unlock(tasks: Iterable[Task], now: float) -> None:
+            for task in tasks:
+                node = self.nodes[task]
+                node.waits_for -= 1
+                if not node.waits_for:
+                    begin(task, now)
+
+        def begin(task: Task, now: float) -> None:
+            node = self.nodes[task]
+            times[task] = now, now + node.seconds
+            heapq.heappush(events, (now + node.seconds, next(number), task))
+            unlock(node.unlocks_begun, now)
+
+        for task in [task for task, node in self.nodes.items() if not node.waits_for]:
+            begin(task, 0.0)
+        while events:
+            now, _, task = heapq.heappop(events)
+            unlock(self.nodes[task].unlocks, now)
+        assert len(times) == len(self.nodes), "nothing waits for itself"
+        return times
+
+
+def replay_ministages(pipeline: MinistagePipeline, replica: int) -> tuple[list[PipelineSpan], float]:
+    """When each stage passes which micro-batch, and when all gradients are with their owners.
+
+    Args:
+        pipeline: the stages.
+        replica: number of the replica.
+    """
+    graph, micro_batches = _Graph(), range(pipeline.micro_batches)
+    depth, count = pipeline.parts.shape
+    orders = [sweeps(count, gives_loss=stage == depth - 1) for stage in range(depth)]
+    for stage, order in enumerate(orders):
+        passing = pipeline.passing[stage]
+        here: dict[int, Task] = {}
+        left: Task | None = None
+        for place, sweep in enumerate(order):
+            begin, end = (_BEGIN, stage, place, 0), (_END, stage, place, 0)
+            graph.add(begin, 0.0, ("work", stage))
+            here = {number: task for number, task in here.items() if number in sweep.weights}
+            for number in sweep.weights:
+                if number in here:
+                    continue
+                copy, gather = (_COPY_IN, stage, place, number), (_GATHER, stage, place, number)
+                graph.add(copy, float(passing.copies_in[number]), ("in", stage), [begin])
+                graph.add(gather, float(passing.gathers[number]), ("wire", stage), [copy])
+                here[number] = gather
+            for number in micro_batches:
+                task = (_WORK, stage, place, number)
+                graph.add(task, pipeline.step_s(stage, sweep), ("work", stage), [here[sweep.ministage]])
+                seconds = pipeline.rows_s(stage, sweep)
+                if sweep.is_backward and seconds:
+                    rows = (_ROWS_IN, stage, place, number)
+                    graph.add(rows, seconds, ("in", stage))
+                    ahead = number - ROWS_ON_DEVICE + 1
+                    graph.need(rows, (_WORK, stage, place, ahead) if ahead >= 0 else begin, begun=True)
+                    graph.need(task, rows)
+                elif seconds:
+                    rows = (_ROWS_OUT, stage, place, number)
+                    graph.add(rows, seconds, ("out", stage))
+                    graph.need(rows, task, begun=True)
+                    if number >= ROWS_ON_DEVICE:
+                        graph.need(task, (_ROWS_OUT, stage, place, number - ROWS_ON_DEVICE))
+            graph.add(end, 0.0, ("work", stage), [] if left is None or not sweep.is_backward else [left])
+            if sweep.is_backward:
+                total, left = (_SUM, stage, place, 0), (_COPY_OUT, stage, place, 0)
+                graph.add(total, float(passing.sums[sweep.ministage]), ("wire", stage), [end])
+                graph.add(left, float(passing.copies_out[sweep.ministage]), ("out", stage), [total])
+    _add_borders(graph, pipeline)
+    times = graph.run()
+    spans = [
+        PipelineSpan(replica, stage, orders[stage][place].way, number, *span)
+        for (kind, stage, place, number), span in times.items()
+        if kind == _WORK
+    ]
+    return sorted(spans, key=lambda span: (span.stage, span.start_s)), max(end for _, end in times.values())
+
+
+def _add_borders(graph: _Graph, pipeline: MinistagePipeline) -> None:
+    """Rows from each sweep to the next one in the model's order, when they are there and asked for."""
+    placed: dict[int, int] = defaultdict(int)
+    before: tuple[int, int, float] | None = None
+    for stage, sweep in pipeline.order():
+        place = placed[stage]
+        placed[stage] += 1
+        for number in range(pipeline.micro_batches) if before is not None else ():
+            source, turn, seconds = before or (0, 0, 0.0)
+            rows, asked = (_ROWS, stage, place, number), (_BEGIN, stage, place, 0)
+            graph.add(rows, seconds, None, [(_WORK, source, turn, number)])
+            if number:
+                asked = (_WORK, stage, place, number - 1)
+            graph.need(rows, asked, begun=True)
+            graph.need((_WORK, stage, place, number), rows)
+        before = stage, place, pipeline.border_s(stage, sweep)
