@@ -30,7 +30,15 @@ from megatron_hexi.cli.output import (
     write_picture,
 )
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import Job, estimate, find_shortage, job_terms, model_file, planned_kernels
+from megatron_hexi.cost import (
+    Job,
+    estimate,
+    find_shortage,
+    job_terms,
+    model_file,
+    planned_kernels,
+    unit_rates,
+)
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, read_plan, write_plan
 from megatron_hexi.text_file import write_text_atomically
@@ -59,6 +67,14 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show what time goes to in the next best layouts too.")
     ] = False,
+    batch_shares: Annotated[
+        bool,
+        typer.Option(
+            "--batch-shares",
+            help="Write the units' rates into the plan, by which a job with --hexi-batch-shares deals the "
+            "documents of each batch.",
+        ),
+    ] = False,
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
@@ -68,6 +84,9 @@ def plan(
     """
     check_outputs([cluster, model_file(job.model)], [out], picture)
     planned, machines = _find(cluster, job)
+    if batch_shares:
+        rates = unit_rates(planned.plan, planned.job, machines)
+        planned = replace(planned, plan=replace(planned.plan, rates=rates))
     write_plan(planned.plan, out)
     say(f"wrote {out}")
     if picture is not None:

@@ -12,6 +12,7 @@ from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.presets import model_file, presets, read_model, read_terms
 from megatron_hexi.cost.ranks import Pace, RankCost
 from megatron_hexi.cost.timing import Timing
+from megatron_hexi.cost.unit_rates import unit_rates
 
 __all__ = [
     "PRECISIONS",
@@ -43,4 +44,5 @@ __all__ = [
     "read_model",
     "read_terms",
     "token_seconds",
+    "unit_rates",
 ]

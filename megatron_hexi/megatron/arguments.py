@@ -60,6 +60,12 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
         "fastest that is and takes the model",
     )
     group.add_argument(
+        "--hexi-batch-shares",
+        action="store_true",
+        help="deal documents, rows and heads anew in every batch, by its documents and the rates that "
+        "hexi plan --batch-shares writes into the plan; with --dataloader-inter-document-masking or --sft",
+    )
+    group.add_argument(
         "--hexi-metrics",
         metavar="PATH",
         help="write one JSON line an iteration: loss, gradient norm, learning rate, seconds and processor "

@@ -123,12 +123,12 @@ class HexiCoreAttention(MegatronModule):
                 "train without it"
             )
         session = _session()
-        documents = None
+        documents, shard = None, session.shard
         if packed_seq_params is not None:
-            documents = packed_shard(session, document_ends(packed_seq_params)).documents
+            packed = packed_shard(session, document_ends(packed_seq_params))
+            documents, shard = packed.documents, packed.shard
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
-        # With documents a shard has other positions, but as many tokens.
-        tokens = session.shard.tokens
+        tokens = shard.tokens
         output = session.attention(
             query[:tokens],
             key[:tokens],
@@ -138,7 +138,7 @@ class HexiCoreAttention(MegatronModule):
             self.softmax_offset,
         )
         output = output.flatten(2)
-        padding = session.shard.rows - tokens
+        padding = shard.rows - tokens
         output = torch.cat([output, output.new_zeros(padding, *output.shape[1:])]) if padding else output
         return output if documents is None else output.squeeze(1)
 

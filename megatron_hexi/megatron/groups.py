@@ -96,7 +96,8 @@ def start_session(given: GivenPlan, device: torch.device, options: GroupOptions)
     ranks = [[member.number for member in domain.members] for domain in domains]
     replica = next(number for number, own in enumerate(ranks) if rank in own)
     index = ranks[replica].index(rank)
-    schedules = Schedules(given.plan.workload, domains[replica], index, given.plan.exchange.parts)
+    parts = given.plan.exchange.parts
+    schedules = Schedules(given.plan.workload, domains[replica], index, parts, given.rates)
     schedule = schedules()
     domain_ranks = [job_ranks[member] for member in ranks[replica]]
     domain_group = parallel_state.get_context_parallel_group()

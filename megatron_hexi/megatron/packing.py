@@ -1,7 +1,8 @@
 """Sequences that consist of documents: Megatron's packed path (THD), in which attention stays within each.
 
-A rank's shard has as many tokens as without documents, at positions that the documents decide. They are
-derived where Megatron hands out the documents' ends: in the batch, at the rotary embeddings, in each layer.
+A rank's shard has other positions than without documents, and as many tokens; where documents are dealt by
+units' rates (``--hexi-batch-shares``), other tokens too, in every batch. They are derived where Megatron
+hands out the documents' ends: in the batch, at the rotary embeddings, in each layer.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_hexi.errors import HexiError, PlanError
+from megatron_hexi.megatron.batch_shares import check_batch_shares
 from megatron_hexi.megatron.job_terms import set_job_terms
 from megatron_hexi.megatron.kernel_choice import choose_kernel
 from megatron_hexi.megatron.metrics_interval import set_metrics_interval
@@ -59,6 +60,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
                 "--hexi-metrics instead"
             )
         check_replanning(args, None)
+        check_batch_shares(args, None)
         set_metrics_interval(args, None, on_gpu=device.type == "cuda")
         return []
     plan = read_plan(args.hexi_plan)
@@ -78,6 +80,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     if not stages:
         check_ranks(args, plan)
     check_replanning(args, plan)
+    check_batch_shares(args, plan)
     set_metrics_interval(args, plan, on_gpu=device.type == "cuda")
     shares = take_shares(args, plan)
     if args.deterministic_mode:
@@ -90,7 +93,10 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     if args.hexi_record is not None and args.rank == 0:
         open_record(Path(args.hexi_record))
     set_given_plan(
-        GivenPlan(plan, args.hexi_plan, plan_digest(plan), kernel.name, row_multiple, shares, mesh)
+        GivenPlan(
+            *(plan, args.hexi_plan, plan_digest(plan), kernel.name, row_multiple, shares, mesh),
+            rates=plan.rates if args.hexi_batch_shares else None,
+        )
     )
     return changed
 

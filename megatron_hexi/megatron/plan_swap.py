@@ -31,7 +31,7 @@ def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
         )
     attention, domain = session.attention, plan.replicas[session.replica].domain
     index = dist.get_rank(attention.domain_group)
-    schedules = Schedules(plan.workload, domain, index, plan.exchange.parts)
+    schedules = Schedules(plan.workload, domain, index, plan.exchange.parts, session.given.rates)
     given = replace(session.given, plan=plan, digest=plan_digest(plan))
     return replace(
         session,

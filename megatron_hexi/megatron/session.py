@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_hexi.mesh import Mesh
-from megatron_hexi.plan import Plan, Schedule, Share
+from megatron_hexi.plan import Plan, Schedule, Share, UnitRates
 from megatron_hexi.runtime import DomainAttention
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class GivenPlan:
         shares: which micro-batches each replica takes; ``None`` where replicas are equal, and Megatron
             deals them.
         mesh: where all ranks stand, of a plan whose stages have layers of their own; else ``None``.
+        rates: of its units, if documents are dealt by them, batch by batch; else ``None``.
     """
 
     plan: Plan
@@ -42,6 +43,7 @@ class GivenPlan:
     row_multiple: int
     shares: tuple[Share, ...] | None = None
     mesh: Mesh | None = None
+    rates: UnitRates | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Session:
     Args:
         given: the plan.
         attention: its part in every attention layer.
-        shard: its rows outside attention.
+        shard: its rows outside attention; of a batch of documents, `packing.packed_shard` says them.
         share: the micro-batches that its replica takes of each global batch; ``None``: Megatron deals them.
         stages: its part in stages that differ; ``None`` where Megatron's own groups can hold the plan.
         replica: number of its replica in a plan whose stages the job repeats.

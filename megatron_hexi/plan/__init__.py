@@ -26,7 +26,7 @@ from megatron_hexi.plan.model import (
 from megatron_hexi.plan.proportion import proportional_domain, proportional_plan
 from megatron_hexi.plan.schedule import Schedule, Schedules, Step, Transfer, build_schedule
 from megatron_hexi.plan.shares import Share, deal_micro_batches, has_equal_replicas
-from megatron_hexi.plan.terms import Estimate, JobTerms, Provenance
+from megatron_hexi.plan.terms import Estimate, JobTerms, Provenance, UnitRates
 from megatron_hexi.plan.traffic import Traffic, backward_traffic, forward_traffic
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "Step",
     "Traffic",
     "Transfer",
+    "UnitRates",
     "Workload",
     "backward_traffic",
     "build_schedule",

@@ -8,6 +8,7 @@ from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.check_domain import check_domain, refuse
 from megatron_hexi.plan.check_ministages import check_ministages, check_offload, refuse_turns
 from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage, Workload
+from megatron_hexi.plan.terms import UnitRates
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 
@@ -41,6 +42,8 @@ def check_plan(plan: Plan, where: Where) -> None:
             f"number them 0 to {len(ranks) - 1}",
         )
     _check_batch(plan, where)
+    if plan.rates is not None:
+        _check_rates(plan, plan.rates, where)
     if plan.gpus is not None:
         _check_gpus(plan.gpus, len(ranks), plan.is_repeated, where)
 
@@ -182,6 +185,18 @@ def _check_batch(plan: Plan, where: Where) -> None:
             f"is {batch // size} micro-batches of {size}, which {len(taken)} replicas cannot share equally",
             "give every replica its micro_batches, or another batch",
         )
+
+
+def _check_rates(plan: Plan, rates: UnitRates, where: Where) -> None:
+    """A figure of each kind for each unit, of a plan whose units all have the whole model."""
+    if not plan.is_repeated:
+        refuse(where, ("rates",), "is given, stages have layers of their own", "leave it out")
+    for name in ("row_s", "pair_s", "room"):
+        count = len(getattr(rates, name))
+        if count != plan.units:
+            refuse(
+                where, ("rates", name), f"has {count} figures, the plan {plan.units} members", "give one each"
+            )
 
 
 def _check_gpus(gpus: tuple[int, ...], ranks: int, is_repeated: bool, where: Where) -> None:

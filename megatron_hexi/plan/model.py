@@ -32,6 +32,7 @@ from megatron_hexi.plan.terms import (
     Positive,
     Provenance,
     Recompute,
+    UnitRates,
 )
 
 #: Half-open range ``(start, stop)``.
@@ -290,6 +291,7 @@ class Plan:
         job: how the job must run.
         gpus: the cluster's GPU, numbered in the order of the cluster file, on which each rank of the job
             must be started; ``None``: all of the cluster, in that order. The runtime cannot check it.
+        rates: of its units, by which a job may deal each batch anew; ``None``: it cannot.
         estimate: what the planner expects.
         provenance: where the plan comes from.
         version: of the file format.
@@ -300,6 +302,7 @@ class Plan:
     exchange: Exchange = field(default_factory=Exchange)
     job: JobTerms = field(default_factory=JobTerms)
     gpus: tuple[Count, ...] | None = None
+    rates: UnitRates | None = None
     estimate: Estimate | None = None
     provenance: Provenance | None = None
     version: Literal[2] = FORMAT_VERSION

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_hexi.plan.layout import merge_segments
+from megatron_hexi.plan.layout import consecutive, merge_segments
 from megatron_hexi.plan.model import Domain, Range
 
 
@@ -25,20 +25,31 @@ def packed_domain(domain: Domain, documents: tuple[int, ...]) -> Domain:
         documents: lengths of the documents; together as many tokens as the domain's.
     """
     tokens = [group.tokens for group in domain.groups]
+    groups = tuple(
+        replace(group, segments=merge_segments(pieces))
+        for group, pieces in zip(domain.groups, zigzag(consecutive(documents), tokens), strict=True)
+    )
+    return replace(domain, groups=groups)
+
+
+def zigzag(documents: Sequence[Range], tokens: Sequence[int]) -> list[list[Range]]:
+    """Documents cut over groups, each in a weighted zigzag.
+
+    Args:
+        documents: positions of each.
+        tokens: of each group; together as many as the documents have.
+
+    Returns:
+        The positions of each group, some of them empty ranges.
+    """
     fronts = [count // 2 for count in tokens]
     backs = [count - count // 2 for count in tokens]
     held: list[list[Range]] = [[] for _ in tokens]
-    start = 0
-    for counts in deal(documents, [*fronts, *reversed(backs)]):
-        for place, count in enumerate(counts):
-            owner = place if place < len(tokens) else 2 * len(tokens) - 1 - place
-            held[owner].append((start, start + count))
-            start += count
-    groups = tuple(
-        replace(group, segments=merge_segments(pieces))
-        for group, pieces in zip(domain.groups, held, strict=True)
-    )
-    return replace(domain, groups=groups)
+    lengths = [stop - start for start, stop in documents]
+    for (start, _), counts in zip(documents, deal(lengths, [*fronts, *reversed(backs)]), strict=True):
+        for place, piece in enumerate(consecutive(counts, start)):
+            held[place if place < len(tokens) else 2 * len(tokens) - 1 - place].append(piece)
+    return held
 
 
 def deal(rows: Sequence[int], columns: Sequence[int]) -> list[list[int]]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 
 from megatron_hexi.plan.blocks import Block, Call, Visible, exchange_blocks, own_blocks, together
+from megatron_hexi.plan.dealing import dealt_domain
 from megatron_hexi.plan.heads import (
     HeadSpan,
     head_parts,
@@ -32,6 +33,7 @@ from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import Domain, Group, Range, Workload
 from megatron_hexi.plan.packing import packed_domain
 from megatron_hexi.plan.program import Batch, FarBlocks, Operation, OwnBlock, attention_program
+from megatron_hexi.plan.terms import UnitRates
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,12 @@ class Schedule:
 
 
 def build_schedule(
-    workload: Workload, domain: Domain, index: int, parts: int, mask: Mask | None = None
+    workload: Workload,
+    domain: Domain,
+    index: int,
+    parts: int,
+    mask: Mask | None = None,
+    rates: UnitRates | None = None,
 ) -> Schedule:
     """The split tables of one rank, for a plan that passed its checks.
 
@@ -212,10 +219,16 @@ def build_schedule(
             all-to-alls in two.
         mask: what a query sees; ``None``: as the workload says. With documents the domain's groups hold
             other segments (`packed_domain`), as many tokens as before.
+        rates: of the plan's units, if documents are to be dealt by them: tokens and heads are then those of
+            this batch (`dealt_domain`).
     """
     mask = Mask(causal=workload.causal) if mask is None else mask
     if mask.documents is not None:
-        domain = packed_domain(domain, mask.documents)
+        domain = (
+            packed_domain(domain, mask.documents)
+            if rates is None
+            else dealt_domain(domain, mask.documents, rates)
+        )
     seq_length = workload.seq_length
     ratio = workload.queries_per_kv
     members = domain.members
@@ -286,11 +299,16 @@ class Schedules:
         domain: of the plan.
         index: the rank, as an index into the domain's ranks.
         parts: in how many parts the first step of the exchange travels at most.
+        rates: of the plan's units, if documents are to be dealt by them.
     """
 
-    def __init__(self, workload: Workload, domain: Domain, index: int, parts: int) -> None:
+    def __init__(
+        self, workload: Workload, domain: Domain, index: int, parts: int, rates: UnitRates | None = None
+    ) -> None:
         # Layers have few windows, but every sequence may have documents of its own.
-        self._for = lru_cache(maxsize=16)(partial(build_schedule, workload, domain, index, parts))
+        self._for = lru_cache(maxsize=16)(
+            partial(build_schedule, workload, domain, index, parts, rates=rates)
+        )
 
     def __call__(self, mask: Mask | None = None) -> Schedule:
         """The split tables; ``None``: without window and documents."""

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field
 Count = Annotated[int, Field(strict=True, ge=0, le=2**40)]
 Positive = Annotated[int, Field(strict=True, ge=1, le=2**40)]
 Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 #: What pydantic checks when a plan is read from a file. The constructors themselves check nothing.
 STRICT = ConfigDict(extra="forbid")
@@ -53,6 +54,26 @@ class JobTerms:
     overlap_gradients: bool | None = None
     sequence_parallel: bool | None = None
     kernel: dict[str, str] | None = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class UnitRates:
+    """What each unit takes and has room for: by it documents are dealt anew, batch by batch.
+
+    Args:
+        row_s: seconds of one token outside attention, forward and backward, of one layer; by unit, in the
+            order of ranks.
+        pair_s: seconds of one pair of query and key in all heads of a unit's rank, likewise.
+        room: tokens that a unit has memory for.
+        attended: for how many of these a token of its group counts, in whose attention it has all heads.
+    """
+
+    row_s: tuple[Rate, ...]
+    pair_s: tuple[Rate, ...]
+    room: tuple[Count, ...]
+    attended: Real = 0.0
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

@@ -15,7 +15,7 @@ from megatron_hexi.plan import Mask, Workload, proportional_plan
 from megatron_hexi.runtime import exchange
 from megatron_hexi.runtime.kernels import MathKernel
 from megatron_hexi.runtime.wire import Transfers
-from tests.support.plans import RAGGED, SPARSE, TORN, examples, masks, plans, workloads
+from tests.support.plans import RAGGED, SPARSE, TORN, examples, masks, plans, with_rates, workloads
 from tests.support.reference import (
     plain_attention,
     plain_low_precision_results,
@@ -60,9 +60,10 @@ def test_any_plan_gives_the_output_and_the_gradients_of_one_device(plan, batch, 
 
 @st.composite
 def masked_plans(draw):
-    """Any plan, with any mask that its workload allows."""
+    """Any plan, with any mask that its workload allows; half of those with documents deal them anew."""
     plan = draw(plans(ANY))
-    return plan, draw(masks(plan.workload))
+    mask = draw(masks(plan.workload))
+    return (plan if mask.documents is None else draw(with_rates(plan))), mask
 
 
 @given(

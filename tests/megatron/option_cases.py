@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
+from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, UnitRates, Workload, unit_ranks
 from tests.megatron.test_uneven_training import SEQ_LENGTH
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -95,13 +95,23 @@ class Case:
             }
         else:
             pairs = {name: (domain,) for name, domain in of_one.items()}
-        return {
+        plans = {
             name: Plan(
                 self.workload,
                 tuple(_replica(self.workload, domain, number) for number, domain in enumerate(domains)),
             )
             for name, domains in pairs.items()
         }
+        if DEALT[0] not in self.job:
+            return plans
+        return {name: replace(plan, rates=_rates(plan.units)) for name, plan in plans.items()}
+
+
+def _rates(units: int) -> UnitRates:
+    """Of units of which each takes half as long again as the one before, the last with little memory."""
+    slow = [1.5**number for number in range(units)]
+    rows, pairs = tuple(1e-6 * one for one in slow), tuple(2e-8 * one for one in slow)
+    return UnitRates(rows, pairs, (200,) * (units - 1) + (40,), attended=0.25)
 
 
 def _replica(workload: Workload, domain: _Domain, number: int) -> Replica:
@@ -120,6 +130,8 @@ def _replica(workload: Workload, domain: _Domain, number: int) -> Replica:
 APART = ("--reset-attention-mask", "--reset-position-ids")
 #: The run under a plan is told where documents end.
 PACKED = ("--dataloader-inter-document-masking",)
+#: Documents are dealt by units' rates, batch by batch.
+DEALT = ("--hexi-batch-shares",)
 ONE_EACH = ("--micro-batch-size", "1", "--global-batch-size", "4")
 WINDOW = ("--window-size", "19,0")
 SINKS = ("--softmax-type", "learnable")
@@ -169,6 +181,14 @@ CASES = {
     "sinks-off-by-one": Case(("--softmax-type", "off-by-one"), slow=True),
     "windows-sinks": Case((*WINDOW, *SINKS), PIPELINE),
     "documents": Case(ONE_EACH, PACKED, APART, corpus=True),
+    "documents-dealt": Case(ONE_EACH, (*PACKED, *DEALT), APART, corpus=True),
+    "documents-dealt-recomputed": Case(
+        (*ONE_EACH, *SINKS),
+        (*PACKED, *DEALT, *FULL, "uniform", *SEQUENCE),
+        APART,
+        corpus=True,
+        slow=True,
+    ),
     "documents-learned-positions": Case(
         (*ONE_EACH, "--position-embedding-type", "learned_absolute"), PACKED, APART, corpus=True, slow=True
     ),

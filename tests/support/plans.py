@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from random import Random
 
 from hypothesis import HealthCheck, settings
@@ -17,6 +18,7 @@ from megatron_hexi.plan import (
     Plan,
     Replica,
     Stage,
+    UnitRates,
     Workload,
     unit_ranks,
     validate_plan,
@@ -104,6 +106,21 @@ def masks(draw, workload):
     window = random.choice([None, 0, 1, random.randint(1, 12), random.randint(1, 200)])
     lengths = [stop - start for start, stop in _cuts(random, workload.seq_length, random.randint(1, 9))]
     return Mask(window=window, documents=random.choice([None, tuple(lengths)]))
+
+
+@st.composite
+def with_rates(draw, plan):
+    """The plan as it is, or with rates of its units by which documents are dealt."""
+    random, units = draw(RANDOMS), plan.units
+    if random.random() < 0.5:
+        return plan
+    rates = UnitRates(
+        tuple(random.uniform(1, 4) for _ in range(units)),
+        tuple(random.uniform(0.01, 1) for _ in range(units)),
+        tuple(random.randint(0, 2 * plan.workload.seq_length) for _ in range(units)),
+        attended=random.choice([0.0, 0.3]),
+    )
+    return replace(plan, rates=rates)
 
 
 def _cuts(random, total, parts):

@@ -139,7 +139,11 @@ def planned_results(plan, problem, kernel="auto", layer=None):
         )
     )
     places = [
-        positions_of(build_schedule(plan.workload, domain, index, plan.exchange.parts, problem.mask).segments)
+        positions_of(
+            build_schedule(
+                plan.workload, domain, index, plan.exchange.parts, problem.mask, plan.rates
+            ).segments
+        )
         for index in range(len(domain.members))
     ]
 

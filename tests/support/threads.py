@@ -54,7 +54,7 @@ class ThreadRank:
     def attention(self, plan: Plan, kernel: str = "auto", replica: int = 0) -> DomainAttention:
         """This rank's part of a plan, with the groups that it needs."""
         domain = plan.replicas[replica].domain
-        schedules = Schedules(plan.workload, domain, self.rank, plan.exchange.parts)
+        schedules = Schedules(plan.workload, domain, self.rank, plan.exchange.parts, plan.rates)
         everyone = self.new_group("domain", range(len(domain.members)))
         a2a = self.new_group("a2a", schedules().members)
         return DomainAttention(plan.workload, schedules, everyone, a2a, plan.exchange.window, kernel)

@@ -90,6 +90,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "documents-groups",
             "each document is cut over all groups, so that each has its part of the work",
         ),
+        shown(
+            "--hexi-batch-shares",
+            "documents-dealt-groups",
+            "documents go to groups whole where they can; without pipeline stages, experts and multi-token "
+            "prediction",
+        ),
         Supported(
             "--sft",
             "tests/megatron/test_conversations.py::test_packed_conversations_train_as_on_one_rank[windows-sinks]",

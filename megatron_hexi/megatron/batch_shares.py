@@ -1,0 +1,57 @@
+"""``--hexi-batch-shares``, held against the job before anything is allocated."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.megatron.options.kinds import is_packed
+from megatron_hexi.plan import Plan
+from megatron_hexi.runtime.rounds import in_round
+
+_FLAG = "--hexi-batch-shares"
+#: What takes the same rows in every batch, or times that depend on the plan alone; by argument.
+_REFUSED = {
+    "num_experts": ("--num-experts", "routers count the plan's rows"),
+    "mtp_num_layers": ("--mtp-num-layers", "the shift over borders takes the plan's rows"),
+    "hexi_replan_interval": ("--hexi-replan-interval", "it reads ranks' speeds from times of equal work"),
+}
+
+
+def check_batch_shares(args: Namespace, plan: Plan | None) -> None:
+    """Refuse what cannot have other rows in every batch.
+
+    Args:
+        args: Megatron's arguments.
+        plan: the job's; ``None`` without one.
+
+    Raises:
+        HexiError: with the flag and the remedy.
+    """
+    if not args.hexi_batch_shares:
+        return
+    if plan is None:
+        raise HexiError(f"{_FLAG}: deals by the units of a plan; give --hexi-plan too, or leave it out")
+    if not is_packed(args):
+        raise HexiError(
+            f"{_FLAG}: deals documents, the job's sequences are one each; give "
+            "--dataloader-inter-document-masking or --sft too, or leave it out"
+        )
+    if args.pipeline_model_parallel_size > 1 or not plan.is_repeated:
+        raise HexiError(
+            f"{_FLAG}: pipeline stages send the same rows in every batch; make a plan with "
+            "--pipeline-model-parallel-size 1, or leave it out"
+        )
+    if in_round():
+        raise HexiError(
+            f"{_FLAG}: the plan for the nodes that are left has no rates; start with torchrun, or leave "
+            "it out"
+        )
+    if plan.rates is None:
+        raise HexiError(
+            f"{_FLAG}: {args.hexi_plan} does not say how fast its units are; make it with hexi plan "
+            "--batch-shares, or leave it out"
+        )
+    for name, (flag, reason) in _REFUSED.items():
+        if getattr(args, name, None):
+            raise HexiError(f"{_FLAG}: does not work with {flag}: {reason}; leave one of them out")
