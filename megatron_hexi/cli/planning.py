@@ -203,7 +203,7 @@ def simulate(
     if picture is not None:
         from megatron_hexi.report.timeline_picture import draw_timeline
 
-        write_picture(draw_timeline(found), picture)
+        write_picture(draw_timeline(found, replayed), picture)
     if as_json:
         print_json(files | timeline_dict(found, cost, differences))
     else:

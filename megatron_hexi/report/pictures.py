@@ -6,6 +6,7 @@ One colour a rank; where the GPUs are known, one hue a kind of GPU, in shades th
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +33,9 @@ _LABEL_SHARE = 0.01  # part of the axis that a bar must take for its label to fi
 
 #: `tab20c` has four shades of each of five hues; the lightest is too near to white.
 _SHADES, _HUES = 4, 5
-_TICKS = 8  # of the sequence
+_TICKS = (8, 4, 2)  # of the sequence, where that many parts are whole K
+#: What `hexi plan` adds to a node's name, and the GPU behind it.
+_NODE_NUMBER = re.compile(r"(-\d+)?(/\d+)?( and \d+ more nodes)?$")
 
 
 def draw_plan(plan: Plan, rows: Sequence[Holding], gpus: Sequence[str] = ()) -> Figure:
@@ -41,8 +44,9 @@ def draw_plan(plan: Plan, rows: Sequence[Holding], gpus: Sequence[str] = ()) -> 
     Args:
         plan: the plan.
         rows: its holdings.
-        gpus: the model of GPU of each rank, if they are known.
+        gpus: the model of GPU of each rank, if they are known; else the names of nodes tell kinds apart.
     """
+    gpus = gpus or _node_kinds(plan, rows)
     kinds = list(dict.fromkeys(_kind(row, gpus) for row in rows)) if gpus else []
     domains = {row.place[:3]: _domain_name(row) for row in sorted(rows, key=lambda row: row.place)}
     groups = {row.place: _group_name(plan, row) for row in sorted(rows, key=lambda row: row.place)}
@@ -50,7 +54,7 @@ def draw_plan(plan: Plan, rows: Sequence[Holding], gpus: Sequence[str] = ()) -> 
     figure = Figure(figsize=(11, height), layout="constrained")
     sequence, heads = figure.subplots(2, 1, height_ratios=[len(domains) + 0.5, len(groups) + 0.5])
     _set_up(sequence, "position in the sequence", plan.workload.seq_length, list(domains.values()))
-    _set_up(heads, "query head", max(row.heads[1] for row in rows), list(groups.values()))
+    _set_up(heads, "query head", max(_heads(plan, row)[1] for row in rows), list(groups.values()))
     _number_positions(sequence, plan.workload.seq_length)
     heads.xaxis.set_major_locator(MaxNLocator(integer=True))
     seen = [0] * len(kinds)
@@ -63,7 +67,7 @@ def draw_plan(plan: Plan, rows: Sequence[Holding], gpus: Sequence[str] = ()) -> 
             colour = _colour(row.rank, len(rows))
         label = spell_range((row.ranks[0], row.ranks[-1] + 1))
         _add_bars(sequence, row.segments, list(domains).index(row.place[:3]), colour, label)
-        _add_bars(heads, [row.heads], list(groups).index(row.place), colour, label)
+        _add_bars(heads, [_heads(plan, row)], list(groups).index(row.place), colour, label)
     sequence.set_title("Outside attention: tokens. Numbers are ranks.", fontsize=10, loc="left")
     heads.set_title("In attention: query heads.", fontsize=10, loc="left")
     figure.suptitle(plan_title(plan))
@@ -113,6 +117,24 @@ def _shade(kind: int, number: int) -> Colour:
     return colormaps["tab20c"](_SHADES * (kind % _HUES) + number % (_SHADES - 1))
 
 
+def _heads(plan: Plan, row: Holding) -> Range:
+    """The heads of all tensor-parallel ranks of a unit: stages may differ in how many these are."""
+    ranks = 1 if plan.is_repeated else len(row.ranks)
+    return row.heads[0] * ranks, row.heads[1] * ranks
+
+
+def _node_kinds(plan: Plan, rows: Sequence[Holding]) -> list[str]:
+    """Of each rank, what its group's nodes are called without their numbers; empty where it is not known."""
+    if plan.provenance is None or not plan.provenance.cluster:
+        return []
+    kinds = [""] * plan.ranks
+    for row in rows:
+        stems = [_NODE_NUMBER.sub("", name) for name in row.group_name.split(" + ")]
+        for rank in row.ranks:
+            kinds[rank] = " + ".join(dict.fromkeys(stems))
+    return kinds if all(kinds) else []
+
+
 def _kind(row: Holding, gpus: Sequence[str]) -> str:
     """The GPUs of a unit; a pipeline that the job repeats may have several."""
     return " + ".join(dict.fromkeys(gpus[rank] for rank in row.ranks))
@@ -120,8 +142,8 @@ def _kind(row: Holding, gpus: Sequence[str]) -> str:
 
 def _number_positions(axes: Axes, end: int) -> None:
     """Whole positions, at equal parts of a sequence that has them."""
-    even = end % (_TICKS * 1024) == 0
-    axes.xaxis.set_major_locator(MultipleLocator(end // _TICKS) if even else MaxNLocator(integer=True))
+    parts = next((parts for parts in _TICKS if end % (parts * 1024) == 0), None)
+    axes.xaxis.set_major_locator(MultipleLocator(end // parts) if parts else MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _spell_tokens(int(value))))
 
 
@@ -170,4 +192,7 @@ def _domain_name(row: Holding) -> str:
 
 def _group_name(plan: Plan, row: Holding) -> str:
     several = len(plan.replicas) > 1 or not plan.is_repeated
-    return (f"{_domain_name(row)}: " if several else "") + (row.group_name or f"group {row.group}")
+    name = row.group_name or f"group {row.group}"
+    if len(row.ranks) > 1:  # a unit of several GPUs is named after its first
+        name = name.partition("/")[0]
+    return (f"{_domain_name(row)}: " if several else "") + name

@@ -69,7 +69,7 @@ def run_page(
     }
     if simulation is not None:
         alt = "Time line of one layer, forward and backward: what each rank computes and sends."
-        pictures["timeline"] = _picture("timeline", draw_timeline(simulation), alt)
+        pictures["timeline"] = _picture("timeline", draw_timeline(simulation, plan), alt)
     page = Environment(
         loader=PackageLoader("megatron_hexi.report"),
         autoescape=True,

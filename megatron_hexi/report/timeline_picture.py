@@ -10,11 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from megatron_hexi.plan import Plan
+from megatron_hexi.report.pictures import plan_title
 from megatron_hexi.simulator import RankTimeline, Simulation, Span
 
 #: Above so many units those that do the same share a row.
 _MOST_ROWS = 32
 _MAX_HEIGHT = 60.0  # inches; beyond it rows get thinner instead
+_HEADING = 0.6  # height of a heading, in rows
 #: Top and height of the lanes in a row, where rows are one apart: work above, the network thin below.
 _LANES = {"compute": (-0.42, 0.52), "network": (0.14, 0.2)}
 _COLOURS = {
@@ -36,22 +39,25 @@ class _Row:
     """What one unit (or several that are alike) does in a window of each panel."""
 
     label: str
+    heading: str
     section: int
     panels: tuple[tuple[Span, ...], ...]
 
 
-def draw_timeline(simulation: Simulation) -> Figure:
+def draw_timeline(simulation: Simulation, plan: Plan | None = None) -> Figure:
     """A layer forward on the left and backward on the right, one row a rank; waiting is left blank.
 
     The last layer replayed in each direction, with what is recomputed; of a tensor-parallel unit one row.
-    What reaches in from the layers before and after is faint.
+    Each stage starts at 0. What reaches in from the layers before and after is faint.
 
     Args:
-        simulation: of a plan.
+        simulation: of the plan.
+        plan: gives the title, and the replica and stage of rows; ``None``: neither.
     """
     panels = _panels(simulation)
-    rows = _rows(simulation, panels)
-    height = min(1.9 + 0.36 * len(rows), _MAX_HEIGHT)
+    rows = _rows(simulation, panels, plan)
+    places = _places(rows)
+    height = min(2.2 + 0.36 * (places[-1] + 1), _MAX_HEIGHT)
     figure = Figure(figsize=(16, height), layout="constrained")
     widths = [max(end - start for start, end in windows) for _, _, windows in panels]
     axes = figure.subplots(
@@ -67,12 +73,18 @@ def draw_timeline(simulation: Simulation) -> Figure:
         one.set_title(title)
         one.set_xlabel(unit)
         one.set_xlim(0, width * scale or 1)
-        for place, row in enumerate(rows):
+        for place, row in zip(places, rows, strict=True):
             shown |= _draw_row(
                 one, row.panels[number], place, windows[row.section], scale, layers[row.section]
             )
-    axes[0].set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
-    axes[0].set_ylim(len(rows) - 0.5, -0.5)
+    axes[0].set_yticks(places, [row.label for row in rows], fontsize=8)
+    axes[0].set_ylim(places[-1] + 0.5, places[0] - 0.5 - _HEADING * bool(rows[0].heading))
+    for number, (place, row) in enumerate(zip(places, rows, strict=True)):
+        if row.heading and (number == 0 or row.heading != rows[number - 1].heading):
+            top = place - 0.5 - _HEADING / 4
+            axes[0].text(0, top, row.heading, fontsize=9, fontweight="bold", va="center")
+    if plan is not None:
+        figure.suptitle(plan_title(plan))
     for one in axes:
         one.spines[["top", "right", "left"]].set_visible(False)
         one.tick_params(axis="y", length=0)
@@ -113,10 +125,33 @@ def _panels(simulation: Simulation) -> list[_Panel]:
     return panels
 
 
-def _rows(simulation: Simulation, panels: Sequence[_Panel]) -> list[_Row]:
+def _places(rows: Sequence[_Row]) -> list[float]:
+    """The height of each row's centre, downwards; rows are one apart, with room for headings."""
+    places, at = list[float](), 0.0
+    for number, row in enumerate(rows):
+        if number:
+            at += 1 + _HEADING * (row.heading != rows[number - 1].heading)
+        places.append(at)
+    return places
+
+
+def _heading(rank: RankTimeline, replica: int, has_replicas: bool, has_stages: bool) -> str:
+    """Replica and stage, where there are several, and the GPU."""
+    words = [f"replica {replica}"] * has_replicas + [f"stage {rank.stage}"] * has_stages
+    return ": ".join(filter(None, (", ".join(words), rank.device)))
+
+
+def _rows(simulation: Simulation, panels: Sequence[_Panel], plan: Plan | None) -> list[_Row]:
+    """One for each unit; by replica and stage where the plan is given."""
     units: dict[tuple[int, int], list[RankTimeline]] = {}
     for rank in simulation.ranks:
         units.setdefault((rank.stage, rank.unit), []).append(rank)
+    replica_of = _replicas(plan)
+    stages: dict[int, set[int]] = {}
+    if plan is not None:
+        for stage, unit in units:
+            stages.setdefault(replica_of[unit], set()).add(stage)
+        units = dict(sorted(units.items(), key=lambda item: (replica_of[item[0][1]], item[0][0])))
     by_rank: dict[int, list[Span]] = {}
     for span in simulation.spans:
         by_rank.setdefault(span.rank, []).append(span)
@@ -140,14 +175,31 @@ def _rows(simulation: Simulation, panels: Sequence[_Panel]) -> list[_Row]:
         marks = [
             (s.lane, s.name, round(s.start_s / end, 3), round(s.end_s / end, 3)) for p in inside for s in p
         ]
-        return node, section, tuple(marks)
+        return node, section, replica_of.get(ranks[0].unit), ranks[0].stage, tuple(marks)
 
     rows = []
     for _, alike in itertools.groupby(enumerate(found), key=look):
         items = [item for _, item in alike]
         ranks = [rank for item in items for rank in item[0]]
-        rows.append(_Row(_label(ranks), items[0][1], items[0][2]))
+        heading = ""
+        if plan is not None:
+            replica = replica_of[ranks[0].unit]
+            heading = _heading(ranks[0], replica, len(plan.replicas) > 1, len(stages[replica]) > 1)
+        rows.append(_Row(_label(ranks), heading, items[0][1], items[0][2]))
     return rows
+
+
+def _replicas(plan: Plan | None) -> dict[int, int]:
+    """The replica of each member of the plan, by the member's number."""
+    if plan is None:
+        return {}
+    of_lead = {
+        member.lead: number
+        for number, replica in enumerate(plan.replicas)
+        for stage in replica.stages
+        for member in stage.members
+    }
+    return {number: of_lead[member.lead] for number, member in enumerate(plan.members)}
 
 
 def _label(ranks: Sequence[RankTimeline]) -> str:
@@ -160,7 +212,7 @@ def _label(ranks: Sequence[RankTimeline]) -> str:
 def _draw_row(
     axes: Axes,
     spans: Sequence[Span],
-    place: int,
+    place: float,
     window: tuple[float, float],
     scale: float,
     layer: tuple[tuple[str, int], ...],

@@ -207,6 +207,26 @@ def test_picture_has_a_title_and_a_hue_for_each_kind_of_gpu(two_replicas):
         assert drawn == [named[0]] * 4 + [named[1]] * 3
 
 
+def test_picture_of_stages_with_other_tensor_parallel_sizes_has_all_heads_and_kinds_by_nodes():
+    """A unit of two ranks holds 8 heads on each, one of four 4; node names tell kinds without a cluster."""
+
+    def stage(name, ranks, heads, layers):
+        member = Member(ranks, 4096, (0, heads))
+        return Stage((Domain((Group(((0, 4096),), (member,), name=name),)),), layers=layers)
+
+    stages = (stage("fast-0/0", (0, 1), 8, (0, 1)), stage("slow-1/0", (2, 3, 4, 5), 4, (1, 2)))
+    workload = replace(WORKLOAD, layers=2, tensor_parallel=0)
+    plan = Plan(workload, (Replica(stages),), provenance=Provenance(cluster="mixed"))
+    figure = draw_plan(plan, holdings(plan))
+    heads = figure.axes[1]
+    assert heads.get_xlim() == (0, 16)
+    drawn = [path.get_extents() for bars in heads.collections for path in bars.get_paths()]
+    assert [(bar.x0, bar.x1) for bar in drawn] == [(0, 16), (0, 16)]
+    labels = [label.get_text() for label in heads.get_yticklabels()]
+    assert labels == ["replica 0, stage 0 (layers 0): fast-0", "replica 0, stage 1 (layers 1): slow-1"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fast", "slow"]
+
+
 def test_picture_counts_whole_tokens_and_heads(two_replicas):
     sequence, heads = draw_plan(two_replicas, holdings(two_replicas)).axes
     assert all(tick == int(tick) for axes in (sequence, heads) for tick in axes.get_xticks())

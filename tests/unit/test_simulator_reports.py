@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megatron_hexi.cost import estimate
 from megatron_hexi.plan import proportional_plan
-from megatron_hexi.report.pictures import save_picture
+from megatron_hexi.report.pictures import plan_title, save_picture
 from megatron_hexi.report.timeline import timeline_dict, timeline_report
 from megatron_hexi.report.timeline_picture import draw_timeline
 from megatron_hexi.simulator import Difference, chrome_trace, compare_with_model, simulate
@@ -153,6 +153,24 @@ def test_the_picture_shows_a_layer_in_both_directions(tmp_path):
     assert forward.get_xlim()[1] == pytest.approx((max(span.end_s for span in spans) - start) * 1e3)
     save_picture(figure, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+def test_the_picture_has_a_title_and_a_heading_for_each_stage_of_unequal_replicas():
+    job = tiny_job(pipeline_parallel=2, data_parallel=2, global_batch_size=2)
+    plan = proportional_plan(job.workload(), [[[2.0, 1.0]], [[1.0]]])
+    known = cluster([("a", "PLAIN", 6)])
+    figure = draw_timeline(simulate(plan, job, known), plan)
+    assert figure.get_suptitle() == plan_title(plan)
+    forward = figure.axes[0]
+    assert [text.get_text().partition(":")[0] for text in forward.texts] == [
+        f"replica {replica}, stage {stage}" for replica in (0, 1) for stage in (0, 1)
+    ]
+    # Each heading is above its first row and below the row before.
+    tops, places = [text.get_position()[1] for text in forward.texts], list(forward.get_yticks())
+    assert sorted([*places, *tops]) == [
+        *(tops[0], places[0], places[1], tops[1], places[2], places[3]),
+        *(tops[2], places[4], tops[3], places[5]),
+    ]
 
 
 def test_many_ranks_that_are_alike_share_a_row():
