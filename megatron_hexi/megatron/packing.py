@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_hexi.errors import PlanError
+from megatron_hexi.megatron.documents_ahead import AHEAD
 from megatron_hexi.megatron.session import LocalShard, Session, local_shard
 from megatron_hexi.plan import Mask
 
@@ -35,7 +36,7 @@ class PackedShard:
     in_document: Tensor
 
 
-# The ends of documents are read once for each sequence: on a GPU, reading them waits for the device.
+# Known once for each sequence: on a GPU, reading ends that no sample told waits for the device.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -52,8 +53,10 @@ def packed_shard(session: Session, ends: Tensor) -> PackedShard:
     known: tuple[Session, PackedShard] | None = _known.get(ends)
     if known is not None and known[0] is session:
         return known[1]
-    places = ends.flatten().tolist()
+    told = AHEAD.of(ends)
+    places = ends.flatten().tolist() if told is None else [0, *itertools.accumulate(told)]
     documents = tuple(stop - start for start, stop in itertools.pairwise(places))
+    AHEAD.wait(session, documents)
     if places[0] != 0 or places[-1] != session.seq_length or min(documents) < 0:
         raise PlanError(
             f"documents from {places[0]} to {places[-1]}, the plan {session.given.path} was made for "

@@ -7,6 +7,7 @@ from megatron_hexi.megatron.batch import BATCH_PATCHES
 from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
+from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
 from megatron_hexi.megatron.experts import EXPERT_PATCHES
 from megatron_hexi.megatron.goodput import ROUND_PATCHES
 from megatron_hexi.megatron.groups import group_patches
@@ -46,6 +47,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *RESUME_PATCHES,
         *group_patches(platform.device),
         *SAMPLER_PATCHES,
+        *DOCUMENTS_AHEAD_PATCHES,
         *BATCH_PATCHES,
         *ROTARY_PATCHES,
         *ATTENTION_PATCHES,

@@ -291,6 +291,10 @@ def build_schedule(
     )
 
 
+#: Split tables that are kept: of a pipeline's micro-batches under way, with a few windows each.
+_KEPT = 64
+
+
 class Schedules:
     """One rank's split tables for every mask: derived when they are asked for, the latest kept.
 
@@ -305,14 +309,25 @@ class Schedules:
     def __init__(
         self, workload: Workload, domain: Domain, index: int, parts: int, rates: UnitRates | None = None
     ) -> None:
+        self._windows: set[int | None] = set()
         # Layers have few windows, but every sequence may have documents of its own.
-        self._for = lru_cache(maxsize=16)(
+        self._for = lru_cache(maxsize=_KEPT)(
             partial(build_schedule, workload, domain, index, parts, rates=rates)
         )
 
     def __call__(self, mask: Mask | None = None) -> Schedule:
         """The split tables; ``None``: without window and documents."""
+        if mask is not None and mask.documents is not None:
+            self._windows.add(mask.window)
         return self._for(mask)
+
+    def prepare(self, documents: tuple[int, ...]) -> None:
+        """Derive, in any thread, what these documents will need: with the windows that were asked for."""
+        for window in tuple(self._windows) or (None,):
+            schedule = self._for(Mask(window=window, documents=documents))
+            for step in schedule.steps:
+                _ = step.calls
+            _ = schedule.own_calls, schedule.own_beside_calls
 
 
 def _halves(group: Group, ratio: int, parts: int) -> tuple[tuple[Range, ...], ...]:

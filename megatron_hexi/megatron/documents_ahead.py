@@ -1,0 +1,159 @@
+"""Documents of the next micro-batch: read on the host, their split tables derived while this one runs.
+
+Where a rank reads the data itself, each sample is fetched one ahead, in the thread that trains and in the
+same order, and a thread of its own derives the next one's tables. So a rank neither waits for its device to
+read where documents end, nor for 128 documents' tables. Ranks that are sent their batch by another
+tensor-parallel rank read it from the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_hexi.megatron.options.kinds import is_packed
+from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.patching import Patch
+from megatron_hexi.runtime.call_rows import on_device
+
+Documents = tuple[int, ...]
+
+_worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexi-documents")
+
+
+class DocumentsAhead:
+    """What is known of documents before attention asks: of the sample just taken, and of the next one."""
+
+    def __init__(self) -> None:
+        self._taken: Documents | None = None
+        self._next: tuple[Session, Documents, Future[None]] | None = None
+
+    def take(self, sample: Any, seq_length: int) -> None:
+        """A sample enters training."""
+        self._taken = documents_of(sample, seq_length)
+
+    def prepare(self, session: Session, sample: Any) -> None:
+        """Derive a sample's tables in the background."""
+        documents = documents_of(sample, session.seq_length)
+        if documents is not None:
+            work = _worker.submit(session.attention.schedules.prepare, documents)
+            self._next = session, documents, work
+
+    def of(self, ends: Tensor) -> Documents | None:
+        """The documents of the sample that was taken last, if these are its ends; ``None`` otherwise.
+
+        On a GPU values are compared there, without waiting: others would end the job.
+        """
+        known = self._taken
+        if known is None or ends.numel() != len(known) + 1:
+            return None
+        places = torch.tensor([0, *itertools.accumulate(known)], dtype=ends.dtype)
+        if not ends.is_cuda:
+            return known if torch.equal(ends.flatten(), places) else None
+        same = (ends.flatten() == on_device(places, ends.device)).all()
+        torch._assert_async(same, "documents of a batch are not those of the sample that was read last")
+        return known
+
+    def wait(self, session: Session, documents: Documents) -> None:
+        """Wait for the tables of these documents, if they are being derived."""
+        if self._next is not None and self._next[:2] == (session, documents):
+            self._next[2].result()
+            self._next = None
+
+
+AHEAD = DocumentsAhead()
+
+
+def documents_of(sample: Any, seq_length: int) -> Documents | None:
+    """The lengths of a sample's documents; ``None`` where it does not say them.
+
+    Args:
+        sample: as data loaders give it; ends of documents [1, n], padded with the sequence's length.
+        seq_length: tokens of the sequence.
+    """
+    if not isinstance(sample, dict):
+        return None
+    ends = sample.get("cu_seqlens_padded")
+    ends = sample.get("cu_seqlens") if ends is None else ends
+    if not isinstance(ends, Tensor) or ends.is_cuda or (ends.dim() == 2 and ends.shape[0] != 1):
+        return None
+    flat = ends.flatten()
+    places: list[int] = flat[: int((flat < seq_length).sum()) + 1].tolist()  # the padding is long
+    if places[0] != 0 or places[-1] != seq_length:
+        return None
+    return tuple(stop - start for start, stop in itertools.pairwise(places))
+
+
+class _OneAhead:
+    """An iterator of samples that fetches each one before it is asked for."""
+
+    def __init__(self, samples: Iterator[Any]) -> None:
+        self._samples = samples
+        self._fetched: Callable[[], Any] | None = None
+
+    def __iter__(self) -> _OneAhead:
+        return self
+
+    def __next__(self) -> Any:
+        """The next sample; what its fetching raised is raised now, at its turn."""
+        fetched, self._fetched = self._fetched or self._fetch(), None
+        sample = fetched()
+        self._fetched = self._fetch()
+        session = active_session()
+        if session is not None:
+            try:
+                following = self._fetched()
+            except Exception:  # raised at its turn
+                return sample
+            AHEAD.prepare(session, following)
+        return sample
+
+    def _fetch(self) -> Callable[[], Any]:
+        try:
+            sample = next(self._samples)
+        except Exception as problem:
+            return functools.partial(_raise, problem)
+        return lambda: sample
+
+
+def _raise(problem: Exception) -> Any:
+    raise problem
+
+
+def _one_ahead(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    from megatron.training import get_args
+
+    @functools.wraps(original)
+    def __next__(self: Any) -> Any:
+        session = active_session()
+        if session is None:
+            return original(self)
+        args = get_args()
+        # Megatron saves the state of an external loader, which would be one ahead.
+        if (
+            is_packed(args)
+            and args.dataloader_type != "external"
+            and not isinstance(self.iterable, _OneAhead)
+        ):
+            self.iterable = _OneAhead(self.iterable)
+        sample = original(self)  # one that is replayed, too
+        AHEAD.take(sample, session.seq_length)
+        return sample
+
+    return __next__
+
+
+DOCUMENTS_AHEAD_PATCHES = (
+    Patch(
+        target="megatron.core.rerun_state_machine:RerunDataIterator.__next__",
+        why="derives the split tables of the next micro-batch's documents while this one runs",
+        build=_one_ahead,
+        parameters=("self",),
+    ),
+)
