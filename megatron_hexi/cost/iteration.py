@@ -22,7 +22,7 @@ from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import Speeds, device_speeds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Stage
-from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, part_params
+from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_host_memory, part_memory, part_params
 from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
@@ -162,18 +162,19 @@ class CostModel:
         replicas = tuple(
             pipeline.phases + Phases(gradients=wait) for pipeline, wait in zip(pipelines, waits, strict=True)
         )
+        held = [
+            Holdings.of(section.arrays, micro_batches[section.replica], cost.layer.flights)
+            for section, cost in zip(sections, costs, strict=True)
+        ]
         memory = [
-            part_memory(
-                section.job,
-                section.part,
-                Holdings.of(section.arrays, micro_batches[section.replica], cost.layer.flights),
-                section.window,
-                owned,
-                present,
+            part_memory(section.job, section.part, own, section.window, owned, present)
+            for section, own, owned, present in zip(
+                sections, held, reductions.owned, reductions.present, strict=True
             )
-            for section, cost, owned, present in zip(
-                sections, costs, reductions.owned, reductions.present, strict=True
-            )
+        ]
+        host_memory = [
+            part_host_memory(section.job, section.part, own, present)
+            for section, own, present in zip(sections, held, reductions.present, strict=True)
         ]
         return Timing(
             sections=sections,
@@ -186,6 +187,7 @@ class CostModel:
             optimizer=optimizer,
             micro_batches=micro_batches,
             memory=memory,
+            host_memory=host_memory,
         )
 
     def _stand(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Ground]:

@@ -20,6 +20,7 @@ from megatron_hexi.cost.layer_bytes import (
     working_set_bytes,
 )
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.mesh import ROWS_ON_DEVICE
 
 GIB = 2.0**30
 
@@ -74,6 +75,60 @@ class Memory:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes in host memory of what one GPU's stage offloads.
+
+    Args:
+        weights: of ministages.
+        gradients: of the same, and of what the host steps.
+        optimizer: fp32 weights and state.
+        activations: rows that entered ministages.
+    """
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All together."""
+        return sum(self.terms.values())
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The terms by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, eq=False)
+class Present:
+    """How many weights of each unit's GPUs are where at the peak (`mesh.residence`), [U] each.
+
+    Args:
+        weights: on the device.
+        gradients: whose gradients are.
+        state: whose optimizer's state is.
+        host_weights: in host memory.
+        host_gradients: whose gradients are.
+        host_state: whose optimizer's state is.
+        host_masters: those of them that the host has as fp32 weights only, and not as the model's too.
+    """
+
+    weights: Floats
+    gradients: Floats
+    state: Floats
+    host_weights: Floats
+    host_gradients: Floats
+    host_state: Floats
+    host_masters: Floats
+
+    def of(self, ranks: Ints) -> Present:
+        """That of some units, from numbers by rank; of a unit's ranks, [U, tp], the most."""
+        return Present(**{field.name: getattr(self, field.name)[ranks].max(axis=1) for field in fields(self)})
+
+
 @dataclass(frozen=True, eq=False)
 class ModelPart:
     """What units have of the model; numbers, or arrays over units, [U].
@@ -86,6 +141,7 @@ class ModelPart:
         ahead: micro-batches that 1F1B runs forward before the first backward pass, at most: stages from this
             one to the last.
         ministages: in how many parts they run; 0: whole, in 1F1B.
+        rows_on_host: whether rows that entered ministages wait in host memory.
     """
 
     layers: Ints | int
@@ -94,6 +150,7 @@ class ModelPart:
     is_last: Bools | bool
     ahead: Ints | int
     ministages: Ints | int = 0
+    rows_on_host: Bools | bool = False
 
     @classmethod
     def of_job(cls, job: Job, stage: int) -> ModelPart:
@@ -127,6 +184,10 @@ class ModelPart:
         """The part of the layers whose activations are kept at a time: of the largest ministage."""
         count = np.maximum(self.ministages, 1)
         return -(-self.layers // count) / np.maximum(self.layers, 1)
+
+    def entered(self, micro_batches: Ints) -> Ints:
+        """Micro-batches whose rows wait after they entered a ministage, over all ministages but the first."""
+        return micro_batches * np.maximum(self.ministages - self.is_first, 0)
 
     @property
     def run_twice(self) -> Ints | int:
@@ -206,7 +267,7 @@ def part_memory(
     held: Holdings,
     window: int,
     owned: Floats | float,
-    present: tuple[Floats, Floats] | None = None,
+    present: Present | None = None,
 ) -> dict[str, Floats]:
     """Bytes on one GPU of each unit, by the names of `Memory`'s terms.
 
@@ -221,10 +282,12 @@ def part_memory(
         held: what they hold of the sequence.
         window: steps under way ahead of the one in use.
         owned: weights whose optimizer state a GPU keeps.
-        present: weights, and gradients, that are on a GPU at the peak; ``None``: all of its part.
+        present: what is on a GPU at the peak; ``None``: all of its part.
     """
     params = part_params(job, part) + np.zeros(held.tokens.shape)
-    here, added = (params, params) if present is None else present
+    here, added, state = params, params, owned
+    if present is not None:
+        here, added, state = present.weights, present.gradients, present.state
     rows = job.micro_batch_size * held.tokens
     outside = rows * token_activation_bytes(job)
     inside = attention_bytes(job, held.group_tokens, held.heads, held.kv)
@@ -245,15 +308,16 @@ def part_memory(
         in_flight * part.at_once * (part.again * kept + (part.layers - part.again) * whole)
         for kept, whole in ((outside_again, outside), (inside_again, inside))
     )
-    entered = rows * job.model.hidden_size * job.element_bytes / job.row_parts
-    activations = activations + held.micro_batches * np.maximum(part.ministages - part.is_first, 0) * entered
+    waiting = part.entered(held.micro_batches)
+    waiting = np.where(part.rows_on_host, np.minimum(waiting, ROWS_ON_DEVICE), waiting)
+    activations = activations + waiting * input_bytes(job, held.tokens)
     logits = part.is_last * logits_bytes(job, rows)
     copied = FP8_COPIES * job.model.matrix_params(job.tensor_parallel) if job.precision == "fp8" else 0
     weights = here * float(job.element_bytes) + part.layers * copied
     return {
         "weights": weights,
         "gradients": added * float(GRADIENT_BYTES[job.precision]),
-        "optimizer": owned * float(OPTIMIZER_BYTES[job.precision]) + np.zeros(params.shape),
+        "optimizer": state * float(OPTIMIZER_BYTES[job.precision]) + np.zeros(params.shape),
         "activations": activations,
         "attention": attention,
         "working_set": working,
@@ -262,6 +326,33 @@ def part_memory(
     }
 
 
+def part_host_memory(job: Job, part: ModelPart, held: Holdings, present: Present | None) -> dict[str, Floats]:
+    """Bytes in host memory of one GPU of each unit, by the names of `HostMemory`'s terms.
+
+    Args:
+        job: the units' job.
+        part: what they have of the model.
+        held: what they hold of the sequence.
+        present: what is where; ``None``: nothing is offloaded.
+    """
+    if present is None:
+        return {field.name: np.zeros(held.tokens.shape) for field in fields(HostMemory)}
+    element = float(job.element_bytes)
+    # In fp32 the model's weights are the optimizer's: on the host there is one of them.
+    masters = present.host_masters * element if job.precision == "fp32" else 0.0
+    return {
+        "weights": present.host_weights * element,
+        "gradients": present.host_gradients * float(GRADIENT_BYTES[job.precision]),
+        "optimizer": present.host_state * float(OPTIMIZER_BYTES[job.precision]) + masters,
+        "activations": part.rows_on_host * part.entered(held.micro_batches) * input_bytes(job, held.tokens),
+    }
+
+
 def unit_memory(terms: Mapping[str, Floats], unit: int) -> Memory:
     """One unit's part of `stage_memory`."""
     return Memory(**{name: float(values[unit]) for name, values in terms.items()})
+
+
+def unit_host_memory(terms: Mapping[str, Floats], unit: int) -> HostMemory:
+    """One unit's part of `part_host_memory`."""
+    return HostMemory(**{name: float(values[unit]) for name, values in terms.items()})

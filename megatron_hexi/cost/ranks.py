@@ -10,7 +10,7 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.layer import Pass
-from megatron_hexi.cost.memory import GIB, Memory, unit_memory
+from megatron_hexi.cost.memory import GIB, HostMemory, Memory, unit_host_memory, unit_memory
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.timing import Timing
 
@@ -34,6 +34,7 @@ class RankCost:
         idle_s: waiting for slower ranks, and for a pipeline to fill and drain.
         memory: its peak.
         usable_gib: what the GPU has for it.
+        host_memory: of it, what waits in host memory.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class RankCost:
     idle_s: float
     memory: Memory
     usable_gib: float
+    host_memory: HostMemory
 
     @property
     def compute_s(self) -> float:
@@ -90,8 +92,8 @@ def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
     """
     ranks: list[RankCost] = []
     waited = np.array(timing.synchronisation)
-    for section, cost, optimizer, memory in zip(
-        timing.sections, timing.stages, timing.optimizer, timing.memory, strict=True
+    for section, cost, optimizer, memory, host_memory in zip(
+        timing.sections, timing.stages, timing.optimizer, timing.memory, timing.host_memory, strict=True
     ):
         plan = section.arrays
         turns = timing.micro_batches[section.replica]
@@ -121,6 +123,7 @@ def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
                         idle_s=max(0.0, timing.phases.total - sum(parts.values())),
                         memory=unit_memory(memory, unit),
                         usable_gib=device.usable_gib,
+                        host_memory=unit_host_memory(host_memory, unit),
                     )
                 )
     return tuple(sorted(ranks, key=lambda rank: rank.rank))

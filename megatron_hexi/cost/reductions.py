@@ -5,17 +5,30 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.memory import GRADIENT_BYTES, part_params
+from megatron_hexi.cost.memory import GRADIENT_BYTES, Present, part_params
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
-from megatron_hexi.mesh import Box, Bucket, Mesh, Piece, Place, Slab, cell_size, cut_pieces, make_buckets
+from megatron_hexi.mesh import (
+    Box,
+    Bucket,
+    Keeping,
+    Mesh,
+    Piece,
+    Place,
+    Slab,
+    cell_size,
+    cut_pieces,
+    keeping,
+    make_buckets,
+    sweeps,
+)
 from megatron_hexi.plan import Plan
 
 
@@ -39,13 +52,12 @@ class Reductions:
     Args:
         turns: one after the other.
         owned: weights whose optimizer state each unit's GPUs keep, [sections], numbers or [U].
-        present: weights, and gradients, that are there at the peak, [sections] of two [U]; of a section
-            ``None``: all of its part.
+        present: what is where at the peak, [sections]; of a section ``None``: all of its part on the device.
     """
 
     turns: tuple[Turn, ...]
     owned: list[Floats | float]
-    present: list[tuple[Floats, Floats] | None]
+    present: list[Present | None]
 
 
 def repeated_reductions(
@@ -103,7 +115,7 @@ def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: 
         gpu[section.ranks] = section.ground.gpus
         lead[section.ranks] = section.ground.gpus[:, :1]
     busy = np.zeros((2, len(mesh.places)))
-    passing = _Passing(job, len(mesh.places))
+    placing = _Placing(job, mesh)
     for bucket in weights.buckets():
         for slab in bucket.slabs:
             count = slab.stop - slab.start
@@ -115,12 +127,14 @@ def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: 
             rings.seconds(gpus, params * size, width, least)
             for size in (GRADIENT_BYTES[job.precision], job.element_bytes)
         ]
-        if _passes(bucket):
+        kept = [
+            placing.add(bucket, rank, weights.on(rank, bucket.pieces), weights.on(rank, bucket.slabs))
+            for rank in bucket.holders
+        ]
+        if not kept[0].whole:
             seconds[1] *= 2  # for the forward pass, and for the backward pass
-        for rank in bucket.holders:
-            passing.add(bucket, rank, weights.on(rank, bucket.pieces), weights.on(rank, bucket.slabs))
         busy[:, holders] = (busy[:, holders].max(axis=1) + seconds)[:, None]
-    here, added = passing.peak()
+    found = placing.at_peak()
     turns = [
         [_by_domain(section, times[section.ranks].max(axis=1)) for section in sections] for times in busy
     ]
@@ -128,50 +142,57 @@ def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: 
         turns=(Turn(turns[0], "backward" if job.overlap_gradients else None), Turn(turns[1], None)),
         owned=[owned[section.ranks].max(axis=1) for section in sections],
         present=[
-            (here[section.ranks].max(axis=1), added[section.ranks].max(axis=1))
-            if plan.has_ministages
-            else None
+            found.of(section.ranks) if plan.has_ministages or plan.has_offload else None
             for section in sections
         ],
     )
 
 
-def _passes(bucket: Bucket) -> bool:
-    """Whether its weights come for a ministage and go again (`runtime.passing_buckets`)."""
-    return bucket.ministage is not None and len(bucket.holders) > 1
+class _Placing:
+    """Where each rank has weights, gradients and state, in numbers of weights (`mesh.residence`)."""
 
-
-class _Passing:
-    """What each rank has of weights and gradients where some come a ministage at a time."""
-
-    def __init__(self, job: Job, ranks: int) -> None:
+    def __init__(self, job: Job, mesh: Mesh) -> None:
         self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
-        self._always = np.zeros(ranks)
-        self._by_number: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(ranks)]
+        self._mesh = mesh
+        self._offload = [mesh.stage(place).offload or () for place in mesh.places]
+        self._counts = {
+            name: np.zeros(len(mesh.places)) for name in (field.name for field in fields(Present))
+        }
+        self._by_number: list[defaultdict[int, float]] = [defaultdict(float) for _ in mesh.places]
 
-    def add(self, bucket: Bucket, rank: int, whole: float, own: float) -> None:
-        """Note a bucket that a rank holds."""
-        if _passes(bucket):
-            assert bucket.ministage is not None
-            self._by_number[rank][bucket.ministage[2]] += whole
-            self._always[rank] += own
+    def add(self, bucket: Bucket, rank: int, whole: float, own: float) -> Keeping:
+        """Note a bucket that a rank holds, all of it and what it owns."""
+        kept, counts = keeping(bucket, rank, self._offload[rank]), self._counts
+        if kept.passes:
+            assert kept.ministage is not None
+            self._by_number[rank][kept.ministage] += whole
+            rest = whole if kept.whole else own
+            counts["host_weights" if kept.weights_on_host else "weights"][rank] += rest
+            counts["host_gradients" if kept.gradients_on_host else "gradients"][rank] += rest
         else:
-            self._always[rank] += whole
+            counts["weights"][rank] += whole
+            counts["gradients"][rank] += whole
+            counts["host_gradients"][rank] += own * kept.gradients_on_host
+        counts["host_state" if kept.state_on_host else "state"][rank] += own
+        counts["host_masters"][rank] += own * (kept.state_on_host and not kept.weights_on_host)
+        return kept
 
-    def peak(self) -> tuple[Floats, Floats]:
-        """Weights and gradients of each rank when they take most.
-
-        In a backward pass: weights of the ministage that runs and of the next one, gradients of it and of the
-        one before, which are on their way.
-        """
-        here, added = self._always.copy(), self._always.copy()
+    def at_peak(self) -> Present:
+        """What is where when weights and gradients take most on the device."""
+        here, added = self._counts["weights"].copy(), self._counts["gradients"].copy()
         for rank, sizes in enumerate(self._by_number):
-            pairs = [(sizes[one] + sizes[one - 1], sizes[one] + sizes[one + 1]) for one in sizes.copy()]
-            bytes_of = [self._element * weights + self._gradient * gradients for weights, gradients in pairs]
-            most = pairs[int(np.argmax(bytes_of))] if pairs else (0.0, 0.0)
+            if not sizes:
+                continue
+            place = self._mesh.places[rank]
+            gives_loss = self._mesh.is_last_stage(place)
+            sums = [
+                [sum(sizes[number] for number in numbers) for numbers in (sweep.weights, sweep.gradients)]
+                for sweep in sweeps(self._mesh.stage(place).ministages or 1, gives_loss)
+            ]
+            most = max(sums, key=lambda pair: self._element * pair[0] + self._gradient * pair[1])
             here[rank] += most[0]
             added[rank] += most[1]
-        return here, added
+        return Present(**{**self._counts, "weights": here, "gradients": added})
 
 
 class _Held(NamedTuple):

@@ -132,7 +132,7 @@ class _Terms(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A domain, and what its stage has: layers, those computed again, stages from it on, ministages."""
+    """A domain, and what its stage has: layers, those computed again, stages from it on, and so on."""
 
     replica: int
     domain: Domain
@@ -140,6 +140,7 @@ class _Place(NamedTuple):
     again: int
     ahead: int
     ministages: int
+    rows_on_host: bool
 
 
 def _uneven(plan: Plan, job: Job, stand: Stand) -> list[Section]:
@@ -159,7 +160,7 @@ def _uneven(plan: Plan, job: Job, stand: Stand) -> list[Section]:
                     exchange=stage.exchange or plan.exchange,
                 )
                 ahead, parts = len(replica.stages) - s, stage.ministages or 0
-                place = _Place(r, domain, layers, again, ahead, parts)
+                place = _Place(r, domain, layers, again, ahead, parts, stage.offloads("activations"))
                 found.setdefault(terms, []).append(place)
     number_of = {member.lead: number for number, member in enumerate(plan.members)}
     order = sorted(found, key=lambda terms: terms.number)
@@ -193,6 +194,7 @@ def _uneven(plan: Plan, job: Job, stand: Stand) -> list[Section]:
                 is_last=np.array([place.ahead == 1 for place in found[terms]]),
                 ahead=np.array([place.ahead for place in found[terms]]),
                 ministages=np.array([place.ministages for place in found[terms]]),
+                rows_on_host=np.array([place.rows_on_host for place in found[terms]]),
             ),
             ranks=own,
             units=np.array([number_of[member.lead] for member in members[terms]]),

@@ -32,6 +32,7 @@ class Timing:
         optimizer: the optimizer's step of each section's units, s, [U].
         micro_batches: of each replica.
         memory: bytes on one GPU of each unit by term, [U].
+        host_memory: bytes in host memory for one GPU of each unit by term, [U].
     """
 
     sections: list[Section]
@@ -44,6 +45,7 @@ class Timing:
     optimizer: list[Floats]
     micro_batches: Ints
     memory: list[dict[str, Floats]]
+    host_memory: list[dict[str, Floats]]
 
     @property
     def arrays(self) -> PlanArrays:

@@ -3,13 +3,16 @@
 from megatron_hexi.mesh.border import HeldRows, RowBlock, RowMessage, border_messages, held_rows, row_messages
 from megatron_hexi.mesh.pieces import Box, Cell, MinistageId, Piece, cell_contains, cell_size, cut_pieces
 from megatron_hexi.mesh.places import Mesh, Place
+from megatron_hexi.mesh.residence import ROWS_ON_DEVICE, Keeping, Sweep, keeping, sweeps
 from megatron_hexi.mesh.shares import Bucket, Slab, make_buckets
 
 __all__ = [
+    "ROWS_ON_DEVICE",
     "Box",
     "Bucket",
     "Cell",
     "HeldRows",
+    "Keeping",
     "Mesh",
     "MinistageId",
     "Piece",
@@ -17,11 +20,14 @@ __all__ = [
     "RowBlock",
     "RowMessage",
     "Slab",
+    "Sweep",
     "border_messages",
     "cell_contains",
     "cell_size",
     "cut_pieces",
     "held_rows",
+    "keeping",
     "make_buckets",
     "row_messages",
+    "sweeps",
 ]

@@ -51,7 +51,7 @@ class Piece:
         shape: of the whole weight.
         depth: the least depth at which any of them uses it: its gradient is complete last.
         holders: the ranks, ascending.
-        ministage: in which all of them use it; ``None``: there is none.
+        used_in: the only ministage in which each of them uses it; ``None``: it has none.
     """
 
     key: str
@@ -59,7 +59,7 @@ class Piece:
     shape: tuple[int, ...]
     depth: int
     holders: tuple[int, ...]
-    ministage: MinistageId | None = None
+    used_in: tuple[MinistageId | None, ...]
 
     @property
     def size(self) -> int:
@@ -116,9 +116,9 @@ def _cut_weight(key: str, held: list[tuple[int, Box]]) -> list[Piece]:
                     f"weight {key}: rank {rank} holds {spell_cell(cell)} twice; a weight that a rank shares "
                     "between layers is not known under a plan with stages"
                 )
-        used_in = {box.ministage for _, box in inside}
-        ministage = used_in.pop() if len(used_in) == 1 else None
-        pieces.append(Piece(key, cell, shape, min(box.depth for _, box in inside), tuple(ranks), ministage))
+        by_rank = {rank: box.ministage for rank, box in inside}
+        used_in = tuple(by_rank[rank] for rank in ranks)
+        pieces.append(Piece(key, cell, shape, min(box.depth for _, box in inside), tuple(ranks), used_in))
     missing = math.prod(shape) - sum(piece.size for piece in pieces)
     if missing:
         raise PlanError(

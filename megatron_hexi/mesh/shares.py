@@ -49,7 +49,7 @@ class Bucket:
         starts: of the pieces' elements.
         slabs: the same elements by owner; each owner's follow one another.
         depth: the least of the pieces': all gradients are there when the backward pass has done this one.
-        ministage: in which all holders use all of it; ``None``: there is none.
+        used_in: the only ministage in which each holder uses it; ``None``: it has none.
     """
 
     holders: tuple[int, ...]
@@ -57,12 +57,17 @@ class Bucket:
     starts: tuple[int, ...]
     slabs: tuple[Slab, ...]
     depth: int
-    ministage: MinistageId | None = None
+    used_in: tuple[MinistageId | None, ...]
 
     @property
     def size(self) -> int:
         """Elements."""
         return self.slabs[-1].stop
+
+    def ministage_of(self, holder: int) -> int | None:
+        """The number of the only ministage in which a holder uses it; ``None``: it has none."""
+        used_in = self.used_in[self.holders.index(holder)]
+        return None if used_in is None else used_in[2]
 
     def run(self, owner: int) -> Range:
         """The elements of one owner; empty where it has none."""
@@ -81,11 +86,11 @@ def make_buckets(
         pieces: as `cut_pieces` gives them.
         weights: share of each rank in the state, relative to others that hold the same.
         bucket_size: elements after which a bucket is closed; ``None``: one for each set of holders and
-            ministage.
+            their ministages.
     """
-    by_use: dict[tuple[tuple[int, ...], MinistageId | None], list[Piece]] = {}
+    by_use: dict[tuple[tuple[int, ...], tuple[MinistageId | None, ...]], list[Piece]] = {}
     for piece in pieces:
-        by_use.setdefault((piece.holders, piece.ministage), []).append(piece)
+        by_use.setdefault((piece.holders, piece.used_in), []).append(piece)
     given = {holders: dict.fromkeys(holders, 0) for holders, _ in by_use}
     buckets = []
     for (holders, _), own in by_use.items():
@@ -143,4 +148,4 @@ def _bucket(
             given[holders[owner]] += count * row
             at, low = at + count * row, low + count
     depth = min(piece.depth for piece in pieces)
-    return Bucket(holders, tuple(pieces), starts[:-1], tuple(slabs), depth, pieces[0].ministage)
+    return Bucket(holders, tuple(pieces), starts[:-1], tuple(slabs), depth, pieces[0].used_in)

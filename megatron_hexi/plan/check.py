@@ -6,8 +6,8 @@ import itertools
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.check_domain import check_domain, refuse
+from megatron_hexi.plan.check_ministages import check_ministages, check_offload, refuse_turns
 from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage, Workload
-from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 
@@ -81,13 +81,7 @@ def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> N
             refuse(
                 where, (*place, 0, "layers"), "is missing, other replicas have it", "give it, as [0, layers]"
             )
-        if stages[0].ministages is not None:
-            refuse(
-                where,
-                (*place, 0, "ministages"),
-                f"is {stages[0].ministages}, in a stage that the job's pipeline repeats",
-                "give the stage its layers, or leave it out",
-            )
+        refuse_turns(stages[0], (*place, 0), where)
         return
     total, reached = plan.workload.layers, 0
     if total is None:
@@ -118,44 +112,10 @@ def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> N
                 "give full, or fewer layers",
             )
         reached = stop
-        _check_ministages(plan, replica, stage, (*place, s), where)
+        check_ministages(plan, replica, stage, (*place, s), where)
+        check_offload(stage, (*place, s), where)
     if reached != total:
         refuse(where, (*place, len(stages) - 1, "layers"), f"ends at layer {reached}", f"end it at {total}")
-
-
-def _check_ministages(plan: Plan, replica: Replica, stage: Stage, place: Place, where: Where) -> None:
-    """Stages that take turns have as many ministages, each with a layer; it is they that are recomputed."""
-    if stage.ministages != replica.ministages:
-        found, first = ("missing" if one is None else one for one in (stage.ministages, replica.ministages))
-        refuse(
-            where,
-            (*place, "ministages"),
-            f"is {found}, in the replica's first stage {first}",
-            "give all stages of a replica as many: they take turns",
-        )
-    if stage.ministages is None:
-        return
-    assert stage.layers is not None
-    layers = stage.layers[1] - stage.layers[0]
-    if stage.ministages > layers:
-        refuse(
-            where,
-            (*place, "ministages"),
-            f"is {stage.ministages}, the stage has {layers} layer{'s' if layers > 1 else ''}",
-            "give every ministage a layer at least",
-        )
-    settings: tuple[tuple[Recompute | None, Place], ...] = (
-        (stage.recompute, (*place, "recompute")),
-        (plan.job.recompute, ("job", "recompute")),
-    )
-    for recompute, here in settings:
-        if isinstance(recompute, int):
-            refuse(
-                where,
-                here,
-                f"is {recompute}, and all layers of a ministage are computed again",
-                "give none, selective or full: what the second pass keeps",
-            )
 
 
 def _check_stage(plan: Plan, stage: Stage, place: Place, seen: dict[int, Place], where: Where) -> None:

@@ -23,7 +23,16 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field
 
-from megatron_hexi.plan.terms import STRICT, Count, Estimate, JobTerms, Positive, Provenance, Recompute
+from megatron_hexi.plan.terms import (
+    STRICT,
+    Count,
+    Estimate,
+    JobTerms,
+    Offload,
+    Positive,
+    Provenance,
+    Recompute,
+)
 
 #: Half-open range ``(start, stop)``.
 Range = tuple[Count, Count]
@@ -199,6 +208,10 @@ class Stage:
             All micro-batches pass one ministage before the next, forward and then backward. Only its input
             is kept, and its backward pass begins by running it again; `recompute` says what is kept of that.
             ``None``: it runs whole, in 1F1B.
+        offload: what of it waits in host memory while it is not used. `parameters`: weights and gradients of
+            ministages that do not run. `optimizer`: the optimizer's fp32 weights and state, whose step is
+            computed on the host then. `activations`: rows that entered a ministage, until its backward pass.
+            ``None``: nothing.
     """
 
     domains: tuple[Domain, ...]
@@ -206,6 +219,7 @@ class Stage:
     recompute: Recompute | None = None
     exchange: Exchange | None = None
     ministages: Positive | None = None
+    offload: Annotated[tuple[Offload, ...], Field(min_length=1)] | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -219,6 +233,10 @@ class Stage:
     def members(self) -> tuple[Member, ...]:
         """The members of all domains, in the order of their ranks."""
         return tuple(sorted((m for d in self.domains for m in d.members), key=lambda m: m.lead))
+
+    def offloads(self, what: Offload) -> bool:
+        """Whether something of it waits in host memory while it is not used."""
+        return self.offload is not None and what in self.offload
 
     @property
     def ministage_sizes(self) -> tuple[int, ...]:
@@ -308,6 +326,11 @@ class Plan:
     def has_ministages(self) -> bool:
         """Whether some stages run in ministages."""
         return any(stage.ministages is not None for replica in self.replicas for stage in replica.stages)
+
+    @property
+    def has_offload(self) -> bool:
+        """Whether something of some stages waits in host memory."""
+        return any(stage.offload is not None for replica in self.replicas for stage in replica.stages)
 
     @property
     def is_repeated(self) -> bool:

@@ -20,6 +20,8 @@ STRICT = ConfigDict(extra="forbid")
 #: What the backward pass computes again: nothing, core attention, every layer, or so many first layers.
 Recompute = Literal["none", "selective", "full"] | Positive
 Precision = Literal["bf16", "fp16", "fp32"]
+#: What of a stage may wait in host memory while it is not used.
+Offload = Literal["parameters", "optimizer", "activations"]
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ def times_table(rows: Sequence[Sequence[RankCost]]) -> Table:
 def memory_table(rows: Sequence[Sequence[RankCost]]) -> Table:
     """What fills each rank's memory; ranks that are alike share a line."""
     terms = [name for name in rows[0][0].memory.terms if any(ranks[0].memory.terms[name] for ranks in rows)]
-    table = _table((*_HEADS, *terms, "total", "usable"), _MEMORY_CAPTION)
+    waiting = any(ranks[0].host_memory.total for ranks in rows)
+    heads = (*_HEADS, *terms, "total", "usable", *(["in host memory"] if waiting else []))
+    table = _table(heads, _MEMORY_CAPTION)
     for ranks in rows:
         rank = ranks[0]
         full = rank.memory_gib > rank.usable_gib
@@ -55,6 +57,7 @@ def memory_table(rows: Sequence[Sequence[RankCost]]) -> Table:
             *(f"{rank.memory.terms[term] / GIB:.1f}" for term in terms),
             Text(f"{rank.memory_gib:.1f}", style="bold red" if full else ""),
             f"{rank.usable_gib:.1f}",
+            *([f"{rank.host_memory.total / GIB:.1f}"] if waiting else []),
         )
     return table
 
@@ -94,9 +97,11 @@ def phases_line(cost: IterationCost) -> str:
 
 
 def _rank_dict(rank: RankCost) -> dict[str, Any]:
-    facts = {key: value for key, value in vars(rank).items() if key != "memory"}
-    terms = {name: size / GIB for name, size in rank.memory.terms.items()}
-    return facts | {"memory_gib": terms | {"total": rank.memory_gib}}
+    facts = {key: value for key, value in vars(rank).items() if key not in ("memory", "host_memory")}
+    for name, memory in (("memory_gib", rank.memory), ("host_memory_gib", rank.host_memory)):
+        sizes = {term: size / GIB for term, size in memory.terms.items()}
+        facts[name] = sizes | {"total": memory.total / GIB}
+    return facts
 
 
 def _headline(cost: IterationCost) -> str:
@@ -126,7 +131,11 @@ def _alike(ranks: Sequence[RankCost]) -> list[list[RankCost]]:
     def look(rank: RankCost) -> tuple[object, ...]:
         node = rank.name.rpartition("/")[0]
         times = tuple(spell_seconds(getattr(rank, f"{name}_s")) for name in _TIMES)
-        sizes = tuple(f"{size / GIB:.1f}" for size in rank.memory.terms.values())
+        sizes = tuple(
+            f"{size / GIB:.1f}"
+            for memory in (rank.memory, rank.host_memory)
+            for size in memory.terms.values()
+        )
         return node, rank.stage, *times, *sizes
 
     return [list(group) for _, group in itertools.groupby(ranks, key=look)]

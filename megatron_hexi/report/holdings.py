@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_hexi.plan import Plan, Replica, Traffic, backward_traffic, build_schedule, forward_traffic
 from megatron_hexi.plan.model import Range
-from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.terms import Offload, Recompute
 
 #: What the traffic is counted for: one sequence in bf16.
 BATCH = 1
@@ -25,6 +25,7 @@ class Holding:
         stage: index of its stage in the replica.
         layers: the layers of the stage; ``None``: all, and the job's pipeline repeats it.
         ministages: the layers of each of its ministages; ``None``: it runs whole.
+        offload: what of the stage waits in host memory; ``None``: nothing.
         recompute: what the stage computes again; ``None``: as the job says.
         domain: index of its domain in the stage.
         samples: of each micro-batch, what the domain takes; ``None``: all.
@@ -46,6 +47,7 @@ class Holding:
     stage: int
     layers: Range | None
     ministages: tuple[Range, ...] | None
+    offload: tuple[Offload, ...] | None
     recompute: Recompute | None
     domain: int
     samples: int | None
@@ -97,6 +99,7 @@ def _stage_holdings(
                 stage=place[1],
                 layers=stage.layers,
                 ministages=None if stage.ministages is None else replica.ministage_layers(place[1]),
+                offload=stage.offload,
                 recompute=stage.recompute,
                 domain=d,
                 samples=domain.samples,

@@ -161,6 +161,8 @@ def _domain_name(row: Holding) -> str:
         words.append(f"stage {row.stage} (layers {spell_layers(row)})")
     if row.ministages is not None:
         words.append(f"{len(row.ministages)} ministages")
+    if row.offload is not None:
+        words.append(f"offloads {', '.join(row.offload)}")
     if row.samples is not None:
         words.append(f"{row.samples} samples")
     return ", ".join(words)

@@ -12,7 +12,7 @@ from rich.text import Text
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import IterationCost, Job, RankCost
 from megatron_hexi.plan import Group, Member, Plan, Stage
-from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.terms import Offload, Recompute
 
 _NODE = re.compile(r"(?P<base>.+)-(?P<number>\d+)")
 #: Nodes that a line names; more are counted.
@@ -29,6 +29,7 @@ class Share:
         stages: their numbers in the replica, of those that are alike and follow each other.
         layers: of each of these; ``None``: the job says.
         ministages: in how many parts each of these runs; ``None``: whole.
+        offload: what of each of these waits in host memory; ``None``: nothing.
         recompute: what they compute again; ``None``: the job says.
         tensor_parallel: GPUs of a member that share each weight.
         groups: how many in each stage.
@@ -47,6 +48,7 @@ class Share:
     stages: tuple[int, ...]
     layers: int | None
     ministages: int | None
+    offload: tuple[Offload, ...] | None
     recompute: Recompute | None
     tensor_parallel: int
     groups: int
@@ -126,6 +128,7 @@ def _cut(stage: Stage, held: _Held, length: int) -> tuple[tuple[object, ...], _C
         layers,
         stage.recompute,
         stage.ministages,
+        stage.offload,
         width,
         *((key, len(same)) for key, same in groups.items()),
     ), groups
@@ -205,6 +208,8 @@ def shares_table(shares: Sequence[Share], job: Job) -> Table:
             layers = f"{share.layers}" + (
                 "" if share.ministages is None else f" in {share.ministages} ministages"
             )
+            if share.offload is not None:
+                layers += f", offloading {', '.join(share.offload)}"
             cells += [_spell_numbers(share.stages), layers, again, str(share.tensor_parallel)]
         table.add_row(
             *cells,
@@ -315,6 +320,7 @@ def _share(
         stages=stages,
         layers=None if stage.layers is None else stage.layers[1] - stage.layers[0],
         ministages=stage.ministages,
+        offload=stage.offload,
         recompute=stage.recompute,
         tensor_parallel=len(stage.members[0].ranks),
         groups=len(same) // cuts,

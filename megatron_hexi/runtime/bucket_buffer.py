@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_hexi.mesh import Box, Bucket, Cell
+from megatron_hexi.mesh import Box, Bucket, Cell, Keeping
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class BucketBuffer:
 
     Args:
         bucket: its table.
+        kept: how this rank keeps it.
         group: the holders; ``None`` where this rank alone holds it.
         values: of the weights, flat.
         gradients: flat; after the sum, what this rank owns is right, the rest is undefined.
@@ -54,6 +55,7 @@ class BucketBuffer:
     """
 
     bucket: Bucket
+    kept: Keeping
     group: dist.ProcessGroup | None
     values: Tensor
     gradients: Tensor
@@ -74,8 +76,8 @@ class BucketBuffer:
 
     @property
     def passes(self) -> bool:
-        """Whether it is here only while its ministage needs it: others can send it again."""
-        return self.bucket.ministage is not None and self.group is not None
+        """Whether it is on the device only while its ministage needs it."""
+        return self.kept.passes
 
     def spread(self) -> None:
         """Copy its values to parameters that lie elsewhere too."""

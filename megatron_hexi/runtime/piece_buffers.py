@@ -11,14 +11,15 @@ ranks keep that order, so two buckets can never wait for each other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_hexi.mesh import Bucket, Cell, Slab, cell_contains
+from megatron_hexi.mesh import Bucket, Cell, Slab, Sweep, cell_contains, keeping
+from megatron_hexi.plan.terms import Offload
 from megatron_hexi.runtime.bucket_buffer import (
     BucketBuffer,
     HeldBox,
@@ -44,6 +45,7 @@ class PieceBuffers:
         rank: this rank.
         group_of: makes a process group of some ranks; called in the same order by all ranks of the job.
         gradient_dtype: in which gradients are added up; ``None``: that of the weights.
+        offload: what of this rank's stage waits in host memory.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class PieceBuffers:
         rank: int,
         group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
         gradient_dtype: torch.dtype | None,
+        offload: Collection[Offload] = (),
     ) -> None:
         self.rank = rank
+        self._offload = offload
         self.buckets: list[BucketBuffer] = []
         self._by_parameter: dict[Parameter, list[BucketBuffer]] = {}
         self._launched = 0
@@ -77,9 +81,8 @@ class PieceBuffers:
         self._staying = [buffer for buffer in self.buckets if not buffer.passes]
         by_number: dict[int, list[BucketBuffer]] = {}
         for buffer in self.buckets:
-            if buffer.passes:
-                assert buffer.bucket.ministage is not None
-                by_number.setdefault(buffer.bucket.ministage[2], []).append(buffer)
+            if buffer.kept.ministage is not None:
+                by_number.setdefault(buffer.kept.ministage, []).append(buffer)
         # A parameter that lies in several buckets has memory of its own.
         apart = {held.parameter for buffer in self._staying for held, _, _ in buffer.copied}
         # In the same order on all ranks, as each group's collectives must be.
@@ -100,7 +103,8 @@ class PieceBuffers:
         values = like.new_empty(bucket.size)
         gradients = values.new_zeros(bucket.size, dtype=gradient_dtype or values.dtype)
         run = slice(*bucket.run(self.rank))
-        buffer = BucketBuffer(bucket, group, values, gradients, run, values[run], gradients[run])
+        kept = keeping(bucket, self.rank, self._offload)
+        buffer = BucketBuffer(bucket, kept, group, values, gradients, run, values[run], gradients[run])
         if buffer.passes:
             buffer.own_values, buffer.own_gradients = values[run].clone(), gradients[run].clone()
         for piece, start, one in zip(bucket.pieces, bucket.starts, held, strict=True):
@@ -190,32 +194,28 @@ class PieceBuffers:
             passing.release()
 
     @contextlib.contextmanager
-    def ministage(self, number: int, following: int | None, backward: bool) -> Iterator[None]:
+    def sweep(self, sweep: Sweep) -> Iterator[None]:
         """Have the weights of a ministage here while it runs, and let those of the next one come meanwhile.
 
         Its gradients are on their way to their owners afterwards, those of the ministage before are there.
-
-        Args:
-            number: of the ministage.
-            following: of the one that runs next; ``None``: the iteration ends.
-            backward: whether it has gradients.
         """
-        own = self._passing.get(number)
-        for passing in (own, None if following is None else self._passing.get(following)):
-            if passing is not None:
-                passing.fetch()
+        own = self._passing.get(sweep.ministage)
+        for number, passing in self._passing.items():
+            if number not in sweep.weights:
+                passing.release()
+        for number in sweep.weights:  # its own first
+            if number in self._passing:
+                self._passing[number].fetch()
         if own is not None:
             own.settle()
-            if backward:
+            if sweep.is_backward:
                 own.open_gradients()
         yield
-        if backward:
+        if sweep.is_backward:
             for passing in self._passing.values():
                 passing.close_gradients()
-        if own is not None:
-            if backward:
+            if own is not None:
                 own.start_sums()
-            if following != number:
                 own.release()
 
     # Gradients: what Megatron asks of a group of buckets

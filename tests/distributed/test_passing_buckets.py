@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.mesh import cut_pieces, make_buckets
+from megatron_hexi.mesh import cut_pieces, make_buckets, sweeps
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from tests.distributed.test_piece_buffers import (
     ITERATIONS,
@@ -67,15 +67,14 @@ def run_ministages(mesh, dtype, seed, size, ministages):
         sums = []
         for iteration in range(ITERATIONS):
             buffers.reset()
-            for number in reversed(range(ministages)):
-                with buffers.ministage(number, number - 1 if number else None, backward=True):
-                    here = {number, number - 1}
+            for sweep in (one for one in sweeps(ministages, gives_loss=True) if one.is_backward):
+                with buffers.sweep(sweep):
                     for buffer in passing:
                         is_here = buffer.values.untyped_storage().nbytes() > 0
-                        assert is_here == (buffer.bucket.ministage[2] in here)
+                        assert is_here == (buffer.kept.ministage in sweep.weights)
                         has_gradients = buffer.gradients.untyped_storage().nbytes() > 0
-                        assert has_gradients == (buffer.bucket.ministage[2] in {number, number + 1})
-                    for parameter in (one for one, used in number_of.items() if used == number):
+                        assert has_gradients == (buffer.kept.ministage in sweep.gradients)
+                    for parameter in (one for one, used in number_of.items() if used == sweep.ministage):
                         assert torch.equal(parameter.data, first[parameter])
                         for step in range(MICRO_BATCHES):
                             parameter.main_grad.add_(

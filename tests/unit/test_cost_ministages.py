@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel, Job, Phases, read_model
 from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.errors import PlanError
+from megatron_hexi.mesh import sweeps
 from megatron_hexi.plan import read_plan
 from megatron_hexi.simulator import simulate
 from tests.support.plans import examples
@@ -109,11 +112,12 @@ TURNS = STAGE.replace("layers: [0, 32]", "layers: [0, 32]\n    ministages: 32")
 def estimate(tmp_path: Path):
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     cluster = read_cluster(tmp_path / "cluster.yaml")
-    job = Job(model=read_model("llama3-8b"), seq_length=4096, micro_batch_size=4, global_batch_size=32)
+    one = Job(model=read_model("llama3-8b"), seq_length=4096, micro_batch_size=4, global_batch_size=32)
 
-    def run(text: str):
+    def run(text: str, data_parallel: int = 1):
         (tmp_path / "plan.yaml").write_text(text)
         plan = read_plan(tmp_path / "plan.yaml")
+        job = replace(one, data_parallel=data_parallel)
         return plan, job, cluster, CostModel(job, cluster).estimate(plan)
 
     return run
@@ -132,6 +136,66 @@ def test_ministages_take_less_memory_and_more_time(estimate):
     assert memory[1].activations == pytest.approx(memory[0].activations / 32 + 31 * 8 * rows)
     ratio = turns.phases.token / whole.phases.token
     assert ratio == pytest.approx(4 / 3, rel=0.02)  # one forward pass more of all but the last ministage
+
+
+OFFLOADED = TURNS.replace(
+    "ministages: 32", "ministages: 32\n    offload: [parameters, optimizer, activations]"
+)
+
+
+def test_what_is_offloaded_leaves_the_device_for_the_host(estimate):
+    *_, turns = estimate(TURNS)
+    *_, offloaded = estimate(OFFLOADED)
+    (before, after), host = (
+        (one.ranks[1].memory for one in (turns, offloaded)),
+        offloaded.ranks[1].host_memory,
+    )
+    assert turns.ranks[1].host_memory.total == 0
+    # Shares of weights, gradients and all of the state.
+    assert before.weights - after.weights == pytest.approx(host.weights)
+    assert before.gradients - after.gradients == pytest.approx(host.gradients)
+    assert after.optimizer == 0
+    assert host.optimizer == before.optimizer
+    assert host.optimizer == pytest.approx(6 * host.weights)  # bf16: 12 bytes a weight beside 2
+    rows = 4096 * 4096 * 2
+    assert host.activations == 31 * 8 * rows
+    assert before.activations - after.activations == pytest.approx((31 * 8 - 2) * rows)
+    assert after.total < 0.4 * before.total
+
+
+def test_what_replicas_hold_in_common_waits_whole_on_the_host(estimate):
+    replicas = """\
+- micro_batches: {count}
+  stages:
+  - layers: [0, 32]
+    ministages: 32
+    offload: [parameters, optimizer]
+    domains: [{{ranks: [{first}], samples: 2}}, {{ranks: [{second}], samples: 2}}]
+"""
+    head, _, _ = OFFLOADED.partition("- micro")
+    both = "".join(replicas.format(count=4, first=first, second=first + 1) for first in (0, 2))
+    *_, whole = estimate(head + both, data_parallel=2)
+    host = whole.ranks[0].host_memory
+    assert host.weights == pytest.approx(host.gradients / 2)  # all of them, and not shares
+    assert host.optimizer == pytest.approx(6 * host.weights / 4, rel=0.01)  # of which it steps a quarter
+
+
+@pytest.mark.parametrize("gives_loss", [False, True])
+@pytest.mark.parametrize("ministages", [1, 2, 3])
+def test_sweeps_have_what_they_need_and_what_comes_and_goes(ministages, gives_loss):
+    found = sweeps(ministages, gives_loss)
+    numbers = range(ministages)
+    assert [one.ministage for one in found if not one.is_backward] == list(numbers)[
+        : -1 if gives_loss else None
+    ]
+    assert [one.ministage for one in found if one.is_backward] == list(reversed(numbers))
+    for before, after in itertools.pairwise(found):
+        assert set(before.weights) == {before.ministage, after.ministage}
+        assert after.ministage in after.weights
+        if after.is_backward:
+            assert set(after.gradients) == {after.ministage, before.ministage} if before.is_backward else True
+    assert found[-1].weights == (0,)
+    assert [one.ministage for one in sweeps(ministages, gives_loss, forward_only=True)] == list(numbers)
 
 
 def test_the_simulator_refuses_ministages(estimate):

@@ -126,7 +126,7 @@ def test_every_rank_reduces_its_buckets_in_the_order_of_all(mesh, size):
 
 def test_without_a_size_each_set_of_holders_has_one_bucket():
     def piece(key, holders):
-        return Piece(key, ((0, 4),), (4,), 1, holders)
+        return Piece(key, ((0, 4),), (4,), 1, holders, (None,) * len(holders))
 
     pieces = [piece("a", (0, 1)), piece("b", (0,)), piece("c", (0, 1))]
     buckets = make_buckets(pieces, {0: 1, 1: 3}, None)

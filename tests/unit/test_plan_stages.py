@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan import Exchange, Replica, Stage, dump_plan, read_plan
+from megatron_hexi.plan import Exchange, Replica, Stage, dump_plan, plan_digest, read_plan, write_plan
+from megatron_hexi.report.holdings import holdings
+from megatron_hexi.report.tables import plan_report
 
 #: Two depths, units of one and two ranks, domains by tokens and by samples, uneven state.
 MIXED = """\
@@ -208,6 +213,36 @@ def test_mistakes_in_version_1_are_told_in_its_own_words(old, new, says, read):
             "layers: [0, 6]\n    ministages: 0",
             ":36: replicas[1].stages[0].ministages",
         ),
+        (
+            "layers: [0, 6]",
+            "layers: [0, 6]\n    offload: []",
+            ":36: replicas[1].stages[0].offload",
+        ),
+        (
+            "layers: [0, 6]",
+            "layers: [0, 6]\n    offload: [gradients]",
+            ":36: replicas[1].stages[0].offload[0]",
+        ),
+        (
+            "layers: [0, 6]",
+            "layers: [0, 6]\n    offload: [optimizer, optimizer]",
+            ":36: replicas[1].stages[0].offload[1] is optimizer, which stands there already; name each once",
+        ),
+        (
+            "layers: [0, 6]",
+            "layers: [0, 6]\n    offload: [optimizer, parameters]",
+            ":36: replicas[1].stages[0].offload[1] is parameters, of a stage that runs whole: all of its",
+        ),
+        (
+            "layers: [0, 6]",
+            "layers: [0, 6]\n    ministages: 2\n    offload: [activations, parameters]",
+            ":37: replicas[1].stages[0].offload[1] is parameters, and the optimizer's state of the same",
+        ),
+        (
+            "layers: [0, 6]",
+            "layers: [0, 6]\n    offload: [activations]",
+            ":36: replicas[1].stages[0].offload[0] is activations, of a stage that runs whole: no rows wait",
+        ),
         ("{ranks: [6], samples: 3}", "{ranks: [6], samples: 3, groups: []}", "ranks is not a known field"),
     ],
 )
@@ -243,6 +278,33 @@ def test_ministages_hold_every_layer_once(sizes, count):
     # In the order of the model: stage after stage, round after round.
     order = [own[turn] for turn in range(count) for own in dealt]
     assert all(before[1] == after[0] for before, after in itertools.pairwise(order))
+
+
+OFFLOADING = THREE_STAGES.replace(
+    "ministages: 2, domains: [{ranks: [1]}]",
+    "ministages: 2, offload: [parameters, optimizer, activations], domains: [{ranks: [1]}]",
+)
+
+
+def test_what_is_offloaded_is_read_written_and_shown(read, tmp_path: Path):
+    plan = read(OFFLOADING)
+    assert [stage.offload for stage in plan.replicas[0].stages] == [
+        None,
+        ("parameters", "optimizer", "activations"),
+        None,
+    ]
+    write_plan(plan, tmp_path / "again.yaml")
+    assert read_plan(tmp_path / "again.yaml") == plan
+    assert plan_digest(plan) != plan_digest(read(THREE_STAGES))
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan_report(plan, holdings(plan)))
+    assert "parameters, optimizer, activations" in console.export_text()
+
+
+def test_a_stage_that_the_job_repeats_offloads_nothing(read):
+    text = REPEATED.replace("ministages: 2", "offload: [optimizer]")
+    with pytest.raises(PlanError, match=r"offload is \['optimizer'\], in a stage that the job's pipeline"):
+        read(text)
 
 
 def test_a_stage_that_the_job_repeats_has_no_ministages(read):

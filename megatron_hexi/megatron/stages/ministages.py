@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.stages.slices import StageSlices
+from megatron_hexi.mesh import sweeps
 
 
 class _Replayed:
@@ -85,25 +86,18 @@ class _Iteration:
     def run(self, forward_only: bool) -> None:
         """All micro-batches through all ministages; the gradients of this rank are in its buckets then."""
         self._keeps = not forward_only
-        numbers = range(self._slices.count)
-        passes: list[tuple[int, Callable[[int, int], None]]] = [(number, self._forward) for number in numbers]
-        if not forward_only:
-            *others, last = numbers
-            if self._slices.gives_loss(last):
-                passes[last] = last, self._turn
-            else:
-                passes.append((last, self._backward))
-            passes += [(number, self._backward) for number in reversed(others)]
+        runs = {"forward": self._forward, "backward": self._backward, "turn": self._turn}
+        count = self._slices.count
         pieces = self._model.pieces
         pieces.release()
-        for place, (number, run) in enumerate(passes):
-            following = passes[place + 1][0] if place + 1 < len(passes) else None
+        for sweep in sweeps(count, self._slices.gives_loss(count - 1), forward_only):
             if self._batches is not None:
                 self._batches.rewind()
             self._stages.channels.begin(self._micro_batches, forward_only)
-            with pieces.ministage(number, following, run != self._forward), self._slices.only(number):
+            with pieces.sweep(sweep), self._slices.only(sweep.ministage):
                 for micro_batch in range(self._micro_batches):
-                    run(number, micro_batch)
+                    runs[sweep.way](sweep.ministage, micro_batch)
+        pieces.release()
 
     def _forward(self, number: int, micro_batch: int) -> None:
         """Run, and keep the rows that entered."""

@@ -1,0 +1,90 @@
+"""The rules of stages that run in ministages, and of what waits in host memory."""
+
+from __future__ import annotations
+
+from megatron_hexi.plan.check_domain import refuse
+from megatron_hexi.plan.model import Plan, Replica, Stage
+from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.yaml_file import Place
+from megatron_hexi.yaml_schema import Where
+
+
+def refuse_turns(stage: Stage, place: Place, where: Where) -> None:
+    """A stage that the job's pipeline repeats runs whole, and keeps what it holds where Megatron does."""
+    offload = None if stage.offload is None else list(stage.offload)
+    for name, value in (("ministages", stage.ministages), ("offload", offload)):
+        if value is not None:
+            refuse(
+                where,
+                (*place, name),
+                f"is {value}, in a stage that the job's pipeline repeats",
+                "give the stage its layers, or leave it out",
+            )
+
+
+def check_ministages(plan: Plan, replica: Replica, stage: Stage, place: Place, where: Where) -> None:
+    """Stages that take turns have as many ministages, each with a layer; it is they that are recomputed."""
+    if stage.ministages != replica.ministages:
+        found, first = ("missing" if one is None else one for one in (stage.ministages, replica.ministages))
+        refuse(
+            where,
+            (*place, "ministages"),
+            f"is {found}, in the replica's first stage {first}",
+            "give all stages of a replica as many: they take turns",
+        )
+    if stage.ministages is None:
+        return
+    assert stage.layers is not None
+    layers = stage.layers[1] - stage.layers[0]
+    if stage.ministages > layers:
+        refuse(
+            where,
+            (*place, "ministages"),
+            f"is {stage.ministages}, the stage has {layers} layer{'s' if layers > 1 else ''}",
+            "give every ministage a layer at least",
+        )
+    settings: tuple[tuple[Recompute | None, Place], ...] = (
+        (stage.recompute, (*place, "recompute")),
+        (plan.job.recompute, ("job", "recompute")),
+    )
+    for recompute, here in settings:
+        if isinstance(recompute, int):
+            refuse(
+                where,
+                here,
+                f"is {recompute}, and all layers of a ministage are computed again",
+                "give none, selective or full: what the second pass keeps",
+            )
+
+
+def check_offload(stage: Stage, place: Place, where: Where) -> None:
+    """What is offloaded has a time at which it is not used, and the larger goes before the smaller."""
+    if stage.offload is None:
+        return
+    here = (*place, "offload")
+    for number, what in enumerate(stage.offload):
+        if what in stage.offload[:number]:
+            refuse(where, (*here, number), f"is {what}, which stands there already", "name each once")
+    if stage.offloads("parameters"):
+        number = stage.offload.index("parameters")
+        if (stage.ministages or 1) == 1:
+            refuse(
+                where,
+                (*here, number),
+                "is parameters, of a stage that runs whole: all of its weights are always in use",
+                "give two ministages or more, or leave it out",
+            )
+        if not stage.offloads("optimizer"):
+            refuse(
+                where,
+                (*here, number),
+                "is parameters, and the optimizer's state of the same weights, which is larger, stays",
+                "offload the optimizer too",
+            )
+    if stage.offloads("activations") and stage.ministages is None:
+        refuse(
+            where,
+            (*here, stage.offload.index("activations")),
+            "is activations, of a stage that runs whole: no rows wait between ministages",
+            "give ministages, or leave it out",
+        )
