@@ -85,14 +85,14 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, Launch | None]:
     options = _parser().parse_args(words)
     host, _, port = options.rdzv_endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise HexiError(f"--rdzv-endpoint {options.rdzv_endpoint}: give HOST:PORT, head:29400 say")
+        raise HexiError(f"--rdzv-endpoint {options.rdzv_endpoint}: give HOST:PORT, for example head:29400")
     options.host, options.port = host, int(port)
     if options.keep_store:
         return options, None
     least, _, most = (options.nnodes or "").partition(":")
     most = most or least
     if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
-        raise HexiError(f"--nnodes {options.nnodes}: give MIN:MAX, 2:4 say")
+        raise HexiError(f"--nnodes {options.nnodes}: give MIN:MAX, for example 2:4")
     if options.nproc_per_node is None or options.nproc_per_node < 1:
         raise HexiError(f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs of this node")
     if options.lost_after < 5:
