@@ -110,8 +110,8 @@ def _rows(rows: Sequence[Comparison]) -> Iterator[str]:
     yield "|---|" + "---:|---:|---:|" * len(units)
     for run in (run for of_name in runs.values() for run in of_name):
         by_unit = {row.unit: row for row in run}
-        cells = (_figures(by_unit[unit]) if unit in by_unit else "| |" for unit in units)
-        yield f"| {run[0].row} | {' | '.join(cells)} |"
+        figures = (_figures(by_unit[unit]) if unit in by_unit else "| |" for unit in units)
+        yield f"| {run[0].row} | {' | '.join(figures)} |"
 
 
 def _figures(row: Comparison) -> str:
