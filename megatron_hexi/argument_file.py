@@ -53,7 +53,7 @@ def _words(text: str, path: Path) -> Iterator[str]:
         line = text.count("\n", 0, reached) + 1
         if token is None:
             raise HexiError(
-                f"{path}, line {line}: {text[reached:].split()[0][:40]}: is not closed; mend the quotes"
+                f"{path}, line {line}: {text[reached:].split()[0][:40]}: is not closed; close the quotes"
             )
         word = token["word"]
         if word is not None:

@@ -16,7 +16,7 @@ _OTHERS_S = 3.0
 
 
 class HexiError(ValueError):
-    """Something the user wrote or asked for cannot be done; the message says how to mend it.
+    """Something the user wrote or asked for cannot be done; the message gives the remedy.
 
     The message is one line: where (file and place), what was found, what to do about it.
     """

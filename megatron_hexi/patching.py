@@ -132,7 +132,7 @@ class PatchSet:
                 on already.
         """
         if self.installed:
-            raise PatchError("these patches are on already; remove() them first")
+            raise PatchError("these patches are installed already; remove() them first")
         for patch in self.patches:
             patch.locate()
         try:

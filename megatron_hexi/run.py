@@ -21,11 +21,14 @@ def main(argv: list[str]) -> None:
         argv: the script and its arguments.
 
     Raises:
-        SystemExit: the script is missing, or its arguments are wrong (exit code 2).
+        SystemExit: help was asked for, the script is missing, or its arguments are wrong (exit code 2).
     """
     with user_errors():
         if not argv:
             raise HexiError(f"no training script given; {_USAGE}")
+        if argv[0] in ("-h", "--help"):
+            print(_USAGE)
+            raise SystemExit(0)
         script = argv[0]
         if not os.path.isfile(script):
             raise HexiError(f"{script}: no such training script; {_USAGE}")

@@ -79,7 +79,7 @@ def yaml_from_text(path: Path, text: str) -> YamlFile:
         reason = ", ".join(part for part in (problem.context, problem.problem) if part)
         if "nesting depth" in reason:  # libyaml's own limit, since 0.2.6
             raise HexiError(_too_deep(path, line)) from None
-        raise HexiError(f"{path}:{line}: not valid YAML ({reason}); mend that line") from None
+        raise HexiError(f"{path}:{line}: not valid YAML ({reason}); correct that line") from None
     except yaml.YAMLError as problem:
         reason = str(problem).splitlines()[0]
         raise HexiError(f"{path}: not text ({reason}); is it the right file?") from None

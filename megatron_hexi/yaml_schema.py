@@ -22,7 +22,7 @@ _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 #: What pydantic says, as we say it; its own wording where none is given.
 _REMEDIES = {
     "missing": "is missing; add it",
-    **dict.fromkeys(_UNKNOWN, "is not a known field; remove it or mend its name"),
+    **dict.fromkeys(_UNKNOWN, "is not a known field; remove it or correct its name"),
     "int_type": "is not a whole number; write one",
     **dict.fromkeys(("float_type", "float_parsing"), "is not a number; write one"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "is not true or false; write one of them"),
@@ -67,7 +67,7 @@ def parse[T](kind: TypeAdapter[T], data: Any, where: Where, error: type[HexiErro
         place: Place = tuple(step for step in problem["loc"] if step != "[key]")
         known = _REMEDIES.get(problem["type"])
         limits = {name: _plain(limit) for name, limit in problem.get("ctx", {}).items()}
-        said = known.format(**limits) if known else f"is wrong ({problem['msg']}); mend it"
+        said = known.format(**limits) if known else f"is wrong ({problem['msg']}); correct it"
         value = "" if problem["type"] in ("missing", *_UNKNOWN) else f" = {short(problem['input'])}"
         raise error(f"{where(place)}{value} {said}") from None
 

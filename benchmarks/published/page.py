@@ -84,7 +84,21 @@ def _overview(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
 
 
 def _rows(rows: Sequence[Comparison]) -> Iterator[str]:
-    """A line for each run: its time, and its memory where that was published too."""
+    """A line for each run: its time, and its memory where that was published too.
+
+    Runs that are a grid, named ``layout, 8 GPUs``, are a table with a column for each number of GPUs.
+    """
+    grid: dict[str, dict[str, Comparison]] = {}
+    for row in rows:
+        name, _, column = row.row.rpartition(", ")
+        grid.setdefault(name, {})[column] = row
+    columns = list(next(iter(grid.values())))
+    if len(grid) > 1 and len(columns) > 1 and all(list(cells) == columns for cells in grid.values()):
+        yield f"| {rows[0].unit}: published, predicted, error | {' | '.join(columns)} |"
+        yield "|---|" + "---|" * len(columns)
+        for name, cells in grid.items():
+            yield f"| {name} | {' | '.join(_figures(row).replace(' |', ',') for row in cells.values())} |"
+        return
     runs: dict[str, list[list[Comparison]]] = {}
     for row in rows:  # tables may have two runs of one name
         of_name = runs.setdefault(row.row, [])
@@ -96,8 +110,8 @@ def _rows(rows: Sequence[Comparison]) -> Iterator[str]:
     yield "|---|" + "---:|---:|---:|" * len(units)
     for run in (run for of_name in runs.values() for run in of_name):
         by_unit = {row.unit: row for row in run}
-        cells = (_figures(by_unit[unit]) if unit in by_unit else "| |" for unit in units)
-        yield f"| {run[0].row} | {' | '.join(cells)} |"
+        figures = (_figures(by_unit[unit]) if unit in by_unit else "| |" for unit in units)
+        yield f"| {run[0].row} | {' | '.join(figures)} |"
 
 
 def _figures(row: Comparison) -> str:

@@ -33,11 +33,10 @@ def arguments(
         int, typer.Option(metavar="N", help="Iterations from checkpoint to checkpoint.", parser=whole)
     ] = 500,
 ) -> None:
-    """Add to Megatron's arguments what a training needs that Slurm may start again.
+    """Complete Megatron's arguments for a restartable Slurm job.
 
-    The file's own --save, --load, --save-interval and --ckpt-format stand; without them a training saves in
-    FOLDER and goes on from where it saves. Writes WORDS, each of them ended by a NUL byte, as mapfile -d ''
-    reads them.
+    Keeps the file's --save, --load, --save-interval and --ckpt-format; without them training saves in
+    FOLDER and resumes from there. Writes WORDS, each ended by a NUL byte, as mapfile -d '' reads them.
     """
     check_outputs([file], [out], None)
     again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"

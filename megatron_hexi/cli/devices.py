@@ -21,7 +21,7 @@ def catalog(
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
-    """Show the GPUs that are known: memory, links, achieved rates, and where each figure comes from."""
+    """Show known GPUs: memory, links, rates and their sources."""
     check_outputs([], [], picture)
     devices = list(known_devices().values()) if gpu is None else [known_device(gpu)]
     if picture is not None:

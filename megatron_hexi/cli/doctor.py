@@ -17,7 +17,7 @@ from megatron_hexi.errors import EXIT_USER_ERROR, HexiError
 if TYPE_CHECKING:
     from megatron_hexi.doctor import Checkout
 
-# The room `doctor` looks into the half that trains, so it is imported by this command alone, when it runs.
+# The package `doctor` imports the half that trains, so it is imported by this command alone, when it runs.
 
 app = typer.Typer()
 
@@ -27,9 +27,7 @@ def doctor(
     as_json: AsJson = False,
     megatron: Annotated[
         Path | None,
-        typer.Option(
-            metavar="CHECKOUT", help="Also look at a Megatron-LM checkout: is our line in its scripts?"
-        ),
+        typer.Option(metavar="CHECKOUT", help="Also check a Megatron-LM checkout for the import line."),
     ] = None,
     local: Annotated[
         bool, typer.Option("--local", help="Look at this process only, under torchrun or srun too.")
@@ -38,9 +36,10 @@ def doctor(
         float, typer.Option(metavar="SECONDS", min=1, help="How long to wait for the other ranks of a job.")
     ] = 120,
 ) -> None:
-    """Examine this machine, or under torchrun or srun all of a job: versions, kernels, patches, network.
+    """Examine this machine, or all ranks of a job.
 
-    Every problem comes with its remedy. Exit code 2 where one is an error; warnings and notes do not count.
+    Versions, kernels, patches and network; every problem with its remedy. For a job, start it with torchrun
+    or srun. Exit code 2 where a problem is an error; warnings and notes do not count.
     """
     from megatron_hexi.doctor import doctor_dict, doctor_report, examine, launched_job
 

@@ -57,9 +57,10 @@ def launch(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the commands that start a plan's training: Megatron's flags, torchrun for each node, sbatch.
+    """Print the lines that start a plan's training.
 
-    Without data of your own they train ten iterations on Megatron's synthetic data.
+    Megatron's flags, torchrun for each node, and sbatch. Without data of your own they train ten iterations
+    on Megatron's synthetic data.
     """
     planned = read_plan(plan)
     named = model or (planned.provenance.model if planned.provenance else None)

@@ -35,7 +35,7 @@ from megatron_hexi.errors import HexiError, NothingFitsError, user_errors
 
 app = typer.Typer(
     help="Long-context training on mixed GPU clusters, as a plugin for Megatron-LM. Options have Megatron's "
-    "names; those of the release before (--tensor-parallel, --recompute, …) are read for one more.",
+    "names; the former ones (--tensor-parallel, --recompute, …) still work in this release.",
     rich_markup_mode=None,  # the tables of the other mode cut long names off
     pretty_exceptions_enable=False,  # our faults keep a traceback that can be pasted into an issue
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -60,7 +60,12 @@ Picture = Annotated[
     Path | None, typer.Option(metavar="OUT.png", help="Draw a picture too (.png, .svg, .pdf, …).")
 ]
 
-_MODEL = "A preset, a Hugging Face config.json, or a file of Megatron's arguments"
+#: As in `megatron_hexi.cost.presets`, which takes too long to read for --help.
+PRESETS = (
+    *("gpt-3b", "gpt-7b", "gpt-13b", "gpt-70b"),
+    *("llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b"),
+)
+_MODEL = f"A preset ({', '.join(PRESETS)}), a Hugging Face config.json, or a file of Megatron's arguments"
 _JOB = "The job"
 #: Fields of bundles that are no terms of a `Job`.
 _NOT_TERMS = ("model", "data_parallel", "memory_margin")
@@ -199,7 +204,8 @@ class NewJob(Training):
     ] = None
 
     model: Annotated[
-        str, _option("model", f"{_MODEL}; what that says of the job stands for options.", metavar="NAME|PATH")
+        str,
+        _option("model", f"{_MODEL}, whose job terms hold where no option is given.", metavar="NAME|PATH"),
     ]
     seq_length: Annotated[
         int | None, count_option("seq_length", "Tokens of one sequence, as 131072 or 128K.")

@@ -19,13 +19,16 @@ Checkout = Annotated[
 
 @app.command(epilog="Example: hexi patch ~/Megatron-LM")
 def patch(checkout: Checkout) -> None:
-    """Add our one import line to the training scripts of a Megatron-LM checkout."""
+    """Add the import line to a Megatron-LM checkout."""
     for path in patch_checkout(checkout):
         say(f"patched {path}")
 
 
 @app.command(epilog="Example: hexi unpatch ~/Megatron-LM")
 def unpatch(checkout: Checkout) -> None:
-    """Take that line out again: every file is its original, byte for byte."""
+    """Remove the import line from a Megatron-LM checkout.
+
+    Restores every file byte for byte.
+    """
     for path in unpatch_checkout(checkout):
         say(f"restored {path}")

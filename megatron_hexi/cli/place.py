@@ -37,9 +37,9 @@ def place(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Find the hosts of a plan's ranks in this Slurm job, whatever order Slurm gives its nodes.
+    """Find the hosts of a plan's ranks in this Slurm job.
 
-    Reads from standard input what sinfo says of all nodes (the example below).
+    Reads the output of sinfo for all nodes from standard input (the example below).
     Writes HOSTS, a line a rank in rank order, for HEXI_HOSTS; and its lines by component of the job,
     HOSTS.0, HOSTS.1 and so on, for srun --distribution=arbitrary --nodelist.
     """

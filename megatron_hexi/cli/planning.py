@@ -65,7 +65,7 @@ def plan(
     job: NewJob,
     out: PlanOut,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show what time goes to in the next best layouts too.")
+        bool, typer.Option("--explain", help="Show where the time goes in the next best layouts too.")
     ] = False,
     batch_shares: Annotated[
         bool,
@@ -78,7 +78,9 @@ def plan(
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
-    """Find the plan for a job on a cluster, and how far from the best it can be at most.
+    """Find the fastest plan of a job on a cluster.
+
+    Prints a lower bound on the time of any plan, and the lines that start the training.
 
     Exit code 3 where nothing fits in memory.
     """
@@ -123,7 +125,9 @@ def compare(
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
-    """Show the plan beside every baseline: what each would do, or why it cannot.
+    """Compare the plan with uniform and other baseline layouts.
+
+    Shows the predicted time of each, or why it does not apply.
 
     Exit code 3 where nothing fits in memory.
     """
@@ -160,16 +164,16 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="SCENARIO.yaml",
-            help="Play hours or days of throttled GPUs, congested links and lost nodes in place of an "
-            "iteration: goodput of the plan kept, re-planned, and of the best at every time.",
+            help="Simulate hours or days of throttled GPUs, congested links and lost nodes: goodput of the "
+            "plan kept, re-planned, and of the best plan at every time.",
         ),
     ] = None,
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
-    """Replay a plan event by event, every link shared, beside what the cost model says of it.
+    """Simulate a plan event by event on shared links.
 
-    With a scenario, play what happens to the cluster while the job runs instead.
+    Compares with the cost model. With --scenario, simulates a changing cluster instead.
     """
     if scenario is not None and trace is not None:
         raise HexiError(f"--trace {trace}: is of one iteration, --scenario of many; leave one out")

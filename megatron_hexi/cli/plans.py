@@ -47,7 +47,10 @@ def _number(field: str, text: str) -> Any:
 
 @app.command(epilog="Example: hexi show plan.yaml --picture plan.png")
 def show(plan: PlanPath, as_json: AsJson = False, picture: Picture = None) -> None:
-    """Show who holds what and why: tokens, heads, positions, bytes sent, and what the planner expected."""
+    """Show what each rank of a plan holds and sends.
+
+    Tokens, heads, positions, bytes, and the planner's prediction.
+    """
     check_outputs([plan], [], picture)
     shown = read_plan(plan)
     rows = holdings(shown)
@@ -79,9 +82,9 @@ def validate(
         typer.Option(metavar="CLUSTER.yaml", help="Predict time and memory on this cluster, and check both."),
     ] = None,
 ) -> None:
-    """Check every rule that a plan must keep; exit code 2 and the place where one is broken.
+    """Check a plan; with a cluster, predict its time and memory.
 
-    With a cluster, also predict iteration time and memory; exit code 2 where it does not fit.
+    Exit code 2 with file and line where a rule is broken, or where the plan does not fit in memory.
     """
     document: dict[str, Any] = {"plan": str(plan), "valid": False}
     try:
@@ -134,9 +137,9 @@ def proportion(
     value_dim: Annotated[
         int | None, _number("value_dim", "Size of one head's values, where another (multi-latent attention).")
     ] = None,
-    window: Annotated[int, _number("window", "KV blocks in flight ahead of the one in use.")] = 1,
+    window: Annotated[int, _number("window", "Prefetch depth of keys and values, in steps.")] = 1,
 ) -> None:
-    """Write the plain plan: tokens and heads in proportion to the ranks' speeds."""
+    """Write a plan in proportion to the ranks' speeds."""
     check_outputs([], [out], None)
     check_limits({"seq_length": seq_length, "heads": heads, "tensor_parallel": tensor_parallel})
     if tensor_parallel < 1:

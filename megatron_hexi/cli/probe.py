@@ -74,24 +74,23 @@ def probe(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure at fewer sizes.")] = False,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew, whatever an interrupted probe left.")
+        bool, typer.Option("--restart", help="Discard what an interrupted probe measured.")
     ] = False,
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
-    """Measure a cluster, and write the cluster file that the planner reads.
+    """Measure a cluster and write its cluster file.
 
-    Start it as the job would be started, one process for each GPU, with torchrun or srun.
-    Alone it measures one GPU.
+    Start it as the job, one process for each GPU, with torchrun or srun. Alone it measures one GPU.
 
-    What is done is kept in CLUSTER.yaml.partial.json: the same command goes on from there.
+    CLUSTER.yaml.partial.json keeps what is measured; the same command resumes from it.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch says of lost ranks, we say once
-    from megatron_hexi import probe as room
+    from megatron_hexi import probe as measuring
 
-    with room.connect() as world, _said_once(world):
+    with measuring.connect() as world, _said_once(world):
         with world.all_or_none():
-            options = room.Options(
+            options = measuring.Options(
                 kernels=tuple(kernel),
                 precision=precision,
                 hidden_size=hidden,
@@ -101,10 +100,10 @@ def probe(
                 quick=quick,
             )
             if world.rank == 0:
-                check_outputs([], [out, room.partial_path(out)], picture)
+                check_outputs([], [out, measuring.partial_path(out)], picture)
         with progress_bar() if world.rank == 0 else contextlib.nullcontext() as bar:
-            measured = room.probe(
-                world, options, room.partial_path(out), restart=restart, tell=_teller(world, bar)
+            measured = measuring.probe(
+                world, options, measuring.partial_path(out), restart=restart, tell=_teller(world, bar)
             )
         with world.all_or_none():
             if world.rank == 0:
@@ -116,12 +115,12 @@ def _finish(measured: Measurement, out: Path, picture: Path | None, *, as_json: 
     from rich.console import Group
     from rich.text import Text
 
-    from megatron_hexi import probe as room
+    from megatron_hexi import probe as measuring
     from megatron_hexi.report.catalog import device_report
 
-    data, notes = room.assemble(measured, out.stem)
-    cluster, notes = room.write_cluster(out, data, notes, measured)
-    room.partial_path(out).unlink(missing_ok=True)
+    data, notes = measuring.assemble(measured, out.stem)
+    cluster, notes = measuring.write_cluster(out, data, notes, measured)
+    measuring.partial_path(out).unlink(missing_ok=True)
     say(f"wrote {out}")
     devices = list({node.device.name: node.device for node in cluster.nodes}.values())
     if picture is not None:

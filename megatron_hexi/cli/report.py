@@ -45,9 +45,9 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a run: its plan, each rank's time and memory beside the prediction, its losses.
+    """Write a run as an HTML page beside its prediction.
 
-    The page needs no network; its figures are printed too.
+    The plan, each rank's time and memory, the losses. The page needs no network; its figures are printed too.
     """
     planned, told = read_plan(plan), read_record(record)
     model_file = PlannedJob(model=model).model_file(planned)

@@ -14,7 +14,7 @@ from megatron_hexi.report.testbed import testbed_report
 from megatron_hexi.testbed.command import run_testbed
 
 commands = typer.Typer(
-    help="Emulate a mixed cluster on this machine: speeds, links and memory of its file.",
+    help="Emulate a mixed cluster on this machine.",
     epilog="Example: hexi testbed check scripts/testbed/two-fast-two-slow.yaml",
     no_args_is_help=True,
 )
@@ -22,7 +22,7 @@ app = typer.Typer()
 app.add_typer(commands, name="testbed")
 
 SpeedsOption = Annotated[
-    str, typer.Option("--speeds", metavar="HOW", help="How ranks are made slow: paced, quota or none.")
+    str, typer.Option("--speeds", metavar="HOW", help="How ranks are slowed: paced, quota or none.")
 ]
 LinksOption = Annotated[str, typer.Option("--links", metavar="on|off", help="The file's links.")]
 Gpus = Annotated[
@@ -52,16 +52,14 @@ def run(
     gpus: Gpus = None,
     throttle: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="GPU=SPEED@BEGIN..END", help="A GPU that is slower from a second of the job on."
-        ),
+        typer.Option(metavar="GPU=SPEED@BEGIN..END", help="Slow a GPU down between two seconds of the job."),
     ] = None,
     out: Folder = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a job on the emulated cluster.
 
-    The job's exit code is passed on. Exit code 4 where the testbed was measured to be off by more than 5 %.
+    The job's exit code is passed on. Exit code 4 where the testbed is off by more than 5 %.
     """
     _run(program, as_json, cluster, out, speeds, links, gpus, throttle or [])
 
@@ -77,7 +75,7 @@ def check(
 ) -> None:
     """Measure the emulated cluster under a synthetic load.
 
-    Exit code 4 where it was measured to be off by more than 5 %.
+    Exit code 4 where it is off by more than 5 %.
     """
     _run([], as_json, cluster, out, speeds, links, gpus)
 

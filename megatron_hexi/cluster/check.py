@@ -15,7 +15,7 @@ from megatron_hexi.yaml_schema import short
 def check_size(file: ClusterFile, source: YamlFile) -> None:
     """Refuse an absurd size, before anything is built for each node or GPU."""
     if file.gpu_count > MAX_GPUS:
-        remedy = f"at most {MAX_GPUS} are planned for; mend count or gpus"
+        remedy = f"at most {MAX_GPUS} are planned for; correct count or gpus"
         refuse(source, ("nodes",), f"have {file.gpu_count} GPUs in all", remedy)
 
 
@@ -68,7 +68,7 @@ def _check_nodes(file: ClusterFile, devices: Mapping[str, Device], source: YamlF
             )
         seen[entry.name] = i
         if entry.gpu not in devices:
-            remedy = "mend its name, or describe it under devices:"
+            remedy = "correct its name, or describe it under devices:"
             refuse(source, (*place, "gpu"), f"= {unknown_device(entry.gpu, devices)}", remedy)
         if entry.host is not None and devices[entry.gpu].host is None:
             for name, value in vars(entry.host).items():

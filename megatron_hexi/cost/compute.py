@@ -64,7 +64,7 @@ def device_speeds(device: Device, job: Job) -> Speeds:
     rate = getattr(device.nominal, job.precision)
     if rate is not None and job.precision == "fp8" and device.matmul_fp8 is None:
         raise ClusterError(
-            f"{device.name}: nobody measured fp8 on this GPU; use precision bf16, or give matmul_fp8 under "
+            f"{device.name}: no fp8 rate is known for this GPU; use precision bf16, or give matmul_fp8 under "
             "devices: in the cluster file"
         )
     if rate is None:

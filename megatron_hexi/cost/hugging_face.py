@@ -39,7 +39,7 @@ def model_from_config(text: str, path: Path) -> Model:
         config = json.loads(text)
     except (ValueError, RecursionError) as problem:
         line = getattr(problem, "lineno", 1)
-        raise HexiError(f"{path}:{line}: not valid JSON ({problem}); mend that line") from None
+        raise HexiError(f"{path}:{line}: not valid JSON ({problem}); correct that line") from None
     if not isinstance(config, dict):
         raise HexiError(f"{path}: not a config.json: a mapping with model_type and num_hidden_layers")
     family = _family(config, path)

@@ -227,4 +227,4 @@ class _Parser(argparse.ArgumentParser):
         self._path = path
 
     def error(self, message: str) -> NoReturn:
-        raise HexiError(f"{self._path}: {message}; mend that flag")
+        raise HexiError(f"{self._path}: {message}; correct that flag")

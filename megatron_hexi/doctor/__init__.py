@@ -1,4 +1,4 @@
-"""What is installed on a machine, what is wrong with it, and how to mend it: the room behind ``hexi doctor``.
+"""What is installed on a machine, what is wrong with it, and the remedy: what ``hexi doctor`` prints.
 
 `facts` is what was found, as plain data; `collect` finds it (from `software`, `machine`, `kernel_choice`
 and `patch_state`); `rules` and `agreement` judge it without looking at the machine again; `gather` brings the

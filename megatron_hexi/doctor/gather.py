@@ -140,7 +140,7 @@ def send_facts(store: Store, facts: Facts, timeout_s: float) -> bool:
         store.add("read", 1)
     except RuntimeError:
         raise HexiError(
-            f"rank 0 went away, or did not answer within {timeout_s:g} s; see its log, or raise --timeout"
+            f"rank 0 ended, or did not answer within {timeout_s:g} s; see its log, or raise --timeout"
         ) from None
     return verdict == _HEALTHY
 

@@ -26,7 +26,7 @@ def _parts_unknown(facts: Facts) -> Iterator[Problem]:
         if facts.torch is None and part in _NEED_TORCH:
             continue  # that it is missing is said already
         yield Problem(
-            "warning", f"could not look at {part} ({reason})", "mend that first, then run this again"
+            "warning", f"could not inspect {part} ({reason})", "fix that first, then run this again"
         )
 
 

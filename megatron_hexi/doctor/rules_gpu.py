@@ -22,7 +22,7 @@ def _no_gpu(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "note",
             "no GPU: training runs on the CPU, with gloo",
-            "nothing, if that is meant; else the driver",
+            "nothing if intended; otherwise install the driver",
         )
         return
     found = f"an NVIDIA driver is here ({driver.version or 'its library alone'}), and torch sees no GPU"
@@ -111,7 +111,7 @@ def _kernels(facts: Facts) -> Iterator[Problem]:
                 "warning",
                 f"{choice.device}: no fast attention kernel takes bf16 with heads of 128; the plain one "
                 "would be used, whose memory grows with the square of the length",
-                "mend what keeps one of them away: "
+                "remove what prevents a faster one: "
                 + ", ".join(f"{name} ({reason})" for name, reason in choice.verdicts if reason),
             )
         for name, reason in choice.verdicts:

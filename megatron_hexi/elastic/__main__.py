@@ -25,23 +25,25 @@ Example, on each of four nodes; two of them suffice:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_hexi.elastic",
-        description="Train on the nodes that are there: a lost one is left out, one that comes is taken in, "
-        "each time by a plan for those present, from the last checkpoint.",
+        description="Train on the nodes that are present. Lost nodes are left out and new ones taken in, "
+        "each time with a plan for those present, from the last checkpoint.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--nnodes", metavar="MIN:MAX", help="how few nodes train, and how many at most")
+    parser.add_argument("--nnodes", metavar="MIN:MAX", help="the fewest and the most nodes that train")
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of this node, one a GPU")
     parser.add_argument(
         "--rdzv-endpoint",
         required=True,
         metavar="HOST:PORT",
-        help="where nodes meet; the first one on HOST keeps the store, unless --keep-store does",
+        help="the job's store, which the first node on HOST serves unless --keep-store does",
     )
-    parser.add_argument("--rdzv-id", default="hexi", metavar="NAME", help="of the job (default: hexi)")
     parser.add_argument(
-        "--keep-store", action="store_true", help="keep the store at --rdzv-endpoint, and do nothing else"
+        "--rdzv-id", default="hexi", metavar="NAME", help="the job's name in the store (default: hexi)"
+    )
+    parser.add_argument(
+        "--keep-store", action="store_true", help="serve the store at --rdzv-endpoint, and nothing else"
     )
     parser.add_argument(
         "--node",
@@ -53,17 +55,17 @@ def _parser() -> argparse.ArgumentParser:
         "--local-addr",
         default=socket.getfqdn(),
         metavar="ADDRESS",
-        help="at which other nodes reach this one (default: the host's full name)",
+        help="where other nodes reach this one (default: the host's full name)",
     )
     parser.add_argument(
-        "--max-losses", type=int, default=100, metavar="N", help="ends after so many (default: 100)"
+        "--max-losses", type=int, default=100, metavar="N", help="end after so many losses (default: 100)"
     )
     parser.add_argument(
         "--lost-after",
         type=float,
         default=20.0,
         metavar="SECONDS",
-        help="a rank that is silent for so long is lost (default: 20); one whose process ends is at once",
+        help="silence after which a rank counts as lost (default: 20); an ended process counts at once",
     )
     parser.add_argument("--log-dir", metavar="PATH", help="write each rank's output below this folder")
     parser.add_argument(
@@ -75,9 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--script",
         metavar="PATH",
-        help="a training script, pretrain_gpt.py of Megatron-LM say (default: megatron_hexi.pretrain_gpt)",
+        help="a training script, such as Megatron-LM's pretrain_gpt.py (default: megatron_hexi.pretrain_gpt)",
     )
-    parser.add_argument("words", nargs="*", metavar="-- ARGUMENTS", help="Megatron's and ours")
+    parser.add_argument(
+        "words", nargs="*", metavar="-- ARGUMENTS", help="Megatron's arguments, and --hexi ones"
+    )
     return parser
 
 
@@ -85,14 +89,14 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, Launch | None]:
     options = _parser().parse_args(words)
     host, _, port = options.rdzv_endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise HexiError(f"--rdzv-endpoint {options.rdzv_endpoint}: give HOST:PORT, head:29400 say")
+        raise HexiError(f"--rdzv-endpoint {options.rdzv_endpoint}: give HOST:PORT, for example head:29400")
     options.host, options.port = host, int(port)
     if options.keep_store:
         return options, None
     least, _, most = (options.nnodes or "").partition(":")
     most = most or least
     if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
-        raise HexiError(f"--nnodes {options.nnodes}: give MIN:MAX, 2:4 say")
+        raise HexiError(f"--nnodes {options.nnodes}: give MIN:MAX, for example 2:4")
     if options.nproc_per_node is None or options.nproc_per_node < 1:
         raise HexiError(f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs of this node")
     if options.lost_after < 5:

@@ -1,1 +1,1 @@
-"""The only room that knows Megatron: arguments, patches and entry points."""
+"""The only package that knows Megatron: arguments, patches and entry points."""

@@ -54,7 +54,7 @@ class HexiCoreAttention(MegatronModule):
         causal = session.given.plan.workload.causal
         if attention_type != "self":
             raise PlanError(
-                f"layer {layer_number} has {attention_type} attention; a plan carries out self attention only"
+                f"layer {layer_number} has {attention_type} attention; a plan supports self attention only"
             )
         if attn_mask_type is not (AttnMaskType.causal if causal else AttnMaskType.no_mask):
             raise PlanError(
@@ -115,7 +115,7 @@ class HexiCoreAttention(MegatronModule):
         for name, given in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
             if given is not None:
                 raise PlanError(
-                    f"attention was given {name}, which a plan cannot carry out yet; train without it"
+                    f"attention was given {name}, which a plan does not support yet; train without it"
                 )
         if attn_mask_type not in (None, self.attn_mask_type):
             raise PlanError(

@@ -247,6 +247,6 @@ def _refuse_what_is_not_carried_out(args: Namespace) -> None:
     for name, flag in _NOT_CARRIED_OUT.items():
         if getattr(args, name, None):  # an earlier version may not have it
             raise HexiError(
-                f"{flag}: megatron_hexi.pretrain_gpt does not carry it out; use NVIDIA's script through "
+                f"{flag}: megatron_hexi.pretrain_gpt does not support it; use NVIDIA's script through "
                 "torchrun … -m megatron_hexi.run pretrain_gpt.py"
             )

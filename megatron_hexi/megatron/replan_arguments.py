@@ -39,10 +39,11 @@ def check_replanning(args: Namespace, plan: Plan | None) -> None:
         return
     what = f"{_FLAG} {interval}"
     if interval < 2:
-        raise HexiError(f"{what}: looks every so many iterations; give 2 or more, 10 say")
+        raise HexiError(f"{what}: looks every so many iterations; give 2 or more, for example 10")
     if not 0 <= args.hexi_replan_threshold < 1:
         raise HexiError(
-            f"--hexi-replan-threshold {args.hexi_replan_threshold}: is a part of an iteration; give 0.03, say"
+            f"--hexi-replan-threshold {args.hexi_replan_threshold}: is a part of an iteration; "
+            "give for example 0.03"
         )
     if plan is None:
         raise HexiError(f"{what}: re-plans a plan; give --hexi-plan too, or leave it out")

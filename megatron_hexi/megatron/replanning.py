@@ -171,7 +171,7 @@ class Replanner:
             return
         if "error" in answer:
             raise HexiError(
-                f"--hexi-replan-interval: {answer['error']} (says the planner); mend that, or leave it out"
+                f"--hexi-replan-interval: {answer['error']} (from the planner); correct that, or leave it out"
             )
         elif "reason" in answer:
             self._decide(iteration, answer)

@@ -88,7 +88,7 @@ class World:
         if wrong:
             if own is not None and self.rank == wrong[0]:
                 raise own
-            raise ElsewhereError(f"rank {wrong[0]} said what is wrong")
+            raise ElsewhereError(f"rank {wrong[0]} reported the error")
 
     def speaks(self) -> bool:
         """Whether this rank is the one that says that another was lost: the first to ask."""

@@ -199,7 +199,8 @@ def _sbatch(agents: Sequence[Agent], plan_path: str, cluster_path: str, model: s
     counts = Counter(entry.name for entry in used.values())
     gpus = {entry.name: entry.gpus for entry in used.values()}
     components = [
-        f"--partition={shlex.quote(name)} --nodes={count} --exclusive --gpus-per-node={gpus[name]}"
+        f"--partition={shlex.quote(name)} --nodes={count} --exclusive --ntasks-per-node={gpus[name]} "
+        f"--gpus-per-node={gpus[name]}"
         for name, count in counts.items()
     ]
     quoted = [shlex.quote(text) for text in (plan_path, cluster_path, model)]

@@ -145,5 +145,8 @@ def cluster_ceiling(job: Job, cluster: Cluster) -> float:
 def _notes(planned: Planned) -> list[str]:
     lines = [f"note: {note}" for note in planned.notes]
     if planned.plan.gpus is not None:
-        lines.append("note: ranks must be started on the GPUs that the plan names (hexi show lists them)")
+        lines.append(
+            "note: ranks must be started on the GPUs that the plan names, as the lines below do "
+            "(hexi show lists them)"
+        )
     return [*lines, f"planned in {planned.planning_s:.1f} s, {planned.trials} layouts timed"]

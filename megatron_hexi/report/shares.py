@@ -227,7 +227,9 @@ def shares_table(shares: Sequence[Share], job: Job) -> Table:
 
 def spell_recompute(recompute: Recompute) -> str:
     """What is computed again."""
-    return f"{recompute} layers" if isinstance(recompute, int) else recompute
+    if isinstance(recompute, int):
+        return f"{recompute} layer{'' if recompute == 1 else 's'}"
+    return recompute
 
 
 def spell_layout(shares: Sequence[Share]) -> str:

@@ -135,7 +135,7 @@ def _times(
 
 def _refuse(source: YamlFile, place: Place, text: str, what: str, example: str) -> NoReturn:
     raise HexiError(
-        f"{source.where(place)} = {short(text)} is no {what} of the cluster file; write {example}, say"
+        f"{source.where(place)} = {short(text)} is no {what} of the cluster file; write for example {example}"
     )
 
 

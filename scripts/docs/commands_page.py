@@ -26,7 +26,7 @@ with `--json` go to standard output, everything said besides to standard error.
 
 _EXIT_CODES = (
     ("0", "done"),
-    ("1", "our fault: a traceback; report it"),
+    ("1", "a bug: a traceback; report it"),
     (
         str(EXIT_USER_ERROR),
         "the input is wrong, or `hexi doctor` found an error: one line with place and remedy",

@@ -34,7 +34,7 @@ VARIABLES = (
     ("MASTER_ADDR, MASTER_PORT", "where rank 0 is reached"),
     (
         "TORCHELASTIC_USE_AGENT_STORE",
-        "whether torchrun keeps the job's store, or rank 0: who is gone with it",
+        "whether torchrun or rank 0 hosts the job's store",
     ),
     ("SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_GTIDS", "in place of the first four variables"),
     (

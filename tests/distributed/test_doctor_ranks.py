@@ -76,7 +76,7 @@ def test_ranks_that_never_come_are_named_in_time():
 def test_without_rank_0_the_others_give_up():
     store = serve()
     (problem,) = _in_threads([lambda: _other(_job(1, 2, store.port), 1)])
-    assert "rank 0 went away, or did not answer within 1 s" in str(problem)
+    assert "rank 0 ended, or did not answer within 1 s" in str(problem)
 
 
 def test_a_store_that_is_not_there_is_one_line():

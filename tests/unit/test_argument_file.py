@@ -55,7 +55,7 @@ def test_the_file_of_the_documentation():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("--lr 1\n--save 'a\n--load b", "job.args, line 2: 'a: is not closed; mend the quotes"),
+        ("--lr 1\n--save 'a\n--load b", "job.args, line 2: 'a: is not closed; close the quotes"),
         ('--save "a', 'job.args, line 1: "a: is not closed'),
         ("--save a\\", "job.args, line 1: \\: is not closed"),
         ("\n--save $RUNS/a", "job.args, line 2: $RUNS/a: variables are not filled in; write the value"),

@@ -9,7 +9,8 @@ import typer
 
 import megatron_hexi
 from megatron_hexi.cli import main as cli
-from megatron_hexi.cli import patching, plans
+from megatron_hexi.cli import options, patching, plans
+from megatron_hexi.cost.presets import presets
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Workload, plan_digest, proportional_plan, read_plan, write_plan
 from tests.support.shell import call_hexi, is_one_error_line
@@ -90,6 +91,11 @@ def test_help_lists_every_command(hexi, words):
     result = hexi(*words)
     assert result.code == 0
     assert all(command in result.out for command in COMMANDS)
+    assert "..." not in result.out.partition("Commands:")[2]  # no summary is cut off
+
+
+def test_help_names_every_preset():
+    assert tuple(presets()) == options.PRESETS
 
 
 @pytest.mark.parametrize("command", COMMANDS)

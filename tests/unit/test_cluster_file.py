@@ -177,7 +177,7 @@ BROKEN = {
     ),
     "a million together": (
         broken(GOOD, "count: 1", "count: 65536"),
-        ":3: nodes have 524296 GPUs in all; at most 65536 are planned for; mend count or gpus",
+        ":3: nodes have 524296 GPUs in all; at most 65536 are planned for; correct count or gpus",
     ),
     "no count": (broken(GOOD, "count: 1", "count: 0"), "nodes[0].count = 0 is too small"),
     "name twice": (
@@ -193,7 +193,7 @@ BROKEN = {
     "number as name": (broken(GOOD, "mixed-16", "16"), ":1: name = 16 is not text; put it in quotes"),
     "unknown field": (
         broken(GOOD, "network:", "netwrk:"),
-        ":5: netwrk is not a known field; remove it or mend its name",
+        ":5: netwrk is not a known field; remove it or correct its name",
     ),
     "unknown field of a node": (broken(GOOD, "gpus: 8", "gpu_count: 8"), "nodes[0].g"),
     "no network": (

@@ -162,7 +162,7 @@ def test_fp8_is_of_the_layers_matrices():
     assert more == pytest.approx(4000 / usual.memory)
     with pytest.raises(ClusterError, match="A100-SXM-80GB: no fp8 on this GPU; use precision bf16"):
         device_speeds(device("A100-SXM-80GB"), job)
-    with pytest.raises(ClusterError, match="L40S-48GB: nobody measured fp8 on this GPU"):
+    with pytest.raises(ClusterError, match="L40S-48GB: no fp8 rate is known for this GPU"):
         device_speeds(device("L40S-48GB"), job)
 
 

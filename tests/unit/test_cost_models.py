@@ -155,16 +155,16 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
             LLAMA3_8B_ARGUMENTS + "--multi-latent-attention",
             "--multi-latent-attention: multi-latent attention",
         ),
-        (LLAMA3_8B_ARGUMENTS + "--hidden-size", "expected one argument; mend that flag"),
+        (LLAMA3_8B_ARGUMENTS + "--hidden-size", "expected one argument; correct that flag"),
         (LLAMA3_8B_ARGUMENTS.replace("--num-layers 32", ""), "--num-layers is missing; add it"),
-        (LLAMA3_8B_ARGUMENTS.replace("32   #", "x   #"), "invalid int value: 'x'; mend that flag"),
+        (LLAMA3_8B_ARGUMENTS.replace("32   #", "x   #"), "invalid int value: 'x'; correct that flag"),
         (LLAMA3_8B_ARGUMENTS.replace("--num-query-groups 8", ""), "without --num-query-groups; add it"),
         ("--num-layers 2 --hidden-size 10 --num-attention-heads 3 --vocab-size 9", "add --kv-channels"),
         (
             "--num-layers 2 --hidden-size 9 --num-attention-heads 3 --vocab-size 9",
             "--max-position-embeddings is",
         ),
-        ("--num-layers '2", "line 1: '2: is not closed; mend the quotes"),
+        ("--num-layers '2", "line 1: '2: is not closed; close the quotes"),
         ("a plan: no", "no arguments in it"),
         ("", "no arguments in it"),
     ],
@@ -284,7 +284,7 @@ def test_terms_in_megatron_s_spellings(tmp_path, flags, field, value):
     [
         ("--fp16", "--bf16 and --fp16; leave one of them out"),
         ("--recompute-granularity some", "invalid choice: 'some'"),
-        ("--seq-length 8K", "invalid int value: '8K'; mend that flag"),
+        ("--seq-length 8K", "invalid int value: '8K'; correct that flag"),
     ],
 )
 def test_broken_terms_are_one_clear_error(tmp_path, flags, said):

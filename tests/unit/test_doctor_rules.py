@@ -273,7 +273,7 @@ def test_blackwell_alone_may_have_more_connections() -> None:
         ({}, {"NCCL_IB_HCA": "mlx4"}, "names no InfiniBand device"),
         ({"limits": Limits(0.0625, None)}, {}, "/dev/shm holds 64 MiB"),
         ({"limits": Limits(64.0, 0.008)}, {}, "only 0.008 GiB may be locked"),
-        ({"unknown": (("network", "OSError: no"),)}, {}, "could not look at network (OSError: no)"),
+        ({"unknown": (("network", "OSError: no"),)}, {}, "could not inspect network (OSError: no)"),
     ],
 )
 def test_what_makes_a_job_slow_is_a_warning(

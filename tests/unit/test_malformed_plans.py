@@ -70,18 +70,18 @@ def edit(name, old, new, line, *says):
 
 MISTAKES = [
     # Not a plan at all.
-    whole("not YAML", "workload: [1, 2\nreplicas: {", 2, "not valid YAML", "mend that line"),
+    whole("not YAML", "workload: [1, 2\nreplicas: {", 2, "not valid YAML", "correct that line"),
     whole("empty file", "", 1, "not a plan: found nothing", "write a mapping with workload and replicas"),
     whole("a list", "- 1\n- 2\n", 1, "not a plan: found [1, 2]", "write a mapping"),
     whole("a word", "plan\n", 1, "not a plan: found 'plan'", "write a mapping"),
-    whole("two documents", f"{GOOD}---\n{GOOD}", 28, "expected a single document", "mend that line"),
+    whole("two documents", f"{GOOD}---\n{GOOD}", 28, "expected a single document", "correct that line"),
     whole("a bomb of aliases", "a: &a [1]\nb: &b [*a, *a]\n", 2, "alias *a", "write the value out"),
     whole("nested deeply", "a: " + "[" * 100_000, 1, "nested more than 50 levels", "right file?"),
     whole("nested deeply in blocks", "a:\n" + "- " * 100_000, 2, "nested more than 50 levels", "right file?"),
     whole("a list as a key", "? [1, 2]\n: 3\n", 1, "a key that is a list", "keys are plain words"),
     whole("a binary file", b"\x7fELF\x02\x01\x00\x00", None, "not text", "#x007f", "right file?"),
     whole("bytes that are no text", b"version: \xff\xfe\x80", None, "not text (no UTF-8)", "right file?"),
-    edit("a tab as indentation", "  heads: 8", "\theads: 8", 4, "not valid YAML", "mend that line"),
+    edit("a tab as indentation", "  heads: 8", "\theads: 8", 4, "not valid YAML", "correct that line"),
     edit(
         "code",
         "seed: 0",
@@ -127,9 +127,16 @@ MISTAKES = [
         "add",
     ),
     edit("a missing number", "  head_dim: 16\n", "", 3, "workload.head_dim is missing", "add it"),
-    edit("a typo", "kv_heads: 4", "kv_head: 4", 5, "workload.kv_head is not a known field", "mend its name"),
     edit(
-        "a typo at the top", "exchange:", "exchanges:", 25, "exchanges is not a known field", "mend its name"
+        "a typo", "kv_heads: 4", "kv_head: 4", 5, "workload.kv_head is not a known field", "correct its name"
+    ),
+    edit(
+        "a typo at the top",
+        "exchange:",
+        "exchanges:",
+        25,
+        "exchanges is not a known field",
+        "correct its name",
     ),
     edit(
         "a member without heads", ", heads: [0, 5]", "", 19, f"{FAST}.members[0].heads is missing", "add it"

@@ -149,7 +149,7 @@ def test_installing_twice_is_refused(library: types.ModuleType, patch_sets: list
     patches = PatchSet([patch("patched_library:add", plus_one)])
     patch_sets.append(patches)
     patches.install()
-    with pytest.raises(PatchError, match="on already"):
+    with pytest.raises(PatchError, match="installed already"):
         patches.install()
 
 

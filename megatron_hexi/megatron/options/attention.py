@@ -39,11 +39,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Refused(
             "--multi-latent-attention",
             lambda args: args.multi_latent_attention and (args.apply_rope_fusion or is_packed(args)),
-            "the fused rotary kernel and packed values know equal shards only",
+            "the fused rotary kernel and packed values support equal shards only",
             "give --no-rope-fusion, and neither --dataloader-inter-document-masking nor --sft",
             "without --no-rope-fusion, or with --dataloader-inter-document-masking or --sft",
         ),
-        given("--experimental-attention-variant", "its layers are not cut by a plan"),
+        given("--experimental-attention-variant", "its layers are not sharded by a plan"),
         given("--qk-clip", "the largest logit is not tracked over blocks"),
         given("--log-max-attention-logit", "the largest logit is not tracked over blocks"),
         given("--use-kitchen-attention", "a plan brings its own kernels", "choose one with --hexi-kernel"),

@@ -36,7 +36,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Refused(
             "--moe-token-dispatcher-type",
             lambda args: bool(args.num_experts) and _gathers_or_is_flexible(args),
-            "it takes equal shards, or was not shown to be exact under a plan yet",
+            "it takes equal shards, or is not tested under a plan yet",
             "give --moe-token-dispatcher-type alltoall",
             "flex; allgather with --expert-model-parallel-size above 1",
         ),
@@ -45,7 +45,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         given("--moe-input-jitter-eps", DRAWS),
         given("--moe-router-force-load-balancing", DRAWS),
         given("--moe-router-force-biased", DRAWS),
-        given("--moe-enable-routing-replay", "recorded routes are not cut by a plan"),
+        given("--moe-enable-routing-replay", "recorded routes are not sharded by a plan"),
         given("--moe-paged-stash", UNSHOWN),
         given("--moe-shared-expert-overlap", UNSHOWN),
         given("--overlap-moe-expert-parallel-comm", UNSHOWN),

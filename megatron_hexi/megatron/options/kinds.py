@@ -15,8 +15,8 @@ _REFUSAL = "tests/megatron/test_option_refusals.py::test_an_option_is_refused_by
 
 
 #: Reasons that several options share.
-UNSHOWN = "it was not shown to be exact under a plan yet"
-DRAWS = "its draws would depend on the plan"
+UNSHOWN = "it is not tested under a plan yet"
+DRAWS = "its random numbers would depend on the plan"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def with_fused_rotary(option: str) -> Refused:
     return Refused(
         option,
         lambda args: getattr(args, name, False) and args.apply_rope_fusion,
-        "the fused rotary kernel knows equal shards only",
+        "the fused rotary kernel supports equal shards only",
         "give --no-rope-fusion too",
         "without --no-rope-fusion",
     )
@@ -140,7 +140,7 @@ def with_fused_rotary(option: str) -> Refused:
 def before_0_19(option: str, used: Callable[[Namespace], bool]) -> Refused:
     """Carried out with megatron-core 0.19 only, which changed what is replaced for it."""
     reason, remedy = (
-        "megatron-core cut it elsewhere before 0.19",
+        "megatron-core split it elsewhere before 0.19",
         "install megatron-core 0.19, or train without it",
     )
     return Refused(option, used, reason, remedy, versions="<0.19")

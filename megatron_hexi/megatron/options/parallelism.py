@@ -48,7 +48,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Refused(
             "--use-tp-pp-dp-mapping",
             lambda args: args.use_tp_pp_dp_mapping and args.pipeline_model_parallel_size > 1,
-            "Megatron deals ranks so without context parallelism only",
+            "Megatron supports this order of ranks without context parallelism only",
             "leave it out",
             "with --pipeline-model-parallel-size above 1",
         ),

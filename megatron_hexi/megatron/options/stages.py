@@ -51,22 +51,22 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         beside_stages(
             "--num-experts",
             lambda args: bool(args.num_experts),
-            "experts are not cut by stages' own sizes yet",
+            "experts are not sharded by the stages' own sizes yet",
         ),
         beside_stages(
             "--mtp-num-layers",
             lambda args: bool(args.mtp_num_layers),
-            "further tokens are not predicted over stages of other domains yet",
+            "multi-token prediction over stages of other domains is not supported yet",
         ),
         beside_stages(
             "--hybrid-layer-pattern",
             lambda args: bool(args.hybrid_layer_pattern),
-            "a pattern's layers are not cut into stages yet",
+            "a pattern's layers are not split into stages yet",
         ),
         beside_stages(
             "--fp16",
             lambda args: args.fp16,
-            "a loss scale is not kept by owners of state yet",
+            "loss scaling is not implemented for the plan's shares of state yet",
             "use --bf16",
         ),
         beside_stages(

@@ -57,7 +57,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             lambda args: (
                 bool(args.mtp_num_layers) and (args.pipeline_model_parallel_size > 1 or is_packed(args))
             ),
-            "it was not shown to be exact over pipeline stages, nor within documents",
+            "it is not tested over pipeline stages or within documents",
             "give --pipeline-model-parallel-size 1, and no --dataloader-inter-document-masking or --sft",
             "with --pipeline-model-parallel-size above 1, --dataloader-inter-document-masking or --sft",
         ),
@@ -67,7 +67,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Refused(
             "--hybrid-layer-pattern",
             lambda args: not set(_hybrid_layers(args)) <= set("*-|"),
-            "its layers are not cut by a plan yet",
+            "its layers are not sharded by a plan yet",
             "use attention and MLP layers only",
             "with other layers than * and -",
         ),
@@ -86,9 +86,9 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             ),
             "a plan has one number of heads for all layers",
         ),
-        given("--logits-load-dir", "the stored logits are not cut by a plan"),
+        given("--logits-load-dir", "the stored logits are not sharded by a plan"),
         given("--logits-save-dir", "logits are stored by equal shards"),
-        given("--perform-rl-step", "generation is not cut by a plan"),
+        given("--perform-rl-step", "generation is not sharded by a plan"),
     ),
     "Number formats and graphs": (
         Supported(
