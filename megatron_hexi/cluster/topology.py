@@ -60,14 +60,18 @@ class Cluster:
         return bool(self._pairs)
 
     def at_speeds(self, factors: Mapping[int, float]) -> Cluster:
-        """This cluster with the curves of some ranks so many times as fast; those alike share a device."""
+        """This cluster with the curves of some ranks so many times as fast; those alike share a device.
+
+        A node's device is that of its first rank.
+        """
         devices: dict[tuple[int, float], Device] = {}
         ranks = []
         for rank in self.ranks:
             key = id(rank.device), factors.get(rank.rank, 1.0)
             device = devices.setdefault(key, rank.device.at_speed(key[1]))
             ranks.append(replace(rank, device=device))
-        return replace(self, ranks=tuple(ranks))
+        nodes = tuple(replace(node, device=ranks[node.ranks[0]].device) for node in self.nodes)
+        return replace(self, nodes=nodes, ranks=tuple(ranks))
 
     def at_bandwidths(self, factors: Mapping[tuple[int, int], float]) -> Cluster:
         """This cluster with some links so many times as wide, both ways.

@@ -9,13 +9,12 @@ iteration = slowest replica with what it does not hide of gradients and weights 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_hexi.cluster import Cluster, Device
+from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.borders import border_seconds
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
@@ -118,6 +117,10 @@ class CostModel:
         self._latency = np.array([node.latency_s for node in nodes])
         self._usable = np.array([rank.device.usable_gib * GIB for rank in cluster.ranks])
         #: By identity: devices are the cluster's own, few, and long to compare.
+        self._devices = list({id(rank.device): rank.device for rank in cluster.ranks}.values())
+        number = {id(device): place for place, device in enumerate(self._devices)}
+        #: Of each GPU of the cluster, its place among these.
+        self._device = np.array([number[id(rank.device)] for rank in cluster.ranks])
         self._speeds: dict[int, Speeds] = {}
         #: Of plans whose stage is repeated, by their ranks and GPUs: a search asks for few, over and over.
         self._grounds: dict[tuple[int, tuple[int, ...] | None], list[Ground]] = {}
@@ -245,24 +248,29 @@ class CostModel:
 
     def _find_grounds(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Ground]:
         placed = place(plan, self.job, self.cluster, ranks, gpus)
-        devices: dict[int, Device] = {}
-        for gpu in itertools.chain.from_iterable(own[:, 0].tolist() for own in placed):
-            device = self.cluster.ranks[gpu].device
-            devices.setdefault(id(device), device)
-        number = {name: place for place, name in enumerate(devices)}
-        speeds = tuple(map(self._device_speeds, devices.values()))
+        slowest = [self._slowest(self._device[own]) for own in placed]
+        used = np.unique(np.concatenate(slowest))
+        speeds = tuple(map(self._device_speeds, used.tolist()))
         grounds = []
-        for own in placed:
+        for own, device in zip(placed, slowest, strict=True):
             first = own[:, 0]
-            kinds = np.array([number[id(self.cluster.ranks[gpu].device)] for gpu in first.tolist()])
+            kinds = np.searchsorted(used, device)
             stage = Stage(first, kinds, speeds, self._bandwidth[first], self._latency[first])
-            grounds.append(Ground(own, stage, self._usable[first]))
+            grounds.append(Ground(own, stage, self._usable[own].min(axis=1)))
         return grounds
 
-    def _device_speeds(self, device: Device) -> Speeds:
-        if id(device) not in self._speeds:
-            self._speeds[id(device)] = device_speeds(device, self.job)
-        return self._speeds[id(device)]
+    def _slowest(self, devices: Ints) -> Ints:
+        """The device that each unit waits for, of those of its GPUs, [U, TP]."""
+        if (devices == devices[:, :1]).all():
+            return devices[:, 0]
+        found = {one: ceiling_tokens_per_s(self.job, [self._devices[one]]) for one in set(devices.flat)}
+        rates = np.vectorize(found.__getitem__)(devices)
+        return devices[np.arange(len(devices)), rates.argmin(axis=1)]
+
+    def _device_speeds(self, device: int) -> Speeds:
+        if device not in self._speeds:
+            self._speeds[device] = device_speeds(self._devices[device], self.job)
+        return self._speeds[device]
 
 
 def replica_pipelines(

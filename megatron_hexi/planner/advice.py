@@ -8,7 +8,6 @@ are tried with all of their changes too. Requests that the bound's rows of memor
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +19,9 @@ from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.bound import memory_fits
 from megatron_hexi.planner.request import Request
 
-#: Processor seconds after which no further request is planned. Plans do not depend on it, only the proposals.
-_BUDGET_S = 6.0
+#: Of other requests so many GPUs are planned for, and each counts as so many more: 24 requests for 16 GPUs,
+#: three for 1,024. The first is planned in any case.
+_MOST_PLANNED, _EACH = 3500, 128
 #: Sequence lengths are proposed as multiples of this.
 _ROUND = 1024
 #: Times as many nodes of an entry; clusters of more GPUs are not tried.
@@ -78,22 +78,23 @@ class _Other:
 
 
 class _Trials:
-    """Plans requests as long as there is time.
+    """Plans a limited number of requests.
 
     Args:
         planner: plans one.
     """
 
     def __init__(self, planner: Planner) -> None:
-        self._planner, self._end = planner, time.process_time() + _BUDGET_S
+        self._planner, self._left = planner, _MOST_PLANNED
         self.count, self.ended = 0, False
 
     def first(self, others: Iterable[_Other]) -> Remedy | None:
-        """The first that fits, and what it took; ``None``: none, or there was no time."""
+        """The first that fits, and what it took; ``None``: none, or too many were planned."""
         for other in others:
             if not memory_fits(other.request, other.cluster):
                 continue
-            if time.process_time() > self._end:
+            self._left -= _EACH + len(other.cluster.ranks)
+            if self._left < 0 and self.count:
                 self.ended = True
                 return None
             self.count += 1
@@ -103,20 +104,20 @@ class _Trials:
         return None
 
 
-def nothing_fits(request: Request, cluster: Cluster, planner: Planner) -> NothingFitsError:
+def nothing_fits(request: Request, cluster: Cluster, planner: Planner, *, proven: bool) -> NothingFitsError:
     """The error for a job that has no plan.
 
     Args:
         request: what was asked for.
         cluster: where.
         planner: plans other requests.
+        proven: whether no layout fits; else none was found.
     """
-    proven = not memory_fits(request, cluster)
     what = "no plan fits on cluster" if proven else "no plan was found that fits on cluster"
     trials = _Trials(planner)
     remedies = _remedies(_Other((), request, cluster), trials)
     told = "; or ".join(f"{one.text} (about {one.tokens_per_s:,.0f} tokens/s)" for one in remedies)
-    ended = f", in the {_BUDGET_S:g} s of processor time that this may take" if trials.ended else ""
+    ended = ", no more were tried" if trials.ended else ""
     count = f"{trials.count} other request{'' if trials.count == 1 else 's'} planned{ended}"
     advice = f"fits: {told}" if remedies else "none fits: take GPUs with more memory, or a smaller model"
     return NothingFitsError(

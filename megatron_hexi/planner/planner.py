@@ -9,11 +9,11 @@ from importlib.metadata import version
 from megatron_hexi import __version__
 from megatron_hexi.cluster import Cluster, cluster_digest
 from megatron_hexi.cost import CostModel, IterationCost
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import ClusterError, HexiError
 from megatron_hexi.plan import Estimate, Plan, Provenance
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
-from megatron_hexi.planner.bound import Bound, joint_bound
+from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearch
 from megatron_hexi.planner.layouts.trial import Progress
 from megatron_hexi.planner.request import Request
@@ -43,11 +43,15 @@ def find_plan(
 
     Raises:
         NothingFitsError: no plan fits in memory; says what would.
+        ClusterError: the GPUs of a node differ.
         HexiError: the job cannot be cut as asked for.
     """
     begun = time.perf_counter()
     tell: Progress = progress or (lambda _what, _done, _of: None)
+    _check_nodes(cluster)
     _check_fixed(request, cluster)
+    if not memory_fits(request, cluster):
+        raise nothing_fits(request, cluster, _first_rate, proven=True)
     roomy = cluster.with_memory_margin(request.memory_margin)
     found, trials = _search(request, roomy, tell)
     if not found and request.memory_margin:
@@ -56,23 +60,36 @@ def find_plan(
         trials += more
     best = min(found, key=_order, default=None)
     baselines: tuple[Baseline, ...] = ()
-    if with_baselines or best is None:  # what the search passes over for its speed may be all that fits
+    few = len(cluster.ranks) <= _CHECKED
+    if with_baselines or (best is None and few):  # what the search passes over may be all that fits
         baselines, timed = find_baselines(request, roomy, progress=tell)
         trials += timed
         others = [one.candidate for one in baselines if one.candidate is not None]
         best = min([*([] if best is None else [best]), *others], key=_order, default=None)
-    elif len(cluster.ranks) <= _CHECKED:
+    elif best is not None and few:
         faster, timed = find_faster(request, roomy, best.iteration_s)
         trials += timed
         best = faster or best
     if best is None:
-        raise nothing_fits(request, cluster, _first_rate)
+        raise nothing_fits(request, cluster, _first_rate, proven=False)
     tell("bound", 0, 1)
     bound = joint_bound(request, cluster, best.iteration_s)
     rivals = best_of_each_kind(found, best)
     planned = _planned(best, cluster, bound, baselines if with_baselines else (), trials, begun)
     notes = (*_margin_note(planned.cost, request.memory_margin), *planned.notes)
     return replace(planned, rivals=rivals, notes=notes)
+
+
+def _check_nodes(cluster: Cluster) -> None:
+    """Refuse nodes whose GPUs differ, which no cluster file has: pools and units are made of whole nodes."""
+    for node in cluster.nodes:
+        for rank in node.ranks:
+            if cluster.ranks[rank].device is not node.device:
+                raise ClusterError(
+                    f"node {node.name} of cluster {cluster.name}: {cluster.rank_name(rank)} is not as fast "
+                    "as the others, and plans take a node's GPUs as alike; give all of them the speed of the "
+                    "slowest, or leave the node out"
+                )
 
 
 def _check_fixed(request: Request, cluster: Cluster) -> None:
@@ -103,9 +120,9 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
 
 
 def _first_rate(request: Request, cluster: Cluster) -> float | None:
-    """Tokens/s of the first plan found that fits; ``None``: there is none."""
+    """Tokens/s of the first plan found that fits, of as few replicas as may be; ``None``: there is none."""
     for size in request.micro_batch_sizes():
-        for candidate in JointSearch(request, cluster, size).run(lambda _what, _done, _of: None):
+        for candidate in JointSearch(request, cluster, size).run(lambda _what, _done, _of: None, fewest=True):
             if candidate.fits:
                 return request.job.global_batch_size * request.job.seq_length / candidate.iteration_s
     return None

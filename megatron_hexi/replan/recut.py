@@ -62,17 +62,19 @@ def _fleet(domain: Domain, plan: Plan, job: Job, cluster: Cluster) -> Fleet:
     gpus = plan.gpus or tuple(range(len(cluster.ranks)))
     devices: dict[tuple[int, ...], tuple[int, tuple[Device, ...]]] = {}
     units = []
+
+    def rate(device: Device) -> float:
+        return ceiling_tokens_per_s(job, [device])
+
     for site, member in enumerate(domain.members):
         stages = range(job.pipeline_parallel)
         stack = tuple(tuple(gpus[s * plan.ranks + rank] for rank in member.ranks) for s in stages)
-        key = tuple(cluster.ranks[part[0]].device for part in stack)
+        # A unit waits for its slowest GPU.
+        key = tuple(min((cluster.ranks[gpu].device for gpu in part), key=rate) for part in stack)
         place = devices.setdefault(tuple(map(id, key)), (len(devices), key))[0]
         units.append(Unit(stack, place, site))
     size = job.tensor_parallel * job.pipeline_parallel
-    kinds = tuple(
-        Kind(key, min(ceiling_tokens_per_s(job, [device]) for device in key) * size)
-        for _, key in devices.values()
-    )
+    kinds = tuple(Kind(key, min(map(rate, key)) * size) for _, key in devices.values())
     return Fleet(cluster, job, kinds, tuple(units))
 
 

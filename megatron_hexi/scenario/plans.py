@@ -146,10 +146,8 @@ class Plans:
         if not left:
             return None
         cluster = self._at(replace(conditions, lost=frozenset()))
-        # The planner takes a node's GPU for all of them.
-        nodes = tuple(replace(node, device=cluster.ranks[node.ranks[0]].device) for node in cluster.nodes)
         try:
-            planned = find_plan(self._request, replace(cluster, nodes=nodes).without(conditions.lost))
+            planned = find_plan(self._request, cluster.without(conditions.lost))
         except NothingFitsError:
             return None
         there = [rank for node in left for rank in self.cluster.nodes[node].ranks]

@@ -167,6 +167,16 @@ def test_tensor_parallel_units():
     assert shared.phases.all_to_all == pytest.approx(2 * cost.phases.all_to_all)
 
 
+@pytest.mark.parametrize("slow", [2, 3])
+def test_a_unit_waits_for_its_slowest_gpu_whichever_it_is(slow):
+    known = cluster([("a", "PLAIN", 2), ("b", "PLAIN", 2)])
+    job = tiny_job(tensor_parallel=2, global_batch_size=4)
+    plan = proportional_plan(job.workload(), [[[1.0], [1.0]]])
+    seconds = estimate(plan, job, known.at_speeds({slow: 0.5})).iteration_s
+    assert seconds == pytest.approx(estimate(plan, job, known.at_speeds({2: 0.5, 3: 0.5})).iteration_s)
+    assert seconds > 1.2 * estimate(plan, job, known).iteration_s
+
+
 def test_a_unit_on_two_nodes_is_refused():
     job = tiny_job(tensor_parallel=2)
     plan = proportional_plan(job.workload(), [even(1, 2)])

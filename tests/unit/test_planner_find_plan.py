@@ -12,6 +12,7 @@ from megatron_hexi.cost import Job, estimate, read_model
 from megatron_hexi.errors import ClusterError, HexiError, NothingFitsError
 from megatron_hexi.plan import read_plan, validate_plan, write_plan
 from megatron_hexi.planner import CHOSEN, Request, find_plan, planner
+from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.bound import memory_fits
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import random_case, random_parallel_case, read_text, reproduce
@@ -227,6 +228,23 @@ def too_large():
             find_plan(request, known)
         except NothingFitsError as error:
             yield known, request, str(error)
+
+
+def test_nodes_whose_gpus_differ_are_refused_by_name():
+    known = cluster([("a", "PLAIN", 2), ("b", "PLAIN", 2)])
+    with pytest.raises(ClusterError, match=r"^node b-0 of cluster test: b-0/1 .*give all of them the speed"):
+        find_plan(Request(tiny_job()), known.at_speeds({3: 0.5}))
+    assert find_plan(Request(tiny_job()), known.at_speeds({2: 0.5, 3: 0.5})).cost.fits
+
+
+@pytest.mark.parametrize(("nodes", "most"), [(1, 24), (128, 3)])
+def test_no_more_requests_are_tried_than_are_worth_it(nodes, most):
+    known = cluster([("a", "PLAIN", 8)]).with_nodes("a", nodes)
+    request = Request(tiny_job(global_batch_size=2**40, precision="fp32", distributed_optimizer=False))
+    tried = []
+    error = nothing_fits(request, known, lambda *what: tried.append(what), proven=False)
+    assert len(tried) == error.details["tried"] == most
+    assert f"{most} other requests planned, no more were tried" in str(error)
 
 
 def test_what_would_fit_does_fit():

@@ -52,13 +52,19 @@ class JointSearch:
         """Layouts that were timed."""
         return self._timer.trials + self._assembly.trials
 
-    def run(self, tell: Progress) -> Iterator[Candidate]:
+    def run(self, tell: Progress, *, fewest: bool = False) -> Iterator[Candidate]:
         """The best plan of each class of replicas, as long as it may be the best of all.
 
         Between replicas of other tensor-parallel sizes gradients would have to be cut anew, which costs more
         than other sizes bring: there all have the same.
+
+        Args:
+            tell: told how far it is.
+            fewest: only plans of the fewest replicas, which need least memory.
         """
         classes = [some for some in map(self._replicas, _CLASSES) if len(some)]
+        if fewest:
+            del classes[1:]
         found: list[Packed] = []
         for number, replicas in enumerate(classes):
             tell("replicas and pipelines", number, len(classes))
