@@ -162,16 +162,10 @@ def test_training_is_that_of_one_rank(
     check_training(case, iterations, forks, references, tmp_path)
 
 
-def test_documents_are_refused_by_name(tmp_path: Path):
-    plan = CASES["one-ministage"].plan(tmp_path)
-    args = Namespace(
-        hexi_plan="plan.yaml",
-        world_size=2,
-        ffn_hidden_size=None,
-        dataloader_inter_document_masking=True,
-        sft=False,
-    )
-    with pytest.raises(PlanError, match=r"ministages.* leave out --dataloader-inter-document-masking"):
+def test_saving_behind_the_next_step_is_refused_beside_offload(tmp_path: Path):
+    plan = OFFLOADED["two-stages"].plan(tmp_path)
+    args = Namespace(hexi_plan="plan.yaml", world_size=3, ffn_hidden_size=None, async_save=True)
+    with pytest.raises(PlanError, match=r"offload, and --async-save writes .*; leave out one of them"):
         check_stages(args, set(), plan)
 
 

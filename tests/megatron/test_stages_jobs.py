@@ -44,6 +44,30 @@ def test_documents_travel_over_borders_of_other_domains(forks, references, docum
     assert largest_difference(log, reference) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "offload", [(), pytest.param(("parameters", "optimizer", "activations"), marks=pytest.mark.slow)]
+)
+def test_documents_pass_ministages(offload, forks, references, documents, tmp_path):
+    weights, reference = references((*ONE_EACH, *FOUR_LAYERS, *documents, *APART), iterations=4)
+    plan = with_batch(stage_layout("domains", tmp_path, micro_batch_size=1), 4)
+    (replica,) = plan.replicas
+    stages = tuple(
+        dataclasses.replace(stage, layers=layers, ministages=2, offload=offload or None)
+        for stage, layers in zip(replica.stages, ((0, 2), (2, 4)), strict=True)
+    )
+    log = forks.train(
+        tmp_path,
+        ranks=5,
+        args=[
+            *job([*ONE_EACH, *FOUR_LAYERS, *documents, *PACKED]),
+            *ITERATIONS,
+            *("--load", weights, "--finetune"),
+        ],
+        plan=dataclasses.replace(plan, replicas=(dataclasses.replace(replica, stages=stages),)),
+    )
+    assert largest_difference(log, reference) < 1e-5
+
+
 def with_batch(plan: Plan, micro_batches: int) -> Plan:
     """A plan of one replica, which takes so many micro-batches."""
     (replica,) = plan.replicas

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.megatron.job_terms import recompute_settings
-from megatron_hexi.megatron.options.kinds import is_packed
 from megatron_hexi.mesh import Mesh, Place
 from megatron_hexi.plan import Plan
 
@@ -75,11 +74,6 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
         raise PlanError(
             f"{path}: its stages offload, and --async-save writes host memory while the next step changes "
             "it; leave out one of them"
-        )
-    if plan.has_ministages and is_packed(args):
-        raise PlanError(
-            f"{path}: its stages have ministages, which do not follow documents yet; "
-            "leave out --dataloader-inter-document-masking and --sft, or the ministages"
         )
     size = args.ffn_hidden_size
     for member in plan.members:

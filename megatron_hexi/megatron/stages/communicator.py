@@ -152,10 +152,14 @@ class BorderChannels:
 
     def receive_gradients(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """The gradients of the stage behind; ``None`` at the last. Begins a backward pass."""
-        self._backward_documents = self._documents.popleft() if self._is_packed else None
+        self.begin_backward()
         if self._gradients_in is None:
             return None
         return self._gradients_in.receive(shape, dtype, self._backward_documents)
+
+    def begin_backward(self) -> None:
+        """Say that the oldest micro-batch is passed back whose forward pass began."""
+        self._backward_documents = self._documents.popleft() if self._is_packed else None
 
     def send_gradients(self, rows: Tensor) -> None:
         """Send to the stage before, if there is one."""

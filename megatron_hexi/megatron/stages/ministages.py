@@ -103,6 +103,9 @@ class _Iteration:
         rows = self._enter(number, micro_batch)
         with torch.no_grad():
             output = self._step(self._slices, number, micro_batch, rows)
+        if rows is not None and self._keeps and not self._hands_to_itself:
+            # Not before: with documents rows come when the model is called.
+            self._rows.put((number, micro_batch), rows)
         if not self._slices.gives_loss(number):
             self._send_rows(output, number, micro_batch)
 
@@ -127,7 +130,9 @@ class _Iteration:
         rows = None if rows is None else rows.detach().requires_grad_()
         output = self._step(self._slices, number, micro_batch, rows)
         gradient = None
-        if not self._slices.gives_loss(number):
+        if self._slices.gives_loss(number):
+            self._stages.channels.begin_backward()
+        else:
             gradient = self._receive_gradients(number, micro_batch)
             deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
         gradient = backward_step(rows, output, gradient, config)
@@ -142,18 +147,16 @@ class _Iteration:
     # next one, and the gradients of what entered one, in its place, for the one before.
 
     def _enter(self, number: int, micro_batch: int) -> Tensor | None:
-        """The rows that enter; they are kept where its backward pass comes later."""
+        """The rows that enter."""
         if self._slices.takes_tokens(number):
             return None
-        keeps = self._keeps and not self._slices.gives_loss(number)
         where = number, micro_batch
         if self._hands_to_itself:
+            keeps = self._keeps and not self._slices.gives_loss(number)
             take = self._rows.get if keeps else self._rows.pop
             return take(where, self._following(*where))
         rows = self._stages.channels.receive_activations(self._shape, self._model.config.pipeline_dtype)
         assert rows is not None, "a stage is before this one, or takes turns with it"
-        if keeps:
-            self._rows.put(where, rows)
         return rows.detach()
 
     def _send_rows(self, rows: Tensor, number: int, micro_batch: int) -> None:
