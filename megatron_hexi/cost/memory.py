@@ -186,8 +186,12 @@ class ModelPart:
         return -(-self.layers // count) / np.maximum(self.layers, 1)
 
     def entered(self, micro_batches: Ints) -> Ints:
-        """Micro-batches whose rows wait after they entered a ministage, over all ministages but the first."""
-        return micro_batches * np.maximum(self.ministages - self.is_first, 0)
+        """Micro-batches whose rows wait after they entered a ministage, over all ministages.
+
+        Nothing enters the first of the model, and what enters the last is used at once.
+        """
+        ends = np.logical_or(self.is_first, self.is_last)
+        return micro_batches * np.maximum(self.ministages - ends, 0)
 
     @property
     def run_twice(self) -> Ints | int:

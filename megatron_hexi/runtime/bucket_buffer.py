@@ -47,9 +47,11 @@ class BucketBuffer:
         values: of the weights, flat.
         gradients: flat; after the sum, what this rank owns is right, the rest is undefined.
         own_run: the elements that this rank owns.
-        own_values: their values: a part of `values`, or beside it where that comes and goes.
-        own_gradients: likewise.
+        rest_values: what it keeps of `values` while they are away; ``None``: they never are.
+        rest_gradients: what it keeps of `gradients` while they are away, or of what it owns in host memory;
+            ``None``: nothing.
         copied: pieces whose parameter lies elsewhere too, with where they lie there and here.
+        viewed: parameters that are views of the values, with where they lie.
         scales: factors of elements before the sum, where they are not 1.
         waits_for: parameters whose gradients are not there yet.
     """
@@ -60,9 +62,10 @@ class BucketBuffer:
     values: Tensor
     gradients: Tensor
     own_run: slice
-    own_values: Tensor
-    own_gradients: Tensor
+    rest_values: Tensor | None = None
+    rest_gradients: Tensor | None = None
     copied: list[tuple[HeldBox, Cell, slice]] = field(default_factory=list)
+    viewed: list[tuple[Parameter, slice]] = field(default_factory=list)
     scales: list[tuple[slice, float]] = field(default_factory=list)
     waits_for: set[Parameter] = field(default_factory=set)
     works: list[dist.Work | None] = field(default_factory=list)
@@ -79,6 +82,27 @@ class BucketBuffer:
         """Whether it is on the device only while its ministage needs it."""
         return self.kept.passes
 
+    @property
+    def rest_run(self) -> slice:
+        """The elements that it keeps while the bucket is away."""
+        return slice(0, self.bucket.size) if self.passes and self.kept.whole else self.own_run
+
+    @property
+    def own_values(self) -> Tensor:
+        """Values of what this rank owns, where they always are."""
+        return self.values[self.own_run] if self.rest_values is None else self._owned(self.rest_values)
+
+    @property
+    def own_gradients(self) -> Tensor:
+        """Gradients of what this rank owns, where they are after the sum."""
+        return (
+            self.gradients[self.own_run] if self.rest_gradients is None else self._owned(self.rest_gradients)
+        )
+
+    def _owned(self, rest: Tensor) -> Tensor:
+        start = self.rest_run.start
+        return rest[self.own_run.start - start : self.own_run.stop - start]
+
     def spread(self) -> None:
         """Copy its values to parameters that lie elsewhere too."""
         for held, cell, span in self.copied:
@@ -86,28 +110,47 @@ class BucketBuffer:
             part.copy_(self.values[span].view(part.shape))
 
     def collect(self) -> None:
-        """Copy the values of these parameters here, and keep what this rank owns."""
+        """Copy the values of these parameters here, and keep what waits elsewhere."""
         for held, cell, span in self.copied:
             self.values[span] = held.view(held.parameter.data, cell).reshape(-1)
-        self.keep_own()
+        self.keep()
 
-    def keep_own(self) -> None:
-        """Take what this rank owns from the values."""
-        if self.passes:
-            self.own_values.copy_(self.values[self.own_run])
+    def keep(self) -> None:
+        """Take from the values what is kept while they are away."""
+        if self.rest_values is not None:
+            self.rest_values.copy_(self.values[self.rest_run])
 
 
-def start_sum(buffer: BucketBuffer) -> None:
-    """Start to bring the sum of all holders' gradients to their owners."""
+def collect_gradients(buffer: BucketBuffer) -> None:
+    """Have this rank's part of the gradients in the bucket, as it is added to the others'."""
     for held, cell, span in buffer.copied:
         buffer.gradients[span] = held.view(main_grad(held.parameter), cell).reshape(-1)
     for span, factor in buffer.scales:
         buffer.gradients[span] *= factor
+
+
+def start_sum(buffer: BucketBuffer) -> None:
+    """Start to bring the sum of all holders' gradients to their owners."""
+    collect_gradients(buffer)
+    start_reduction(buffer)
+
+
+def start_reduction(buffer: BucketBuffer) -> None:
+    """The same for gradients that are in the bucket."""
     if buffer.group is not None:
         buffer.works = [
             dist.reduce(buffer.gradients[span], owner, group=buffer.group, async_op=True)
             for owner, span in buffer.runs()
         ]
+
+
+def send_values(buffer: BucketBuffer) -> list[dist.Work | None]:
+    """Start to give all holders the values of what each owns."""
+    assert buffer.group is not None
+    return [
+        dist.broadcast(buffer.values[span], owner, group=buffer.group, async_op=True)
+        for owner, span in buffer.runs()
+    ]
 
 
 def main_grad(parameter: Parameter) -> Tensor:

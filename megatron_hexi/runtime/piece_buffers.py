@@ -11,7 +11,7 @@ ranks keep that order, so two buckets can never wait for each other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,19 @@ from megatron_hexi.runtime.bucket_buffer import (
     BucketBuffer,
     HeldBox,
     main_grad,
+    send_values,
     set_main_grad,
+    start_reduction,
     start_sum,
     wait_all,
 )
-from megatron_hexi.runtime.passing_buckets import PassingBuckets
+from megatron_hexi.runtime.bucket_layout import lay_out
+from megatron_hexi.runtime.host_memory import HostMemory
+from megatron_hexi.runtime.passing_buckets import PassingBuckets, Storages
 from megatron_hexi.runtime.waiting import waiting
 
-#: Pieces with where each lies in its parameter, and in the bucket.
-_Run = list[tuple[HeldBox, Cell, slice]]
+#: The device of parameters, unless it is said.
+CPU = torch.device("cpu")
 
 
 class PieceBuffers:
@@ -46,6 +50,7 @@ class PieceBuffers:
         group_of: makes a process group of some ranks; called in the same order by all ranks of the job.
         gradient_dtype: in which gradients are added up; ``None``: that of the weights.
         offload: what of this rank's stage waits in host memory.
+        device: of the parameters.
     """
 
     def __init__(
@@ -57,9 +62,12 @@ class PieceBuffers:
         group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
         gradient_dtype: torch.dtype | None,
         offload: Collection[Offload] = (),
+        device: torch.device = CPU,
     ) -> None:
         self.rank = rank
         self._offload = offload
+        #: What waits there is counted by it.
+        self.host = HostMemory(device)
         self.buckets: list[BucketBuffer] = []
         self._by_parameter: dict[Parameter, list[BucketBuffer]] = {}
         self._launched = 0
@@ -79,6 +87,8 @@ class PieceBuffers:
                 dtype = gradient_dtype or parameter.dtype
                 set_main_grad(parameter, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
         self._staying = [buffer for buffer in self.buckets if not buffer.passes]
+        #: Whose holders are not in step: they are summed and handed out in the order of the table.
+        self._kept_whole = [buffer for buffer in self.buckets if buffer.kept.whole]
         by_number: dict[int, list[BucketBuffer]] = {}
         for buffer in self.buckets:
             if buffer.kept.ministage is not None:
@@ -86,7 +96,14 @@ class PieceBuffers:
         # A parameter that lies in several buckets has memory of its own.
         apart = {held.parameter for buffer in self._staying for held, _, _ in buffer.copied}
         # In the same order on all ranks, as each group's collectives must be.
-        self._passing = {number: PassingBuckets(by_number[number], apart) for number in sorted(by_number)}
+        self._passing = {
+            number: PassingBuckets(by_number[number], apart, self.host) for number in sorted(by_number)
+        }
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether what this rank owns is stepped in host memory."""
+        return "optimizer" in self._offload
 
     def _lay_out(
         self,
@@ -95,43 +112,17 @@ class PieceBuffers:
         scale_of: Callable[[Parameter], float],
         gradient_dtype: torch.dtype | None,
     ) -> BucketBuffer:
-        held = [
-            next(one for one in self._by_key[piece.key] if cell_contains(one.box.cell, piece.cell))
-            for piece in bucket.pieces
-        ]
-        like = held[0].parameter.data
-        values = like.new_empty(bucket.size)
-        gradients = values.new_zeros(bucket.size, dtype=gradient_dtype or values.dtype)
-        run = slice(*bucket.run(self.rank))
+        held = [self._holding(piece.key, piece.cell) for piece in bucket.pieces]
         kept = keeping(bucket, self.rank, self._offload)
-        buffer = BucketBuffer(bucket, kept, group, values, gradients, run, values[run], gradients[run])
-        if buffer.passes:
-            buffer.own_values, buffer.own_gradients = values[run].clone(), gradients[run].clone()
+        buffer = lay_out(bucket, kept, group, held, self.rank, gradient_dtype, self.host)
         for piece, start, one in zip(bucket.pieces, bucket.starts, held, strict=True):
-            parameter, span = one.parameter, slice(start, start + piece.size)
-            assert parameter.dtype == values.dtype, f"{piece.key}: weights of one precision"
-            values[span] = one.view(parameter.data, piece.cell).reshape(-1)
-            buffer.copied.append((one, piece.cell, span))
-            if scale_of(parameter) != 1.0:
-                buffer.scales.append((span, scale_of(parameter)))
-            self._by_parameter.setdefault(parameter, []).append(buffer)
-        buffer.copied = [copied for run in _runs(buffer.copied) for copied in self._left(buffer, run)]
-        buffer.keep_own()
+            if scale_of(one.parameter) != 1.0:
+                buffer.scales.append((slice(start, start + piece.size), scale_of(one.parameter)))
+            self._by_parameter.setdefault(one.parameter, []).append(buffer)
         return buffer
 
-    @staticmethod
-    def _left(buffer: BucketBuffer, run: _Run) -> _Run:
-        """Of pieces that follow each other in a parameter and in a bucket: none, if they are all of it.
-
-        Then the parameter and its gradient become views of the bucket.
-        """
-        parameter = run[0][0].parameter
-        span = slice(run[0][2].start, run[-1][2].stop)
-        if span.stop - span.start != parameter.numel() or not parameter.is_contiguous():
-            return run
-        parameter.data = buffer.values[span].view(parameter.shape)
-        set_main_grad(parameter, buffer.gradients[span].view(parameter.shape))
-        return []
+    def _holding(self, key: str, cell: Cell) -> HeldBox:
+        return next(one for one in self._by_key[key] if cell_contains(one.box.cell, cell))
 
     def owned(self) -> list[tuple[BucketBuffer, Slab]]:
         """The slabs of this rank, each with its bucket."""
@@ -144,7 +135,7 @@ class PieceBuffers:
 
     def parameter_of(self, slab: Slab) -> Parameter:
         """The parameter of this rank that holds a slab."""
-        return next(one.parameter for one in self._by_key[slab.key] if cell_contains(one.box.cell, slab.cell))
+        return self._holding(slab.key, slab.cell).parameter
 
     # Values
 
@@ -153,19 +144,34 @@ class PieceBuffers:
         for buffer in self.buckets:
             buffer.collect()
 
+    @torch.no_grad()
     def hand_out_values(self) -> None:
-        """Give all holders the values of what this rank owns, and take theirs; what passes comes later."""
+        """Give all holders the values of what this rank owns, and take theirs.
+
+        What holders keep in shares comes later, with its ministage.
+        """
         with waiting("gradients"):
             works: list[dist.Work | None] = []
-            for buffer in self._staying:
-                if buffer.group is not None:
-                    works += [
-                        dist.broadcast(buffer.values[span], owner, group=buffer.group, async_op=True)
-                        for owner, span in buffer.runs()
-                    ]
+            for buffer in self._kept_whole:
+                if buffer.group is None:
+                    continue
+                if buffer.passes:
+                    self._renew(buffer)
+                else:
+                    works += send_values(buffer)
             wait_all(works)
+            self.host.drain()
         for buffer in self._staying:
             buffer.spread()
+
+    def _renew(self, buffer: BucketBuffer) -> None:
+        """Have the new values of all owners in host memory, by way of the device."""
+        assert buffer.rest_values is not None
+        own = buffer.own_run
+        with Storages([buffer.values], are_here=False).taken():
+            self.host.copy_back(buffer.values[own], buffer.rest_values[own]).wait()
+            wait_all(send_values(buffer))
+            self.host.copy_out(buffer.rest_values, buffer.values)
 
     def take_values_from(self, source_of: Callable[[tuple[int, ...]], int]) -> None:
         """Give all holders of each bucket the values that one of them has."""
@@ -174,19 +180,15 @@ class PieceBuffers:
                 dist.broadcast(buffer.values, source_of(buffer.bucket.holders), group=buffer.group)
         for buffer in self.buckets:
             buffer.spread()
-            buffer.keep_own()
+            buffer.keep()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Have all weights here, for a checkpoint; a collective of all ranks."""
-        for passing in self._passing.values():
-            passing.fetch()
-        for passing in self._passing.values():
-            passing.settle()
-        try:
+        """Have all weights where parameters look for them, for a checkpoint; a collective of all ranks."""
+        with contextlib.ExitStack() as stack:
+            for passing in self._passing.values():
+                stack.enter_context(passing.whole())
             yield
-        finally:
-            self.release()
 
     def release(self) -> None:
         """Give back the memory of all values that pass."""
@@ -215,7 +217,7 @@ class PieceBuffers:
             for passing in self._passing.values():
                 passing.close_gradients()
             if own is not None:
-                own.start_sums()
+                own.start_leaving()
                 own.release()
 
     # Gradients: what Megatron asks of a group of buckets
@@ -237,12 +239,30 @@ class PieceBuffers:
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Wait for all sums; afterwards the gradients of what this rank owns are right."""
         self.start_grad_sync()
-        with waiting("gradients"):
-            for buffer in self._staying:
-                wait_all(buffer.works)
-                buffer.works = []
         for passing in self._passing.values():
             passing.close_gradients()
+        with waiting("gradients"):
+            for buffer in self._kept_whole:
+                if buffer.passes:
+                    self._sum_offloaded(buffer)
+                wait_all(buffer.works)
+                buffer.works = []
+                if not buffer.passes and buffer.rest_gradients is not None:
+                    self.host.copy_out(buffer.rest_gradients, buffer.gradients[buffer.own_run])
+            self.host.drain()
+
+    def _sum_offloaded(self, buffer: BucketBuffer) -> None:
+        """Sum gradients that wait in host memory over all holders, by way of the device."""
+        if buffer.group is None:
+            return
+        assert buffer.rest_gradients is not None
+        own = buffer.own_run
+        with Storages([buffer.gradients], are_here=False).taken():
+            self.host.copy_back(buffer.gradients, buffer.rest_gradients).wait()
+            start_reduction(buffer)
+            wait_all(buffer.works)
+            buffer.works = []
+            self.host.copy_out(buffer.rest_gradients[own], buffer.gradients[own])
 
     def _launch(self) -> None:
         buffer = self._staying[self._launched]
@@ -265,8 +285,10 @@ class PieceBuffers:
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients of what this rank owns."""
+        on_host = float(factor) if self._offload else factor
         for buffer in self.buckets:
-            buffer.own_gradients *= factor
+            gradients = buffer.own_gradients
+            gradients *= on_host if buffer.kept.gradients_on_host else factor
 
     def start_param_sync(self, force_sync: bool = False) -> None:
         """Nothing to do: the optimizer hands the values out."""
@@ -275,24 +297,3 @@ class PieceBuffers:
 
     def free_overlap_buffers(self) -> None:
         """Nothing to do: there are none."""
-
-
-def _runs(copied: _Run) -> Iterable[_Run]:
-    """Pieces that follow each other in a parameter as in the bucket, such as both parts of a gated MLP."""
-    run: _Run = []
-    for held, cell, span in copied:
-        part = held.view(held.parameter.data, cell)
-        place = part.storage_offset() - held.parameter.data.storage_offset()
-        follows = (
-            bool(run)
-            and run[0][0].parameter is held.parameter
-            and part.is_contiguous()
-            and place == span.start - run[0][2].start
-        )
-        if not follows:
-            if run:
-                yield run
-            run = []
-        run.append((held, cell, span))
-    if run:
-        yield run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,23 @@ from tests.megatron.test_stages_training import (
     runs,
     words,
 )
+
+
+def offloading(name: str, *offload: str, slow: bool = True) -> Case:
+    """A case whose stages, in the order of the file, say what they offload."""
+    case = CASES[name]
+    texts = iter(offload)
+    lines = []
+    for line in case.replicas.splitlines():
+        start, found, rest = line.partition("layers:")
+        said = next(texts) if found else ""
+        if said and start.endswith("{"):
+            start += f"{said}, "
+        lines.append(start + found + rest)
+        if said and not start.endswith(", "):
+            lines.append(" " * len(start) + said)
+    return replace(case, replicas="\n".join(lines) + "\n", slow=slow)
+
 
 CASES = {
     # One stage hands to itself; tied embeddings are used by its first ministage and by its last.
@@ -102,8 +120,41 @@ CASES = {
     ),
 }
 
+ALL = "offload: [parameters, optimizer, activations]"
+ROWS, STATE = "offload: [activations]", "offload: [optimizer]"
+OFFLOADED = {
+    # Shares of weights, and tied embeddings that stay.
+    "one-stage": offloading("one-stage", ALL, slow=False),
+    # Each stage its own; the second holds its weights alone.
+    "two-stages": offloading("two-stages", STATE, ALL, slow=False),
+    "three-stages": offloading("three-stages", ALL, "offload: [activations, optimizer]", ALL),
+    # Weights that a replica in 1F1B holds too; its first stage steps on the host as well.
+    "beside-others": offloading(
+        "beside-others", ALL, ALL, "offload: [activations]", "offload: [optimizer]", ""
+    ),
+    "one-ministage": offloading(
+        "one-ministage", "offload: [optimizer, activations]", "offload: [activations]"
+    ),
+    "three-ministages": offloading("three-ministages", ALL, ALL),
+    # Two replicas that offload hold all weights in common, and neither is in step with the other.
+    "two-replicas": Case(
+        """\
+- micro_batches: 3
+  stages:
+  - {layers: [0, 6], ministages: 3, ALL, domains: [{ranks: [0]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 2], ministages: 2, ALL, domains: [{ranks: [1]}]}
+  - {layers: [2, 6], ministages: 2, ALL, domains: [{ranks: [2, 3]}]}
+""".replace("ALL", ALL),
+        UNTIED,
+    ),
+}
 
-@pytest.mark.parametrize(("case", "iterations"), runs(CASES))
+
+@pytest.mark.parametrize(
+    ("case", "iterations"), runs(CASES | {f"{n}-offloaded": c for n, c in OFFLOADED.items()})
+)
 def test_training_is_that_of_one_rank(
     case: Case, iterations: int, forks: Forks, references: References, tmp_path: Path
 ):

@@ -71,8 +71,11 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
             f"{path}: rank 0 reads no data, and whether there is any is the job's first rank to say; give it "
             "a place in the first or the last stage of a replica"
         )
-    if plan.has_offload:
-        raise PlanError(f"{path}: its stages offload, which training does not carry out yet; leave it out")
+    if plan.has_offload and getattr(args, "async_save", False):
+        raise PlanError(
+            f"{path}: its stages offload, and --async-save writes host memory while the next step changes "
+            "it; leave out one of them"
+        )
     if plan.has_ministages and is_packed(args):
         raise PlanError(
             f"{path}: its stages have ministages, which do not follow documents yet; "

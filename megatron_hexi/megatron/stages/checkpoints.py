@@ -167,11 +167,13 @@ def _into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
     chained = _as_chain(original)
 
     @functools.wraps(original)
-    def load_checkpoint(ddp_model: list[Any], *args: Any, **kwargs: Any) -> Any:
-        result = chained(ddp_model, *args, **kwargs)
+    def load_checkpoint(ddp_model: list[Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = chained(ddp_model, optimizer, *args, **kwargs)
         if stages_active():
             for chunk in ddp_model:
                 chunk.pieces.collect_values()
+            if optimizer is not None:
+                optimizer.weights_loaded()
         return result
 
     return load_checkpoint

@@ -23,6 +23,7 @@ from megatron_hexi.megatron.stages.boxes import held_boxes
 from megatron_hexi.megatron.stages.slices import StageSlices
 from megatron_hexi.mesh import Box, cut_pieces, make_buckets
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
+from megatron_hexi.runtime.row_store import DeviceRows, HostRows
 
 #: Megatron's own size of a bucket where gradients are reduced behind the backward pass, elements.
 _BUCKET_SIZE = 40_000_000
@@ -72,6 +73,9 @@ def _with_pieces(original: type) -> type:
                 self.pieces = _piece_buffers(
                     session, config, module, self.slices, size, ddp_config.grad_reduce_in_fp32
                 )
+            #: What waits between ministages, from iteration to iteration.
+            offloads_rows = stages.stage.offloads("activations")
+            self.waiting_rows = HostRows(self.pieces.host) if offloads_rows else DeviceRows()
             self.buffers = self.bucket_groups = [self.pieces]
             self.expert_parallel_buffers: list[Any] = []
             self.expert_parallel_bucket_groups: list[Any] = []
@@ -137,7 +141,14 @@ def _piece_buffers(
         return None if len(ranks) == 1 else group
 
     buffers = PieceBuffers(
-        buckets, held, scale_of, view.place.rank, group_of, torch.float32 if in_fp32 else None
+        buckets,
+        held,
+        scale_of,
+        view.place.rank,
+        group_of,
+        torch.float32 if in_fp32 else None,
+        session.stages.stage.offload or (),
+        session.shard.positions.device,
     )
     # Tied embeddings are zero where the last stage makes them, and Megatron's seeds differ by stage.
     stage_of = [place.stage for place in mesh.places]

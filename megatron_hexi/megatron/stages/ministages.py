@@ -13,7 +13,6 @@ ministages, since clipping needs the norm of all gradients.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.stages.slices import StageSlices
 from megatron_hexi.mesh import sweeps
+from megatron_hexi.runtime.row_store import RowStore, Where
 
 
 class _Replayed:
@@ -79,9 +79,8 @@ class _Iteration:
         self._model, self._step, self._shape, self._batches = model, step, shape, batches
         self._micro_batches = micro_batches
         #: The rows that entered each ministage, until its backward pass.
-        self._entered: list[deque[Tensor | None]] = [deque() for _ in range(self._slices.count)]
-        #: Of the only stage of a replica: what it hands to itself.
-        self._own: deque[Tensor] | None = deque() if self._stages.mesh.depth(place) == 1 else None
+        self._rows: RowStore = model.waiting_rows
+        self._hands_to_itself = self._stages.mesh.depth(place) == 1
 
     def run(self, forward_only: bool) -> None:
         """All micro-batches through all ministages; the gradients of this rank are in its buckets then."""
@@ -101,21 +100,22 @@ class _Iteration:
 
     def _forward(self, number: int, micro_batch: int) -> None:
         """Run, and keep the rows that entered."""
-        rows = self._enter(number)
-        if self._keeps:
-            self._entered[number].append(rows)
+        rows = self._enter(number, micro_batch)
         with torch.no_grad():
             output = self._step(self._slices, number, micro_batch, rows)
         if not self._slices.gives_loss(number):
-            self._send_rows(output)
+            self._send_rows(output, number, micro_batch)
 
     def _turn(self, number: int, micro_batch: int) -> None:
         """Run, and turn round at the loss."""
-        self._pass_back(number, micro_batch, self._enter(number))
+        self._pass_back(number, micro_batch, self._enter(number, micro_batch))
 
     def _backward(self, number: int, micro_batch: int) -> None:
         """Run again, and take the gradients through."""
-        self._pass_back(number, micro_batch, self._entered[number].popleft())
+        rows = None
+        if not self._slices.takes_tokens(number):
+            rows = self._rows.pop((number, micro_batch), self._following(number, micro_batch))
+        self._pass_back(number, micro_batch, rows)
 
     def _pass_back(self, number: int, micro_batch: int, rows: Tensor | None) -> None:
         from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor
@@ -128,39 +128,51 @@ class _Iteration:
         output = self._step(self._slices, number, micro_batch, rows)
         gradient = None
         if not self._slices.gives_loss(number):
-            gradient = self._receive_gradients()
+            gradient = self._receive_gradients(number, micro_batch)
             deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
         gradient = backward_step(rows, output, gradient, config)
         if rows is not None:
-            self._send_gradients(gradient)
+            self._send_gradients(gradient, number, micro_batch)
 
-    # Over a border, or by hand where the replica has one stage.
+    def _following(self, number: int, micro_batch: int) -> Where | None:
+        """The rows that are asked for after those of a micro-batch."""
+        return (number, micro_batch + 1) if micro_batch + 1 < self._micro_batches else None
 
-    def _enter(self, number: int) -> Tensor | None:
+    # Over a border, or by hand where the replica has one stage: what leaves a ministage waits there for the
+    # next one, and the gradients of what entered one, in its place, for the one before.
+
+    def _enter(self, number: int, micro_batch: int) -> Tensor | None:
+        """The rows that enter; they are kept where its backward pass comes later."""
         if self._slices.takes_tokens(number):
             return None
-        if self._own is not None:
-            return self._own.popleft()
+        keeps = self._keeps and not self._slices.gives_loss(number)
+        where = number, micro_batch
+        if self._hands_to_itself:
+            take = self._rows.get if keeps else self._rows.pop
+            return take(where, self._following(*where))
         rows = self._stages.channels.receive_activations(self._shape, self._model.config.pipeline_dtype)
         assert rows is not None, "a stage is before this one, or takes turns with it"
+        if keeps:
+            self._rows.put(where, rows)
         return rows.detach()
 
-    def _send_rows(self, rows: Tensor) -> None:
-        if self._own is not None:
-            self._own.append(rows)
+    def _send_rows(self, rows: Tensor, number: int, micro_batch: int) -> None:
+        if self._hands_to_itself:
+            self._rows.put((number + 1, micro_batch), rows)
         else:
             self._stages.channels.send_activations(rows)
 
-    def _receive_gradients(self) -> Tensor:
-        if self._own is not None:
-            return self._own.popleft()
+    def _receive_gradients(self, number: int, micro_batch: int) -> Tensor:
+        if self._hands_to_itself:
+            following = self._following(number + 1, micro_batch)
+            return self._rows.pop((number + 1, micro_batch), following)
         rows = self._stages.channels.receive_gradients(self._shape, self._model.config.pipeline_dtype)
         assert rows is not None, "a stage is behind this one, or takes turns with it"
         return rows
 
-    def _send_gradients(self, rows: Tensor) -> None:
-        if self._own is not None:
-            self._own.append(rows)
+    def _send_gradients(self, rows: Tensor, number: int, micro_batch: int) -> None:
+        if self._hands_to_itself:
+            self._rows.put((number, micro_batch), rows)
         else:
             self._stages.channels.send_gradients(rows)
 

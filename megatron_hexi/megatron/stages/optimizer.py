@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.session import active_session
+from megatron_hexi.megatron.stages.host_optimizer import clip_on_host, host_norm, host_optimizer
 from megatron_hexi.megatron.stages.optimizer_state import (
     master_name,
     read_document,
@@ -27,6 +28,7 @@ from megatron_hexi.megatron.stages.optimizer_state import (
 )
 from megatron_hexi.mesh import Slab
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer
+from megatron_hexi.runtime.host_memory import HostMemory
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 
 
@@ -38,7 +40,7 @@ class _OwnedSlab:
         slab: which part of which weight.
         values: its values in the bucket, in the precision of the model.
         gradients: likewise.
-        main: its values in fp32: the same memory where the model is fp32.
+        main: its values in fp32: the same memory where the model is fp32 and both are on the same side.
     """
 
     slab: Slab
@@ -48,14 +50,18 @@ class _OwnedSlab:
 
 
 def _owned_slabs(buffers: PieceBuffers) -> list[_OwnedSlab]:
-    return [_owned(buffer, slab) for buffer, slab in buffers.owned()]
+    return [_owned(buffer, slab, buffers.host) for buffer, slab in buffers.owned()]
 
 
-def _owned(buffer: BucketBuffer, slab: Slab) -> _OwnedSlab:
+def _owned(buffer: BucketBuffer, slab: Slab, host: HostMemory) -> _OwnedSlab:
     shape = [stop - start for start, stop in slab.cell]
     span = slice(slab.start - buffer.own_run.start, slab.stop - buffer.own_run.start)
     values = buffer.own_values[span].view(shape)
-    main = Parameter(values.float())  # a view where the values are fp32
+    kept = buffer.kept
+    if kept.state_on_host and not (kept.weights_on_host and values.dtype == torch.float32):
+        main = Parameter(host.copy_of(values, torch.float32))
+    else:
+        main = Parameter(values.float())  # a view where the values are fp32
     # One owner in the world: the norm counts it once.
     main.tensor_model_parallel = True  # type: ignore[attr-defined]
     return _OwnedSlab(slab, values, buffer.own_gradients[span].view(shape), main)
@@ -70,6 +76,7 @@ class PieceOptimizer(FP32Optimizer):
         init_state_fn: makes the state of parameters that have none.
         buffers: the weights and gradients of this rank.
         owned: its slabs.
+        is_on_host: whether the slabs, their state and their gradients are in host memory.
     """
 
     def __init__(
@@ -79,10 +86,12 @@ class PieceOptimizer(FP32Optimizer):
         init_state_fn: Callable[..., None],
         buffers: PieceBuffers,
         owned: list[_OwnedSlab],
+        is_on_host: bool,
     ) -> None:
         super().__init__(optimizer, config, init_state_fn)
         self.buffers = buffers
         self.owned = owned
+        self.is_on_host = is_on_host
         #: Steps done, also where this rank owns nothing.
         self.steps = 0
 
@@ -92,6 +101,25 @@ class PieceOptimizer(FP32Optimizer):
         for one in self.owned:
             one.main.grad = one.gradients.float()
         return False
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> Any:
+        """The norm of all gradients of the job."""
+        if not self.is_on_host:
+            return super().get_grad_norm()
+        gradients = self.get_grads_for_grad_norm() if self.owned else []
+        group = self.get_grad_stats_parallel_group()
+        return host_norm(gradients, group, self.get_loss_scale().device)
+
+    def clip_grad_norm(self, clip_grad: float) -> Any:
+        """The same, and scale all gradients down where it is over the most allowed."""
+        if not self.is_on_host:
+            return super().clip_grad_norm(clip_grad)
+        norm = self.get_grad_norm()
+        if self.get_parameters() and hasattr(self, "_compute_grad_norms_by_group"):
+            self._compute_grad_norms_by_group()  # a collective, in which ranks without offload take part
+        clip_on_host(self.get_parameters(), clip_grad, norm)
+        return norm
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -108,6 +136,13 @@ class PieceOptimizer(FP32Optimizer):
         self.buffers.collect_values()
         for one in self.owned:
             one.main.data.copy_(one.values)
+
+    @torch.no_grad()
+    def weights_loaded(self) -> None:
+        """Take fp32 weights that were loaded into the model, which are these but for where they are."""
+        for one in self.owned:
+            if one.values.dtype == torch.float32 and one.main.data_ptr() != one.values.data_ptr():
+                one.main.data.copy_(one.values)
 
     @property
     def _is_half(self) -> bool:
@@ -131,7 +166,7 @@ class PieceOptimizer(FP32Optimizer):
 
         with user_errors():
             master = master_name(metadata, self._is_half)
-        if is_loading and self.init_state_fn is not None:
+        if is_loading and self.init_state_fn is not None and not self.is_on_host:
             self.init_state_fn(self.optimizer, self.config)
         states = [self._state_of(one, master) for one in self.owned]
         tensors = sharded_state([one.slab for one in self.owned], states)
@@ -151,6 +186,7 @@ class PieceOptimizer(FP32Optimizer):
         """Take the state that Megatron loaded for `sharded_state_dict`."""
         from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 
+        counts_by_parameter = USING_PYTORCH_OPTIMIZER or self.is_on_host
         tensors, groups, self.steps = read_document(state_dict)
         self.reload_model_params()
         for number, one in enumerate(self.owned):
@@ -158,15 +194,17 @@ class PieceOptimizer(FP32Optimizer):
             for name in ("param", "fp32_param"):
                 if name in state:
                     one.main.copy_(state.pop(name))
-            kept = {name: tensor.clone() for name, tensor in state.items()}
-            if USING_PYTORCH_OPTIMIZER and kept and self.config.optimizer == "adam":
+            kept = self.optimizer.state[one.main] if self.is_on_host else {}
+            for name, tensor in state.items():
+                kept[name] = kept[name].copy_(tensor) if name in kept else tensor.clone()
+            if counts_by_parameter and kept and self.config.optimizer == "adam":
                 kept["step"] = torch.tensor(float(self.steps))  # one a parameter: each counts its own
             self.optimizer.state[one.main] = kept
         bare = [{**group, "params": None} for group in groups]
         own = self.optimizer.param_groups
         for group, loaded in zip(own, self._filter_and_reorder_param_groups(own, bare), strict=True):
             group.update({name: value for name, value in loaded.items() if name not in ("params", "step")})
-            if not USING_PYTORCH_OPTIMIZER:
+            if not counts_by_parameter:
                 group["step"] = self.steps
 
     def _values_from_main(self) -> None:
@@ -205,10 +243,14 @@ def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> Piec
     # The inner optimizer alone: how it is made of the arguments is Megatron's to say.
     plain = copy.copy(config)
     plain.bf16, plain.use_distributed_optimizer = False, False
+    on_host = [dict(group) for group in groups]  # an optimizer adds its own settings to what it is given
     made = megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
         plain, [chunk], groups, model_parallel_group=world
     )
-    optimizer = PieceOptimizer(made.optimizer, config, made.init_state_fn, buffers, owned)
+    inner, is_on_host = made.optimizer, buffers.steps_on_host
+    if is_on_host:
+        inner = host_optimizer(on_host, config, buffers.host)
+    optimizer = PieceOptimizer(inner, config, made.init_state_fn, buffers, owned, is_on_host)
     for name in ("grad_stats_parallel_group", "tp_group", "expert_tp_group"):
         if hasattr(made, name):
             setattr(optimizer, name, getattr(made, name))

@@ -1,0 +1,78 @@
+"""The optimizer's step on the host: what it steps on, its state and its gradients are in host memory.
+
+As Megatron's ``HybridDeviceOptimizer`` (``--optimizer-cpu-offload``) torch's own fused optimizer steps there.
+That one keeps a copy on the device of all that it steps on, so it cannot hold the plan's shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_hexi.runtime.host_memory import HostMemory
+
+
+def host_optimizer(groups: list[dict[str, Any]], config: Any, host: HostMemory) -> torch.optim.Optimizer:
+    """Torch's optimizer over parameters in host memory, with all of its state there.
+
+    Args:
+        groups: Megatron's parameter groups.
+        config: Megatron's, of adam or sgd.
+        host: where the state goes.
+    """
+    made: torch.optim.Optimizer
+    names: tuple[str, ...]
+    if config.optimizer == "adam":
+        kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+        betas = config.adam_beta1, config.adam_beta2
+        made = kind(
+            groups,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            betas=betas,
+            eps=config.adam_eps,
+            fused=True,  # no copies beside the state
+        )
+        names = ("exp_avg", "exp_avg_sq")
+    else:
+        made = torch.optim.SGD(
+            groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum
+        )
+        names = ("momentum_buffer",) if config.sgd_momentum else ()
+    for group in made.param_groups:
+        for parameter in group["params"]:
+            state = {name: host.empty(parameter.shape, torch.float32) for name in names}
+            if config.optimizer == "adam":
+                state["step"] = torch.tensor(0.0)
+            made.state[parameter] = state
+    return made
+
+
+def host_norm(gradients: Sequence[Tensor], group: Any, device: torch.device) -> float:
+    """The norm of all gradients of the job, of which this rank's are on the host.
+
+    To be called by all ranks, whose norms Megatron computes in the same one sum of squares.
+
+    Args:
+        gradients: of this rank.
+        group: all ranks.
+        device: of collectives.
+    """
+    squares = sum(float(torch.linalg.vector_norm(one, dtype=torch.float64)) ** 2 for one in gradients)
+    total = torch.tensor([squares], dtype=torch.float32, device=device)
+    dist.all_reduce(total, group=group)
+    return float(total) ** 0.5
+
+
+def clip_on_host(parameters: Sequence[Parameter], most: float, norm: float) -> None:
+    """Scale gradients down, as Megatron does, where their norm is over the most allowed."""
+    factor = most / (norm + 1.0e-6)
+    if factor < 1.0:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad *= factor

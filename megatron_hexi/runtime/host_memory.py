@@ -1,0 +1,126 @@
+"""Host memory beside a device's: where it comes from, and copies there and back.
+
+It is mapped shared and without a name, and registered with CUDA where there is a GPU. torch's own pinned
+memory comes in powers of two, which wastes up to half of it. Shared mappings are also what a limit on a
+process's data (`RLIMIT_DATA`) does not count: on the CPU platform, where device and host are one memory, that
+limit is one on the device alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HostMemory:
+    """The host memory of one rank.
+
+    Args:
+        device: of the tensors that are copied there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._has_streams = device.type == "cuda" and torch.version.cuda is not None
+        self._ways: tuple[Any, Any] | None = None
+        #: Bytes taken so far; none are given back.
+        self.nbytes = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in host memory; it is zero.
+
+        Raises:
+            OSError: there is not enough memory.
+            RuntimeError: CUDA does not take it.
+        """
+        count = torch.Size(shape).numel()
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
+        size = count * dtype.itemsize
+        mapped = mmap.mmap(-1, size)  # shared and anonymous: Python's default
+        tensor = torch.frombuffer(mapped, dtype=dtype, count=count).view(tuple(shape))
+        if self._has_streams:
+            cuda: Any = torch.cuda.cudart()
+            torch.cuda.check_error(int(cuda.cudaHostRegister(tensor.data_ptr(), size, 0)))
+        self.nbytes += size
+        return tensor
+
+    def copy_of(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor's values in host memory."""
+        return self.empty(tensor.shape, dtype or tensor.dtype).copy_(tensor)
+
+    def copy_out(self, target: Tensor, source: Tensor) -> None:
+        """Start a copy from the device to host memory; `drain` waits for it.
+
+        Args:
+            target: in host memory.
+            source: on the device; it may be given back at once.
+        """
+        with self._way(0) as stream:
+            target.copy_(source, non_blocking=stream is not None)
+            if stream is not None:
+                source.record_stream(stream)
+
+    @contextlib.contextmanager
+    def coming_back(self) -> Iterator[None]:
+        """Within it copies from host memory and collectives are started beside what the device computes.
+
+        What leaves the device has left before. `here` of what it gives has them done.
+        """
+        with self._way(1) as stream:
+            if stream is not None and self._ways is not None:
+                stream.wait_stream(self._ways[0])
+            yield
+
+    def copy_back(self, target: Tensor, source: Tensor) -> Arrival:
+        """Start a copy from host memory to the device."""
+        with self.coming_back():
+            target.copy_(source, non_blocking=self._has_streams)
+            return self.arrival([target])
+
+    def arrival(self, tensors: Sequence[Tensor]) -> Arrival:
+        """What is under way to some tensors, started so far within `coming_back`."""
+        if self._ways is None:
+            return Arrival(None)
+        for tensor in tensors:
+            tensor.record_stream(self._ways[1])
+        return Arrival(self._ways[1].record_event())
+
+    def drain(self) -> None:
+        """Wait until all that leaves the device is in host memory, for the host to read it."""
+        if self._ways is not None:
+            self._ways[0].synchronize()
+
+    @contextlib.contextmanager
+    def _way(self, number: int) -> Iterator[Any]:
+        """The stream of a direction, after all that the device does so far; ``None`` without streams."""
+        if not self._has_streams:
+            yield None
+            return
+        if self._ways is None:
+            self._ways = torch.cuda.Stream(), torch.cuda.Stream()
+        stream = self._ways[number]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield stream
+
+
+class Arrival:
+    """A copy from host memory that is under way.
+
+    Args:
+        event: after it; ``None``: it is done.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Let the device wait for it before what it computes next."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+            self._event = None
