@@ -43,7 +43,10 @@ class RowChannel:
         self._device = device
         self._table: Sequence[RowMessage] | None = None
         self.set_table(messages, held)
-        self._leaving: deque[Transfers] = deque()
+        #: Micro-batches under way, each with its number among all that were sent.
+        self._leaving: deque[tuple[int, Transfers]] = deque()
+        #: Micro-batches sent so far.
+        self.sent = 0
         self._arriving: tuple[Tensor, list[Tensor | None], Transfers] | None = None
         #: Bytes sent so far, to be held against the table's.
         self.sent_bytes = 0
@@ -79,9 +82,10 @@ class RowChannel:
             Message(self._peer(message.target), self._outgoing(rows, message)) for message in self._sends
         ]
         self.sent_bytes += sum(message.tensor.nbytes for message in messages)
-        while self._leaving and self._leaving[0].is_done():
-            self._leaving.popleft().wait()
-        self._leaving.append(post((), messages, self._group, _TAG, "pipeline"))
+        while self._leaving and self._leaving[0][1].is_done():
+            self._leaving.popleft()[1].wait()
+        self._leaving.append((self.sent, post((), messages, self._group, _TAG, "pipeline")))
+        self.sent += 1
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Post the receives of the next micro-batch, unless they are posted.
@@ -120,10 +124,10 @@ class RowChannel:
                 offset += size
         return whole
 
-    def finish(self) -> None:
-        """Wait until all that was sent has left."""
-        while self._leaving:
-            self._leaving.popleft().wait()
+    def finish(self, number: int | None = None) -> None:
+        """Wait until all that was sent has left, or the micro-batches up to a number."""
+        while self._leaving and (number is None or self._leaving[0][0] <= number):
+            self._leaving.popleft()[1].wait()
 
     def _outgoing(self, rows: Tensor, message: RowMessage) -> Tensor:
         """The rows of a message, flat: where they lie, or packed."""

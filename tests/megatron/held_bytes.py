@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_hexi.runtime.host_memory import HostMemory
+
 _SAID = "bytes held:"
 
 
@@ -22,10 +24,12 @@ class HeldBytes:
     Attributes:
         resident: after the last optimizer step: weights, gradients, optimizer state.
         peak: the most during the last iteration.
+        host: in host memory, which the allocator does not hand out.
     """
 
     resident: int
     peak: int
+    host: int
 
 
 def main() -> None:
@@ -44,13 +48,23 @@ def main() -> None:
         return result
 
     training.train_step = train_step
+    memories: list[HostMemory] = []
+    made = HostMemory.__init__
+
+    def init(self: HostMemory, device: torch.device) -> None:
+        made(self, device)
+        memories.append(self)
+
+    HostMemory.__init__ = init  # type: ignore[method-assign]
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         pretrain_gpt.main()
-    print(_SAID, json.dumps(asdict(_held(profile, *ends[-2:]))))
+    host = sum(memory.nbytes for memory in memories)
+    begin, end = ends[-2:]
+    print(_SAID, json.dumps(asdict(_held(profile, begin, end, host))))
 
 
-def _held(profile: torch.profiler.profile, begin: int, end: int) -> HeldBytes:
+def _held(profile: torch.profiler.profile, begin: int, end: int, host: int) -> HeldBytes:
     """The level at the end of the last iteration, and its highest in it; times in ns since the epoch."""
     assert profile.profiler is not None
     assert profile.profiler.kineto_results is not None
@@ -64,7 +78,7 @@ def _held(profile: torch.profiler.profile, begin: int, end: int) -> HeldBytes:
             resident = level
             if event.start_ns() >= begin:
                 peak = max(peak, level)
-    return HeldBytes(resident, peak)
+    return HeldBytes(resident, peak, host)
 
 
 def held(output: str) -> Iterator[HeldBytes]:

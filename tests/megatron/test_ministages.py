@@ -124,9 +124,10 @@ ALL = "offload: [parameters, optimizer, activations]"
 ROWS, STATE = "offload: [activations]", "offload: [optimizer]"
 OFFLOADED = {
     # Shares of weights, and tied embeddings that stay.
-    "one-stage": offloading("one-stage", ALL, slow=False),
-    # Each stage its own; the second holds its weights alone.
-    "two-stages": offloading("two-stages", STATE, ALL, slow=False),
+    "one-stage": offloading("one-stage", ALL),
+    # Each stage its own: the first keeps shares, the second holds its weights alone.
+    "two-stages": offloading("two-stages", ALL, STATE, slow=False),
+    "two-stages-alone": offloading("two-stages", STATE, ALL),
     "three-stages": offloading("three-stages", ALL, "offload: [activations, optimizer]", ALL),
     # Weights that a replica in 1F1B holds too; its first stage steps on the host as well.
     "beside-others": offloading(

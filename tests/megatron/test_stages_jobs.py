@@ -96,6 +96,7 @@ HOLDERS = {
     "samples": ("samples", 3, ()),
     "domains": ("domains", 5, ()),
     "ministages": ("ministages", 3, ()),
+    "offload": ("offload", 3, ()),
 }
 FORMATS = {
     "fp32": (),
@@ -135,7 +136,7 @@ IN_CI = {
     ("units", "samples", "distributed"),
     ("samples", "one-rank", "bf16"),
     ("depths", "tp-pp", "bf16-distributed"),
-    ("ministages", "one-rank", "distributed"),
+    ("offload", "one-rank", "distributed"),
 }
 PAIRS = [
     pytest.param(

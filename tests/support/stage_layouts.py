@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ from megatron_hexi.plan import Plan, read_plan
 #: Beside `MODEL`; under a plan with tensor parallelism one rank must have the same padded vocabulary.
 FOUR_LAYERS = ("--num-layers", "4")
 
-#: By name: stages of each replica with layers, units and ministages, and how many micro-batches it takes.
+#: All that a stage can offload.
+EVERYTHING = ["parameters", "optimizer", "activations"]
+
+#: By name: stages of each replica with layers, units, ministages and whether they offload, and how many
+#: micro-batches it takes.
 LAYOUTS: dict[str, list[tuple[int, list[Any]]]] = {
     # Depth 3 beside depth 1.
     "depths": [
@@ -50,6 +55,13 @@ LAYOUTS: dict[str, list[tuple[int, list[Any]]]] = {
             ([2, 4], "{ranks: [2]}", 2),
         ]),
     ],
+    # The same, with all that can be in host memory there.
+    "offload": [
+        (2, [
+            ([0, 2], "{ranks: [0], samples: 1, state: 2}, {ranks: [1], samples: 1}", 2, EVERYTHING),
+            ([2, 4], "{ranks: [2]}", 2, EVERYTHING),
+        ]),
+    ],
 }  # fmt: skip
 
 
@@ -69,9 +81,9 @@ def stage_layout(name: str, folder: Path, micro_batch_size: int = 2, job: str = 
                 {
                     "layers": layers,
                     "domains": yaml.safe_load(f"[{domains}]"),
-                    **({"ministages": ministages[0]} if ministages else {}),
+                    **dict(zip(("ministages", "offload"), copy.deepcopy(more), strict=False)),
                 }
-                for layers, domains, *ministages in stages
+                for layers, domains, *more in stages
             ],
         }
         for micro_batches, stages in LAYOUTS[name]

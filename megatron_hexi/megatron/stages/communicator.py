@@ -61,8 +61,12 @@ class _Direction:
             self._channel.expect(shape, dtype)
         return rows
 
-    def finish(self) -> None:
-        self._channel.finish()
+    @property
+    def sent(self) -> int:
+        return self._channel.sent
+
+    def finish(self, number: int | None = None) -> None:
+        self._channel.finish(number)
 
 
 class BorderChannels:
@@ -92,13 +96,26 @@ class BorderChannels:
         if view.behind is not None:
             self._activations_out = _Direction(mesh, place, (stage, behind), view.behind.forward, device)
             self._gradients_in = _Direction(mesh, place, (behind, stage), view.behind.backward, device)
+        #: With ministages: what was sent, in order, as far as it may be under way; and how much may be.
+        self._sent: deque[tuple[_Direction, int]] = deque()
+        self._most_sent: int | None = None
         self._unfilled: Tensor | None = None
         #: Documents of the micro-batches whose backward pass is to come, and of the one under way.
         self._documents: deque[Documents] = deque()
         self._backward_documents: Documents = None
 
-    def begin(self, micro_batches: int, forward_only: bool) -> None:
-        """Say how many micro-batches the schedule is going to run, or pass through a ministage."""
+    def begin(self, micro_batches: int, forward_only: bool, is_sweep: bool = False) -> None:
+        """Say how many micro-batches the schedule is going to run, or pass through a ministage.
+
+        A ministage's rows of a micro-batch come after those of the one before were received, round all
+        stages: so no more than one for each micro-batch is under way, and their memory is given back.
+
+        Args:
+            micro_batches: how many.
+            forward_only: whether it is an evaluation.
+            is_sweep: whether they pass through a ministage.
+        """
+        self._most_sent = micro_batches if is_sweep else None
         self._documents.clear()
         for direction in (self._activations_in, self._gradients_in):
             if direction is not None:
@@ -131,6 +148,7 @@ class BorderChannels:
         """Send to the stage behind, if there is one."""
         if self._activations_out is not None:
             self._activations_out.send(rows, self._documents[-1] if self._is_packed else None)
+            self._note_sent(self._activations_out)
 
     def receive_gradients(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """The gradients of the stage behind; ``None`` at the last. Begins a backward pass."""
@@ -143,6 +161,15 @@ class BorderChannels:
         """Send to the stage before, if there is one."""
         if self._gradients_out is not None:
             self._gradients_out.send(rows, self._backward_documents)
+            self._note_sent(self._gradients_out)
+
+    def _note_sent(self, direction: _Direction) -> None:
+        if self._most_sent is None:
+            return
+        self._sent.append((direction, direction.sent - 1))
+        while len(self._sent) > self._most_sent:
+            before, number = self._sent.popleft()
+            before.finish(number)
 
 
 class BorderCommunicator:

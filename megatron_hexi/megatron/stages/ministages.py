@@ -92,7 +92,7 @@ class _Iteration:
         for sweep in sweeps(count, self._slices.gives_loss(count - 1), forward_only):
             if self._batches is not None:
                 self._batches.rewind()
-            self._stages.channels.begin(self._micro_batches, forward_only)
+            self._stages.channels.begin(self._micro_batches, forward_only, is_sweep=True)
             with pieces.sweep(sweep), self._slices.only(sweep.ministage):
                 for micro_batch in range(self._micro_batches):
                     runs[sweep.way](sweep.ministage, micro_batch)
