@@ -226,7 +226,8 @@ class CostModel:
             seconds = self.hosts.copy_seconds(section.ground.stage.gpus, size)
             for replica, one in zip(section.replica.tolist(), seconds.tolist(), strict=True):
                 stage = replica, section.number
-                found[stage] = replace(found[stage], rows=max(found[stage].rows, one))
+                if one > 0:
+                    found[stage] = replace(found[stage], rows=max(found[stage].rows, one))
         return found
 
     def _optimizer_times(self, section: Section, owned: Floats | float, present: Present | None) -> Floats:

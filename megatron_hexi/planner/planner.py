@@ -19,8 +19,11 @@ from megatron_hexi.planner.layouts.trial import Progress
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
+from megatron_hexi.planner.savings import Savings, recomputes, spell_savings
 from megatron_hexi.planner.search.solver import SEED
 
+#: Layouts that are changed to save memory; where none fits, of those for GPUs with so many times the memory.
+_ROOMIER, _STARTS = (2.0, 4.0), 3
 #: On so many GPUs it takes a part of the search's own time to see whether any baseline is faster.
 _CHECKED = 32
 
@@ -70,13 +73,15 @@ def find_plan(
         faster, timed = find_faster(request, roomy, best.iteration_s)
         trials += timed
         best = faster or best
+    best, more, why = _saved(request, roomy, best, found, tell)
+    trials += more
     if best is None:
         raise nothing_fits(request, cluster, _first_rate, proven=False)
     tell("bound", 0, 1)
     bound = joint_bound(request, cluster, best.iteration_s)
     rivals = best_of_each_kind(found, best)
     planned = _planned(best, cluster, bound, baselines if with_baselines else (), trials, begun)
-    notes = (*_margin_note(planned.cost, request.memory_margin), *planned.notes)
+    notes = (*why, *_margin_note(planned.cost, request.memory_margin), *planned.notes)
     return replace(planned, rivals=rivals, notes=notes)
 
 
@@ -90,6 +95,55 @@ def _check_nodes(cluster: Cluster) -> None:
                     "as the others, and plans take a node's GPUs as alike; give all of them the speed of the "
                     "slowest, or leave the node out"
                 )
+
+
+def _saved(
+    request: Request, cluster: Cluster, plan: Candidate | None, found: list[Candidate], tell: Progress
+) -> tuple[Candidate | None, int, tuple[str, ...]]:
+    """The best plan with what saves memory, how many layouts were timed, and why it is as it is.
+
+    It begins with the best plan and others of those found; where none fits, with what would if GPUs had more
+    memory.
+    """
+    savings = Savings(request, cluster)
+    tell("memory", 0, 1)
+    trials, best = 0, plan
+    if plan is not None:
+        starts = [plan, *best_of_each_kind(found, plan)[: _STARTS - 1]]
+        changed = list(map(savings.best, starts))
+        if plan.job.recompute != "none" or recomputes(plan.plan):
+            alone, trials = _one_stage(request, cluster, tell)
+            changed += [one for one in map(savings.made_to_fit, alone) if one is not None]
+        best = min(changed, key=_order)
+        best = plan if best.iteration_s >= plan.iteration_s else best
+    else:
+        for times in _ROOMIER:
+            roomier = cluster.with_memory_margin(1 - times)
+            candidates, timed = _search(request, roomier, tell)
+            trials += timed
+            candidates.sort(key=_order)
+            tried = map(savings.made_to_fit, candidates[:_STARTS])
+            best = min((one for one in tried if one is not None), key=_order, default=None)
+            if best is not None:
+                break
+    trials += savings.trials
+    if best is None or best is plan:
+        return best, trials, ()
+    without = "no layout was found that fits"
+    if plan is not None:
+        without = f"the best layout takes {plan.iteration_s / best.iteration_s - 1:.1%} longer"
+    return best, trials, (f"{spell_savings(best.plan)}: without that {without}",)
+
+
+def _one_stage(request: Request, cluster: Cluster, tell: Progress) -> tuple[list[Candidate], int]:
+    """All layers on all GPUs, if these had more memory: the last ministage of such a stage runs only once."""
+    alone = frozenset({"pipeline_parallel", "data_parallel"})
+    if any(getattr(request.job, name) != 1 for name in alone & request.fixed):
+        return [], 0
+    job = replace(request.job, pipeline_parallel=1, data_parallel=1)
+    one = replace(request, job=job, fixed=request.fixed | alone)
+    found, trials = _search(one, cluster.with_memory_margin(1 - max(_ROOMIER)), tell)
+    return sorted(found, key=_order)[:1], trials
 
 
 def _check_fixed(request: Request, cluster: Cluster) -> None:

@@ -52,12 +52,35 @@ def random_case(random):
         )
         for replica in plan.replicas
     )
+    first = random.randint(1, ranks - 1) if random.random() < 0.6 else ranks
+    nodes = [(name, random.choice(GPUS), size) for name, size in (("a", first), ("b", ranks - first)) if size]
+    if 1 not in modes and not any(stage.layers is None for one in replicas for stage in one.stages):
+        has_host = all(gpu not in ("PLAIN", "DOUBLE") for _, gpu, _ in nodes)
+        replicas = tuple(saving(random, replica, has_host) for replica in replicas)
     plan = dataclasses.replace(plan, replicas=replicas)
     validate_plan(plan)
     job = job_of_plan(plan, model, overlap_gradients=random.random() < 0.7)
-    first = random.randint(1, ranks - 1) if random.random() < 0.6 else ranks
-    nodes = [(name, random.choice(GPUS), size) for name, size in (("a", first), ("b", ranks - first)) if size]
     return plan, job, nodes
+
+
+def saving(random, replica, has_host):
+    """A replica in some ministages, with some of what each stage holds in host memory; or as it is."""
+    least = min(stage.layers[1] - stage.layers[0] for stage in replica.stages)
+    count = random.choice([None, *range(1, least + 1)])
+    offloads: list[tuple[str, ...] | None] = [None]
+    if has_host:
+        offloads.append(("optimizer",))
+        if count is not None:
+            offloads += [("activations",), ("optimizer", "activations")]
+        if (count or 1) > 1:
+            offloads += [("parameters", "optimizer"), ("parameters", "optimizer", "activations")]
+    return dataclasses.replace(
+        replica,
+        stages=tuple(
+            dataclasses.replace(stage, ministages=count, offload=random.choice(offloads))
+            for stage in replica.stages
+        ),
+    )
 
 
 def just_enough(plan, job, nodes, network):

@@ -1,5 +1,6 @@
 """A time that no layout can beat: replicas x pipelines x layers and tensor-parallel size of a stage x context
-and heads x recomputation x shares of the batch. A linear program, in the terms of options.py.
+and heads x recomputation x ministages and offload x shares of the batch. A linear program, in the terms of
+options.py.
 
 Take any plan of the cost model that fits in memory and takes T. Of a stage with l of the L layers f is l / L
 and q is 1 / f; each of its GPUs is in some option, with works x and z. Then, with the best rates:
@@ -24,6 +25,9 @@ fill   Let a second of GPU g be worth c_g, so that a sequence's token work and a
        E^2 >= 2 a E - a^2 for any a: they idle for B sum f (2 a sqrt q - a^2 - 1), linear in f = x / w; and in
        f = z / w, by which attention does not go where layers are few.
 
+A stage in ministages (options.py) gives idle time to the fill row and takes nothing of it; no micro-batch
+passes the others before it ends. The optimizer's state may lie in host memory: the room has that too.
+
 Sums over GPUs keep each row, and the sequences of all replicas are the batch. So where the program does less
 than the batch, T is not possible, and nothing below. What travels between units is not counted, nor that
 layers are whole: on thin links the bound says little.
@@ -47,7 +51,7 @@ from ortools.linear_solver import pywraplp
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.memory import OPTIMIZER_BYTES
+from megatron_hexi.cost.memory import GIB, OPTIMIZER_BYTES
 from megatron_hexi.planner.bound.options import MODES, Places, Unit, ranges
 from megatron_hexi.planner.request import Request
 
@@ -154,7 +158,8 @@ class _Program:
         stages = job.pipeline_parallel if "pipeline_parallel" in fixed else None
         self._batch, self._layers, self._size = job.global_batch_size, job.model.layers, sizes[0]
         shares = list(ranges(sizes[0], self._batch, _STEP))
-        places = Places.of(self._layers, stages, shares)
+        both = [vars(some(self._layers, stages, shares)) for some in (Places.of, Places.of_turns)]
+        places = Places(**{name: np.concatenate([one[name] for one in both]) for name in both[0]})
         nodes = {(id(node.device), len(node.ranks), node.bandwidth): node for node in cluster.nodes}
         counts = Counter((id(node.device), len(node.ranks), node.bandwidth) for node in cluster.nodes)
         self._gpus = np.array([float(counts[key] * key[1]) for key in nodes])
@@ -168,10 +173,13 @@ class _Program:
         #: By option: all places of the first unit, then of the others.
         self._kind = np.repeat(np.array(kinds, dtype=np.int64), len(places.low))
         self._places = Places(*(np.tile(values, len(units)) for values in vars(places).values()))
+        self._turns = self._places.parts > 0
         self._room, self._step_s, self._held, self._attended = (
             np.concatenate([getattr(unit, name) for unit in units])
             for name in ("room", "step_s", "held_bytes", "attended_bytes")
         )
+        hosts = [rank.device.host for rank in cluster.ranks]
+        self._host = sum(host.usable_gib * GIB for host in hosts if host is not None)
         self._state = job.model.total_params * float(OPTIMIZER_BYTES[job.precision])
         some = {job.mode, "none"} if isinstance(job.recompute, int) else {job.mode}
         modes = ["recompute" not in fixed or mode in some for mode in RECOMPUTES]
@@ -205,7 +213,7 @@ class _Program:
         count = len(shares) * _OWN
         #: What a range's part of the batch gives to all rows, [ranges, rows], and what these come to.
         self._shares, self._least = np.zeros((len(shares), count + 3)), np.zeros(count + 3)
-        self._least[count] = 1
+        self._least[count] = 1 - self._host / self._state
         for number, (fewest, most) in enumerate(shares):
             own = self._shares[number, number * _OWN : (number + 1) * _OWN]
             own[[_BATCH, _LAST, _LAST + 1]] = -1, 1, -1
@@ -251,7 +259,8 @@ class _Program:
         """
         places, seconds = self._places, self._seconds(iteration_s)
         time, q, deepest = iteration_s - self._step_s, self._layers / places.high, self._layers / places.low
-        number, works = self._vertices(seconds, time - (1 - 1 / q) * self._size * self._pass_s)
+        passed = np.where(self._turns, 0.0, 1 - 1 / q) * self._size * self._pass_s
+        number, works = self._vertices(seconds, time - passed)
         option = number // (1 + 2 * MODES + len(_PAIRS[0]))
         x, z = works[:, :MODES], works[:, MODES:]
         busy = np.einsum("vw,vw->v", works, seconds[option])
@@ -265,6 +274,7 @@ class _Program:
         touch = np.array(_TANGENTS)
         pipes = self._size * (2 * touch * np.sqrt(q)[:, None] - touch**2 - 1)
         pipes /= np.where(pipes > 0, places.most[:, None], places.fewest[:, None])
+        pipes[self._turns] = 0
         for row, work in ((_FILL, x), (_FILL + len(touch), z)):
             fill = idle[:, None] - work.sum(axis=1, keepdims=True) * pipes[option]
             columns[:, row : row + len(touch)] = fill * self.ceiling_s / iteration_s

@@ -4,6 +4,11 @@ An option is a kind of GPU, a tensor-parallel size t, a range of layers l of L, 
 of its replica, and a range of sequences w that the replica takes, as m micro-batches of B. The unit of a GPU
 has r = B x tokens rows of a micro-batch. Its work is counted in whole models' sequences of token work (x) and
 of attention (z), by mode of recomputation: x = m (l / L) r / (S t) for each of its GPUs.
+
+A stage in ministages is an option of its own, by how many there are: with n of them the last stage of a
+replica runs all but an n-th of its layers forward twice, any other stage all of them. Whole on the device are
+weights, gradients and what is kept of one micro-batch of the largest ministage, of an n-th of the layers at
+least. The rest may be on other GPUs, or in host memory.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ from megatron_hexi.cost.memory import (
 MODES: Final = len(RECOMPUTES)
 #: Layers of an option, from the least to the most.
 _LAYERS_STEP = 1.2
+#: The same of stages in ministages, and of how many these are.
+_TURNS_STEP = 2.0
 #: Steps of an iteration from more rows to fewer; it may end at any.
 _STEPS = 4
 
@@ -51,6 +58,8 @@ class Places:
         fewest: sequences that the replica takes, at least.
         most: at most.
         share: the number of this range.
+        parts: ministages of the stage, at least; 0: it runs whole.
+        most_parts: at most.
     """
 
     low: Ints
@@ -59,6 +68,8 @@ class Places:
     fewest: Ints
     most: Ints
     share: Ints
+    parts: Ints
+    most_parts: Ints
 
     @classmethod
     def of(cls, layers: int, stages: int | None, shares: list[tuple[int, int]]) -> Places:
@@ -66,8 +77,22 @@ class Places:
         spans = [] if stages == 1 else list(ranges(1, layers + 1 - (stages or 2), _LAYERS_STEP))
         ends = [(*span, last) for span in spans for last in (0, 1)]
         ends += [(layers, layers, 1)] if stages in (None, 1) else []
-        rows = [(*end, *share, number) for end in ends for number, share in enumerate(shares)]
-        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 6).T)
+        rows = [(*end, *share, number, 0, 0) for end in ends for number, share in enumerate(shares)]
+        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 8).T)
+
+    @classmethod
+    def of_turns(cls, layers: int, stages: int | None, shares: list[tuple[int, int]]) -> Places:
+        """Those of stages in ministages. Arguments as `of`."""
+        counts = list(ranges(1, layers, _TURNS_STEP))
+        most = layers + 1 - (stages or 2)
+        ends = []
+        if stages != 1 and most >= 1:
+            ends = [(1, most, 0, 1, layers)]
+            ends += [(*span, 1, *count) for span in ranges(1, most, _TURNS_STEP) for count in counts]
+        if stages in (None, 1):
+            ends += [(layers, layers, 1, *count) for count in counts]
+        rows = [(*end[:3], *share, number, *end[3:]) for end in ends for number, share in enumerate(shares)]
+        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 8).T)
 
 
 def ranges(first: int, last: int, factor: float) -> Iterator[tuple[int, int]]:
@@ -93,6 +118,9 @@ class Unit:
 
     def __init__(self, job: Job, node: Node, places: Places, sizes: tuple[int, int]) -> None:
         self._job, self._places, self._most = job, places, sizes[1]
+        turns = places.parts > 0
+        #: Forward passes that ministages add, [P].
+        self._again = turns * (1 - places.last / np.maximum(places.parts, 1))
         speeds, length = device_speeds(node.device, job), job.seq_length
         # An own block is of size S at most; a rectangle of q queries and k keys of sqrt(q k), q + k <= S.
         self._speeds = replace(
@@ -108,10 +136,12 @@ class Unit:
             for mode in RECOMPUTES
         ]
         part = ModelPart(places.low, 0, places.low == job.model.layers, places.last > 0, 1)
-        params = np.asarray(part_params(job, part), dtype=float)
+        params = np.asarray(part_params(job, part), dtype=float) + np.zeros(len(places.low))
         #: Seconds of the optimizer's step, at least, [P].
         self.step_s = optimizer_seconds(speeds, job, params, 0 * params)
-        self._set_bytes(node.device.usable_gib * GIB, params, sizes[0])
+        largest = np.maximum(1, places.low / np.maximum(places.most_parts, 1))
+        held = np.where(turns, largest * job.model.layer_params(job.tensor_parallel), params)
+        self._set_bytes(node.device.usable_gib * GIB, held, sizes[0])
 
     def _set_bytes(self, usable: float, params: Floats, least: int) -> None:
         job, places, layers = self._job, self._places, self._job.model.layers
@@ -126,8 +156,12 @@ class Unit:
             flights=Flights(nothing, nothing),
         )
         turn = least / places.most  # 1 / m at least
-        kept_layers = layers * np.minimum(1, (2 - places.last) * turn)
         one_layer = layers / places.high * turn
+        kept_layers = np.where(
+            places.parts > 0,
+            np.maximum(layers * turn / np.maximum(places.most_parts, 1), one_layer),
+            layers * np.minimum(1, (2 - places.last) * turn),
+        )
         scale = job.seq_length * job.tensor_parallel * (1 + FRAGMENTATION)
         #: Bytes of x in each mode, and of as much of tokens attended to with all heads, [P, modes].
         self.held_bytes, self.attended_bytes = np.zeros((2, len(turn), MODES))
@@ -159,9 +193,11 @@ class Unit:
             rows = np.minimum(rows, iteration_s / (turns * (forward + backward)))
         logits = sum(logits_times(speeds, job, one, reached)) + self._sum_s
         ends = places.last * logits / places.high
-        tokens = [(1 + (mode == "full")) * forward + backward + ends for mode in RECOMPUTES]
+        tokens = [(1 + self._again + (mode == "full")) * forward + backward + ends for mode in RECOMPUTES]
         token_s = job.seq_length * layers * width * np.array(tokens).T
-        return np.concatenate([token_s, np.broadcast_to(self._attention_s, token_s.shape)], axis=1)
+        once = self._attention_s[-1] - self._attention_s[0]
+        attention_s = np.array(self._attention_s) + self._again[:, None] * once
+        return np.concatenate([token_s, attention_s], axis=1)
 
 
 def _rising(curve: Curve) -> Curve:

@@ -1,0 +1,332 @@
+"""Where memory limits: a layout with ministages, with offload, by samples, with other shares of state.
+
+The joint search knows none of these. Each is a change of a plan that it found, or that it would find if GPUs
+had more memory, and the cost model judges every one. What saves memory comes in rungs, the cheapest first;
+each stage takes the first that fits it. So a plan never becomes slower, and one that does not fit may.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.plan import Domain, Group, Member, Plan, Stage
+from megatron_hexi.plan.layout import apportion
+from megatron_hexi.plan.terms import Offload, Recompute
+from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.request import Request
+
+#: Counts of ministages that are tried; the last is a layer each.
+_MINISTAGES: Final = (2, 4, 8, 16)
+#: Units of a stage get shares of the optimizer's state in so many parts of the one with most.
+_SHARES: Final = 16
+#: Samples of a micro-batch, as multiples of the least that gives each unit of the largest stage one.
+_SAMPLES: Final = (1, 2, 4)
+#: Communication inside domains that is worth avoiding: this part of an iteration.
+_WORTH_IT: Final = 0.02
+
+
+class Rung(NamedTuple):
+    """What a stage does to need less memory."""
+
+    recompute: Recompute
+    offload: tuple[Offload, ...] = ()
+
+
+#: Of a stage that runs whole, and of one in ministages: all on the device, or some in host memory.
+_WHOLE: Final = tuple(Rung(mode, ("optimizer",)) for mode in ("none", "selective", "full"))
+_TURNS: Final = tuple(Rung(mode) for mode in ("none", "selective", "full"))
+_TURNS_OFFLOADED: Final = (
+    Rung("none", ("optimizer",)),
+    Rung("none", ("parameters", "optimizer")),
+    *(Rung(mode, ("parameters", "optimizer", "activations")) for mode in ("none", "selective", "full")),
+)
+
+
+class Savings:
+    """Changes plans of one request on one cluster.
+
+    Args:
+        request: the job, and what of it is fixed.
+        cluster: where.
+    """
+
+    def __init__(self, request: Request, cluster: Cluster) -> None:
+        self._request, self._cluster = request, cluster
+        self._models: dict[Job, CostModel] = {}
+        self.trials = 0
+
+    def best(self, candidate: Candidate) -> Candidate:
+        """The best of a plan that fits and of what it becomes; itself, where nothing is better."""
+        base = self._written_out(candidate)
+        if base is None:
+            return candidate
+        changed = self._saving(base) if recomputes(base.plan) else ()
+        chosen = min([candidate, *changed], key=_order)
+        return min([chosen, *self._by_samples(chosen)], key=_order)
+
+    def made_to_fit(self, candidate: Candidate) -> Candidate | None:
+        """The best of what a plan becomes that needs more memory than there is; ``None``: nothing fits."""
+        base = self._written_out(candidate)
+        if base is None:
+            return None
+        for one in (base, self._with_state(base)):
+            best = min([one, *self._saving(one)], key=_order)
+            if best.fits:
+                return min([best, *self._by_samples(best)], key=_order)
+        return None
+
+    def _written_out(self, candidate: Candidate) -> Candidate | None:
+        """The plan with layers of its own for each stage; ``None``: a pipeline that the job repeats."""
+        plan, job = candidate.plan, candidate.job
+        if not plan.is_repeated:
+            return self._timed(plan, job)
+        if job.pipeline_parallel > 1:
+            return None
+        layers = 0, job.model.layers
+        replicas = tuple(
+            replace(
+                one,
+                stages=tuple(
+                    replace(stage, layers=layers, recompute=job.recompute, exchange=plan.exchange)
+                    for stage in one.stages
+                ),
+                micro_batches=one.micro_batches or count,
+            )
+            for one, count in zip(plan.replicas, candidate.timing.micro_batches.tolist(), strict=True)
+        )
+        return self._timed(replace(plan, replicas=replicas), replace(job, recompute="none"))
+
+    def _timed(self, plan: Plan, job: Job) -> Candidate:
+        if job not in self._models:
+            self._models[job] = CostModel(job, self._cluster)
+        self.trials += 1
+        return Candidate(plan, job, self._models[job].timing(plan))
+
+    # Ministages, offload, recomputation
+
+    def _saving(self, base: Candidate) -> Iterator[Candidate]:
+        """With the state on the host; in ministages, on the device and with more and more on the host."""
+        on_host = all(self._cluster.ranks[gpu].device.host is not None for gpu in _gpus(base))
+        if on_host:
+            yield from self._climbed(base, None, _WHOLE)
+        least = min(
+            stage.layers[1] - stage.layers[0]
+            for replica in base.plan.replicas
+            for stage in replica.stages
+            if stage.layers is not None
+        )
+        for count in [*(count for count in _MINISTAGES if count < least), least]:
+            if count < 2:
+                continue
+            on_device = list(self._climbed(base, count, _TURNS))
+            yield from on_device
+            if any(one.fits and not recomputes(one.plan) for one in on_device):
+                return
+            if on_host:
+                yield from self._climbed(base, count, _TURNS_OFFLOADED)
+
+    def _climbed(self, base: Candidate, ministages: int | None, rungs: Sequence[Rung]) -> Iterator[Candidate]:
+        """Each stage on the first rung that fits it; nothing where some stage fits on none.
+
+        Args:
+            base: the plan.
+            ministages: of each stage; ``None``: it runs whole, and may stay as it is.
+            rungs: to climb.
+        """
+        rungs = [rung for rung in rungs if self._allows(rung)]
+        chosen: dict[tuple[int, int], Rung] = {}
+        stages = [(r, s) for r, replica in enumerate(base.plan.replicas) for s in range(len(replica.stages))]
+        if ministages is None:
+            own = {place: _stage(base.plan, place) for place in stages}
+            full = _fullness(base)
+            chosen = {
+                place: Rung(stage.recompute or "none", stage.offload or ())
+                for place, stage in own.items()
+                if full[place] <= 1 and stage.recompute in (None, "none")
+            }
+        for rung in rungs:
+            left = [place for place in stages if place not in chosen]
+            if not left:
+                break
+            trial = self._timed(_with(base.plan, ministages, dict.fromkeys(stages, rung)), base.job)
+            full = _fullness(trial)
+            chosen |= {place: rung for place in left if full[place] <= 1}
+        if len(chosen) < len(stages):
+            return
+        yield self._timed(_with(base.plan, ministages, chosen), base.job)
+
+    def _allows(self, rung: Rung) -> bool:
+        """Whether the request leaves it to the planner."""
+        return "recompute" not in self._request.fixed or rung.recompute == self._request.job.recompute
+
+    # Shares of the optimizer's state
+
+    def _with_state(self, base: Candidate) -> Candidate:
+        """The state of each set of GPUs that hold the same where there is room for it."""
+        room: dict[int, float] = {}
+        timing = base.timing
+        for section, terms, usable in zip(timing.sections, timing.memory, timing.usable, strict=True):
+            other = np.sum([values for name, values in terms.items() if name != "optimizer"], axis=0)
+            free = np.maximum(usable - other, 0.0)
+            room |= dict(zip(section.ranks[:, 0].tolist(), free.tolist(), strict=True))
+        most = max(room.values())
+        if most <= 0:
+            return base
+
+        def shared(member: Member) -> Member:
+            return replace(member, state=max(1, round(_SHARES * room[member.lead] / most)))
+
+        return self._timed(_with_members(base.plan, shared), base.job)
+
+    # Samples
+
+    def _by_samples(self, base: Candidate) -> Iterator[Candidate]:
+        """Stages whose units take samples of each micro-batch in place of tokens, in proportion to these."""
+        plan, phases = base.plan, base.timing.phases
+        stages = [stage for replica in plan.replicas for stage in replica.stages]
+        most = max(sum(len(domain.members) for domain in stage.domains) for stage in stages)
+        if most < 2 or any(len(stage.domains) > 1 for stage in stages):
+            return
+        if phases.all_to_all + phases.exchange < _WORTH_IT * phases.total or not base.fits:
+            return
+        base_plan = self._written_out(base)
+        if base_plan is None or "micro_batch_size" in self._request.fixed:
+            return
+        size = base.job.micro_batch_size
+        for times in _SAMPLES:
+            new = times * -(-most // size) * size
+            counts = [
+                count * size // new if count * size % new == 0 else 0
+                for count in base.timing.micro_batches.tolist()
+            ]
+            if min(counts) < 1:
+                continue
+            changed = _in_samples(base_plan.plan, new, counts)
+            yield self._timed(changed, replace(base_plan.job, micro_batch_size=new))
+
+
+def spell_savings(plan: Plan) -> str:
+    """What of a plan saves memory, or takes samples, for people; empty where nothing does."""
+    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    words = []
+    counts = sorted({stage.ministages for stage in stages if stage.ministages is not None})
+    if counts:
+        words.append(f"stages run in {' or '.join(map(str, counts))} ministages")
+    names = {"parameters": "weights and gradients", "optimizer": "optimizer state", "activations": "rows"}
+    moved = [text for name, text in names.items() if any(name in (stage.offload or ()) for stage in stages)]
+    if moved:
+        words.append(f"host memory holds {' and '.join(moved)}")
+    shares = {member.state for stage in stages for member in stage.members}
+    if len(shares) > 1:
+        words.append("GPUs with more memory keep more of the optimizer's state")
+    if any(len(stage.domains) > 1 for stage in stages):
+        words.append("GPUs of a stage take samples of each micro-batch")
+    return ", ".join(words)
+
+
+def _order(candidate: Candidate) -> tuple[float, float]:
+    return candidate.order
+
+
+def _gpus(candidate: Candidate) -> Sequence[int]:
+    plan = candidate.plan
+    return plan.gpus or range(plan.ranks)
+
+
+def _stage(plan: Plan, place: tuple[int, int]) -> Stage:
+    return plan.replicas[place[0]].stages[place[1]]
+
+
+def recomputes(plan: Plan) -> bool:
+    """Whether some stage, of those that say so themselves, computes something again."""
+    stages = itertools.chain.from_iterable(replica.stages for replica in plan.replicas)
+    return any(stage.recompute not in (None, "none") for stage in stages)
+
+
+def _fullness(candidate: Candidate) -> dict[tuple[int, int], float]:
+    """The part of its memory that each stage's fullest GPU needs."""
+    timing, found = candidate.timing, dict[tuple[int, int], float]()
+    for section, needed, usable in zip(timing.sections, timing.needed, timing.usable, strict=True):
+        parts = (needed / usable).tolist()
+        for replica, part in zip(section.replica.tolist(), parts, strict=True):
+            place = replica, section.number
+            found[place] = max(found.get(place, 0.0), part)
+    return found
+
+
+def _with(plan: Plan, ministages: int | None, rungs: dict[tuple[int, int], Rung]) -> Plan:
+    """The plan with each stage on its rung."""
+    return replace(
+        plan,
+        replicas=tuple(
+            replace(
+                replica,
+                stages=tuple(
+                    replace(
+                        stage,
+                        recompute=rungs[r, s].recompute,
+                        ministages=ministages,
+                        offload=rungs[r, s].offload or None,
+                    )
+                    for s, stage in enumerate(replica.stages)
+                ),
+            )
+            for r, replica in enumerate(plan.replicas)
+        ),
+    )
+
+
+def _with_members(plan: Plan, change: Callable[[Member], Member]) -> Plan:
+    """The plan with every member changed."""
+
+    def in_stage(stage: Stage) -> Stage:
+        domains = tuple(
+            replace(
+                domain,
+                groups=tuple(
+                    replace(group, members=tuple(map(change, group.members))) for group in domain.groups
+                ),
+            )
+            for domain in stage.domains
+        )
+        return replace(stage, domains=domains)
+
+    return replace(
+        plan,
+        replicas=tuple(
+            replace(replica, stages=tuple(map(in_stage, replica.stages))) for replica in plan.replicas
+        ),
+    )
+
+
+def _in_samples(plan: Plan, micro_batch_size: int, counts: Sequence[int]) -> Plan:
+    """Units of a stage as domains of their own, with samples in proportion to their tokens."""
+    replicas = []
+    for replica, count in zip(plan.replicas, counts, strict=True):
+        stages = []
+        for stage in replica.stages:
+            members = stage.members
+            if len(members) > 1:
+                tokens = [float(max(1, member.tokens)) for member in members]
+                samples = apportion(micro_batch_size, tokens)
+                if min(samples) < 1:
+                    samples = [1 + more for more in apportion(micro_batch_size - len(members), tokens)]
+                alone = [_alone(plan, *own) for own in zip(members, samples, strict=True)]
+                stage = replace(stage, domains=tuple(alone))
+            stages.append(replace(stage, exchange=None))
+        replicas.append(replace(replica, stages=tuple(stages), micro_batches=count))
+    return replace(plan, replicas=tuple(replicas), job=replace(plan.job, micro_batch_size=micro_batch_size))
+
+
+def _alone(plan: Plan, member: Member, samples: int) -> Domain:
+    """A unit that has all tokens and heads of its samples."""
+    length, heads = plan.workload.seq_length, plan.workload.heads // len(member.ranks)
+    whole = replace(member, tokens=length, heads=(0, heads))
+    return Domain((Group(((0, length),), (whole,)),), samples)
