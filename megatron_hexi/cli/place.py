@@ -40,15 +40,20 @@ def place(
     """Find the hosts of a plan's ranks in this Slurm job.
 
     Reads the output of sinfo for all nodes from standard input (the example below).
-    Writes HOSTS, a line a rank in rank order, for HEXI_HOSTS; and its lines by component of the job,
-    HOSTS.0, HOSTS.1 and so on, for srun --distribution=arbitrary --nodelist.
+    Writes HOSTS, a line a rank in rank order, for HEXI_HOSTS; its lines by component of the job, HOSTS.0,
+    HOSTS.1 and so on, for srun --distribution=arbitrary --nodelist; and HOSTS.nodes, a line a host with the
+    name and the GPUs of its node in the cluster file, for megatron_hexi.elastic --nodes.
     """
     components = allocated_hosts(os.environ)
     parts = [Path(f"{out}.{number}") for number in range(len(components))]
-    check_outputs([plan, cluster], [out, *parts], None)
+    nodes = Path(f"{out}.nodes")
+    check_outputs([plan, cluster], [out, nodes, *parts], None)
     hosts = [host for component in components for host in component]
-    placed = place_ranks(read_plan(plan), read_cluster(cluster), parse_nodes(_nodes_text()), hosts)
+    machines = read_cluster(cluster)
+    placed = place_ranks(read_plan(plan), machines, parse_nodes(_nodes_text()), hosts)
     _write(out, placed.hosts)
+    gpus = {node.name: len(node.ranks) for node in machines.nodes}
+    _write(nodes, [f"{host} {node} {gpus[node]}" for node, host in placed.nodes.items()])
     for path, component in zip(parts, components, strict=True):
         part = [host for host in placed.hosts if host in component]
         if part:

@@ -8,12 +8,14 @@ import socket
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_hexi.elastic.agent import Launch, run_agent
 from megatron_hexi.elastic.ranks import ENTRY
 from megatron_hexi.errors import HexiError, user_errors
+from megatron_hexi.text_file import read_text
 
 _EXAMPLE = """\
 Example, on each of four nodes; two of them suffice:
@@ -33,6 +35,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--nnodes", metavar="MIN:MAX", help="the fewest and the most nodes that train")
     parser.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks of this node, one a GPU")
+    parser.add_argument(
+        "--nodes",
+        metavar="PATH",
+        help="HOSTS.nodes of hexi place: says --node and --nproc-per-node of each host",
+    )
     parser.add_argument(
         "--rdzv-endpoint",
         required=True,
@@ -67,6 +74,31 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="silence after which a rank counts as lost (default: 20); an ended process counts at once",
     )
+    parser.add_argument(
+        "--copy-interval",
+        type=int,
+        metavar="N",
+        help="every N iterations keep a copy of the state in the memory of two nodes (default: never)",
+    )
+    parser.add_argument(
+        "--copy-folder",
+        default="/dev/shm",
+        metavar="PATH",
+        help="a file system in memory for copies (default: /dev/shm)",
+    )
+    parser.add_argument(
+        "--wait-for-nodes",
+        type=float,
+        default=86400.0,
+        metavar="SECONDS",
+        help="ends where fewer than MIN nodes are there for so long (default: a day)",
+    )
+    parser.add_argument(
+        "--ended", metavar="PATH", help="makes this file when the training has ended well, for scripts"
+    )
+    parser.add_argument(
+        "--when-store-lost", metavar="COMMAND", help="what to run, in a shell, when the store is gone"
+    )
     parser.add_argument("--log-dir", metavar="PATH", help="write each rank's output below this folder")
     parser.add_argument(
         "--start-method",
@@ -85,6 +117,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _this_node(path: Path) -> tuple[str, int]:
+    """This host's node in the cluster file, and how many GPUs it has."""
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        match line.split():
+            case [name, node, gpus] if gpus.isdecimal():
+                if name == host:
+                    return node, int(gpus)
+            case _:
+                raise HexiError(f"--nodes {path}, line {number}: {line[:80]!r} is no line of hexi place")
+    raise HexiError(f"--nodes {path}: has no line for {host}; give what hexi place wrote for this job")
+
+
 def _read(words: list[str]) -> tuple[argparse.Namespace, Launch | None]:
     options = _parser().parse_args(words)
     host, _, port = options.rdzv_endpoint.rpartition(":")
@@ -97,12 +142,18 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, Launch | None]:
     most = most or least
     if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
         raise HexiError(f"--nnodes {options.nnodes}: give MIN:MAX, for example 2:4")
+    if options.nodes is not None:
+        options.node, options.nproc_per_node = _this_node(Path(options.nodes))
     if options.nproc_per_node is None or options.nproc_per_node < 1:
         raise HexiError(f"--nproc-per-node {options.nproc_per_node}: give the number of GPUs of this node")
     if options.lost_after < 5:
         raise HexiError(
             f"--lost-after {options.lost_after:g}: heartbeats come twice a second; give 5 or more"
         )
+    if options.copy_interval is not None and options.copy_interval < 1:
+        raise HexiError(f"--copy-interval {options.copy_interval}: give 1 or more iterations")
+    if not os.access(options.copy_folder, os.W_OK):
+        raise HexiError(f"--copy-folder {options.copy_folder}: no folder that can be written in")
     if options.script is not None and not os.path.isfile(options.script):
         raise HexiError(f"--script {options.script}: no such training script")
     return options, Launch(
@@ -116,6 +167,11 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, Launch | None]:
         address=options.local_addr,
         max_losses=options.max_losses,
         lost_after_s=options.lost_after,
+        wait_s=options.wait_for_nodes,
+        ended=options.ended,
+        when_store_lost=options.when_store_lost,
+        copy_interval=options.copy_interval,
+        copy_folder=options.copy_folder,
         log_dir=options.log_dir,
         start_method=options.start_method,
         entry=options.script or ENTRY,

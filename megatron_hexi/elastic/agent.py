@@ -8,15 +8,17 @@ checkpoint, not at once; and each round of the ranks has a name of its own in th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 import uuid
 from dataclasses import dataclass
-from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -29,10 +31,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousTimeoutError,
     registry,
 )
 
+from megatron_hexi.elastic.keeper import Keeper
 from megatron_hexi.elastic.ranks import WORDS_VARIABLE, run_rank
+from megatron_hexi.runtime.copies import COPIES_URL_VARIABLE, COPIES_VARIABLE, COPY_INTERVAL_VARIABLE
 from megatron_hexi.runtime.rounds import (
     ADDRESS_VARIABLE,
     BROKEN,
@@ -50,7 +55,7 @@ _LAST_CALL_S = 1
 #: At the beginning of the job, all that can take part are waited for so long.
 _FIRST_CALL_S = 60
 #: Seconds between two signs of life of an agent, and how many may be missed.
-_SIGN_S, _MISSED = 1, 5
+_SIGN_S, _MISSED = 1, 4
 #: Seconds until ranks that do not end by SIGTERM are killed: what the watch takes to say who was lost.
 _SHUTDOWN_S = 6
 
@@ -70,6 +75,11 @@ class Launch:
         address: at which other nodes reach this one.
         max_losses: restarts after which the job ends.
         lost_after_s: silence of a rank that counts as its loss.
+        wait_s: seconds for which fewer nodes than suffice are waited for.
+        ended: file that says that the training has ended well.
+        when_store_lost: a command of the shell for when the store is gone.
+        copy_interval: iterations from copy to copy of the state in memory; ``None``: none.
+        copy_folder: a file system in memory.
         log_dir: folder of the ranks' output; ``None``: it is the agent's.
         start_method: of `multiprocessing`.
         entry: `ranks.ENTRY`, or a training script.
@@ -86,6 +96,11 @@ class Launch:
     address: str
     max_losses: int
     lost_after_s: float
+    wait_s: float
+    ended: str | None
+    when_store_lost: str | None
+    copy_interval: int | None
+    copy_folder: str
     log_dir: str | None
     start_method: str
     entry: str
@@ -151,9 +166,12 @@ class NodeAgent(LocalElasticAgent):
         launch: what this node was told.
         rendezvous: where it meets the others.
         store: of the job, whatever the round.
+        keeper: of this node's copies.
     """
 
-    def __init__(self, launch: Launch, rendezvous: PatientRendezvous, store: dist.Store) -> None:
+    def __init__(
+        self, launch: Launch, rendezvous: PatientRendezvous, store: dist.Store, keeper: Keeper | None
+    ) -> None:
         spec = WorkerSpec(
             role="rank",
             local_world_size=launch.ranks,
@@ -166,6 +184,7 @@ class NodeAgent(LocalElasticAgent):
         logs = DefaultLogsSpecs(log_dir=launch.log_dir, redirects=std, tee=std)
         super().__init__(spec, logs, start_method=launch.start_method, shutdown_timeout=_SHUTDOWN_S)
         self._launch, self._meeting, self._store_of_job = launch, rendezvous, store
+        self._keeper = keeper
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         group = cast(Any, worker_group)  # torch declares its fields as none
@@ -182,6 +201,13 @@ class NodeAgent(LocalElasticAgent):
             ADDRESS_VARIABLE: launch.address,
             LOST_AFTER_VARIABLE: str(launch.lost_after_s),
         }
+        if self._keeper is not None:
+            self._keeper.begin_round(name, group.group_rank)
+            variables |= {
+                COPY_INTERVAL_VARIABLE: str(launch.copy_interval),
+                COPIES_VARIABLE: str(self._keeper.folder),
+                COPIES_URL_VARIABLE: self._keeper.url,
+            }
         worker_group.spec.args = (launch.entry, launch.words, variables)
         return super()._start_workers(worker_group)
 
@@ -232,25 +258,40 @@ def run_agent(launch: Launch) -> int:
         last_call_timeout=_LAST_CALL_S,
         keep_alive_interval=_SIGN_S,
         keep_alive_max_attempt=_MISSED,
-        join_timeout=timedelta(days=1).total_seconds(),
+        join_timeout=launch.wait_s,
     )
     try:
         handler = PatientRendezvous(registry.get_rendezvous_handler(parameters))
     except RendezvousConnectionError:
         return _say(f"no store at {launch.host}:{launch.port}; is a node or --keep-store running there?", 1)
     store = dist.TCPStore(launch.host, launch.port, wait_for_workers=False)
-    agent = NodeAgent(launch, handler, store)
     try:
-        _wait_for_all(launch, dist.PrefixStore(f"hexi.{launch.job}", store))
-        result = agent.run()
+        with contextlib.ExitStack() as stack:
+            keeper = None
+            if launch.copy_interval is not None:
+                keeper = stack.enter_context(_keeper(launch))
+            _wait_for_all(launch, dist.PrefixStore(f"hexi.{launch.job}", store))
+            result = NodeAgent(launch, handler, store, keeper).run()
     except SignalException:  # this node is to end, the others go on
         return 143
     except RendezvousClosedError:
         return _say("the job has ended", 0)
+    except RendezvousTimeoutError:
+        return _say(f"fewer than {launch.least} nodes have come within {launch.wait_s:g} s", 1)
     except (RendezvousConnectionError, dist.DistError) as problem:
+        if launch.when_store_lost is not None:
+            subprocess.run(launch.when_store_lost, shell=True, check=False)
         return _say(f"the store at {launch.host}:{launch.port} is gone ({str(problem)[:200]})", 1)
     handler.shutdown()
-    return exit_code(result)
+    code = exit_code(result)
+    if code == 0 and launch.ended is not None:
+        Path(launch.ended).touch()
+    return code
+
+
+def _keeper(launch: Launch) -> Keeper:
+    folder = Path(launch.copy_folder)
+    return Keeper(folder, (launch.host, launch.port), f"hexi.{launch.job}", launch.address)
 
 
 def _wait_for_all(launch: Launch, job: dist.Store) -> None:

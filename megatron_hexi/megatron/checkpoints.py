@@ -28,6 +28,7 @@ def _with_provenance(original: Callable[..., Any]) -> Callable[..., Any]:
 def without_ours(args: Namespace) -> Namespace:
     """A copy of Megatron's arguments without ours; ``hexi_plan`` says which plan it was, if there was one."""
     saved = copy.copy(args)
+    vars(saved).update(getattr(args, "hexi_saved_as", {}))
     for name in [name for name in vars(saved) if name.startswith("hexi_")]:
         delattr(saved, name)
     given = given_plan()

@@ -19,32 +19,68 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_hexi.megatron.copying import copied_last, is_safe
 from megatron_hexi.megatron.metrics import STEP_PARAMETERS
 from megatron_hexi.patching import Patch
+from megatron_hexi.record import Round
 from megatron_hexi.runtime import stop_watch
 from megatron_hexi.runtime.rounds import TRAINING, WANTED, in_round, round_store, whole_store
 
 #: Exit code of ranks that are to be started again, together with nodes that have come.
 _START_AGAIN = 75
 _STORE = timedelta(seconds=60)
+#: How long a node that has come waits for a copy to be on two nodes.
+_SAFE_S = 40.0
 
 
-def told_at_start(job: dist.Store, iteration: int | None) -> str:
-    """What a round goes on from, and what was lost, for people.
+def begin_round(
+    job: dist.Store, number: int, iteration: int | None, without: tuple[str, ...], in_memory: bool
+) -> Round:
+    """What a round goes on from, and what was lost.
 
     Args:
         job: the store that rounds hand on.
-        iteration: of the checkpoint that is loaded; ``None``: there is none.
+        number: of the round, from 1.
+        iteration: of what is loaded; ``None``: there is none.
+        without: nodes that are not there.
+        in_memory: whether that is in memory.
     """
     begun = float(job.compare_set("begun", "", str(time.time())))
-    if not job.check(["done"]):
-        return "begins" if iteration is None else f"goes on from iteration {iteration}"
-    done = json.loads(job.get("done"))
+    done = json.loads(job.get("done"))["iteration"] if job.check(["done"]) else 0
     first = iteration or 0
-    undone = done["iteration"] - first
-    again = f"{undone} iterations are done again" if undone > 0 else "no iteration is done again"
     part = _kept_s(job, iteration) / max(1e-9, time.time() - begun)
-    return f"goes on from iteration {first}, {again}; goodput {part:.0%}"
+    return Round(number, without, first, in_memory, max(0, done - first), min(1.0, part))
+
+
+def round_words(now: Round) -> str:
+    """What a round goes on from, for people."""
+    if now.number == 1:
+        return "begins" if now.resumed == 0 else f"goes on from iteration {now.resumed}"
+    again = f"{now.undone} iterations are done again" if now.undone else "no iteration is done again"
+    where = " in memory" if now.in_memory else ""
+    return f"goes on from iteration {now.resumed}{where}, {again}; goodput {now.goodput:.0%}"
+
+
+_round: Round | None = None
+
+
+def set_round(now: Round) -> None:
+    """Keep what this round is, for the record and the log."""
+    global _round
+    _round = now
+
+
+def present_round() -> Round | None:
+    """The round of an elastic job; ``None``: it is none."""
+    return _round
+
+
+def log_words() -> str:
+    """What Megatron's log line ends with in an elastic job."""
+    if _round is None or _steps is None:
+        return ""
+    absent = f" | without: {', '.join(_round.without)}" if _round.without else ""
+    return f" round: {_round.number}{absent} | goodput: {_steps.goodput():.1%} |"
 
 
 def _kept_s(job: dist.Store, iteration: int | None) -> float:
@@ -67,14 +103,17 @@ class RoundSteps:
         self._first = iteration
         self._round, self._job = round_store(_STORE), whole_store(_STORE)
         self._kept_s = _kept_s(self._job, iteration)
+        self._begun = float(self._job.get("begun"))
 
     def before_step(self, iteration: int) -> None:
-        """Where a checkpoint was just saved: end the round if nodes wait. Rank 0 decides."""
-        if iteration == self._first or iteration % self._interval:
+        """Where state was just saved or copied: end the round if nodes wait. Rank 0 decides."""
+        saved = iteration % self._interval == 0
+        if iteration == self._first or not (saved or iteration == copied_last()):
             return
         if self._leads:
             self._job.set(f"kept/{iteration}", str(self._kept_s))
-            self._round.set(f"waits/{iteration}", "1" if self._round.check([WANTED]) else "")
+            waits = self._round.check([WANTED]) and (saved or is_safe(iteration, _SAFE_S))
+            self._round.set(f"waits/{iteration}", "1" if waits else "")
         if self._round.get(f"waits/{iteration}"):
             if self._leads:
                 self._say(f"iteration {iteration}: saved; starts again with a node that has come")
@@ -90,9 +129,9 @@ class RoundSteps:
             iteration: its number, from 1.
             seconds: that it took.
         """
+        self._kept_s += seconds
         if not self._leads:
             return
-        self._kept_s += seconds
         if iteration == self._first + 1:
             if self._job.check(["done"]):
                 away = time.time() - json.loads(self._job.get("done"))["at"]
@@ -101,6 +140,10 @@ class RoundSteps:
                 )
             self._round.set(TRAINING, "")
         self._job.set("done", json.dumps({"iteration": iteration, "at": time.time()}))
+
+    def goodput(self) -> float:
+        """Seconds of iterations that no loss undid, of all seconds since the job began."""
+        return min(1.0, self._kept_s / max(1e-9, time.time() - self._begun))
 
     @staticmethod
     def _say(message: str) -> None:

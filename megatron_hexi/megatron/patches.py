@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_hexi.megatron.arguments import argument_patches
 from megatron_hexi.megatron.batch import BATCH_PATCHES
 from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
+from megatron_hexi.megatron.copying import COPY_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
 from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
@@ -40,6 +41,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *STEP_TIME_PATCHES,
         *REPLANNING_PATCHES,
         *ROUND_PATCHES,
+        *COPY_PATCHES,
         *PROGRESS_PATCHES,
         *OPTIMIZER_PATCHES,
         *BUCKET_PATCHES,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.megatron.session import Session, local_shard
-from megatron_hexi.plan import Plan, Schedules, plan_digest
+from megatron_hexi.plan import Plan, Schedules, Share, deal_micro_batches, plan_digest
 
 
 def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
@@ -21,10 +21,11 @@ def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
         iteration: the first under it.
 
     Raises:
-        PlanError: the plan has other groups, another model, or other shares of the batch.
+        PlanError: the plan has other groups or another model, or other shares of the batch where Megatron
+            deals them.
     """
-    old = session.given.plan
-    if grouping(plan) != grouping(old) or plan.workload != old.workload:
+    old, dealt = session.given.plan, session.share is not None
+    if grouping(plan, dealt) != grouping(old, dealt) or plan.workload != old.workload:
         raise PlanError(
             f"{session.given.path}: the plan to swap to has other groups or another workload; start the job "
             "again with it"
@@ -32,21 +33,42 @@ def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
     attention, domain = session.attention, plan.replicas[session.replica].domain
     index = dist.get_rank(attention.domain_group)
     schedules = Schedules(plan.workload, domain, index, plan.exchange.parts, session.given.rates)
-    given = replace(session.given, plan=plan, digest=plan_digest(plan))
+    shares = swapped_shares(session, plan)
+    given = replace(session.given, plan=plan, digest=plan_digest(plan), shares=shares)
     return replace(
         session,
         given=given,
         attention=replace(attention, schedules=schedules, window=plan.exchange.window),
         shard=local_shard(schedules(), given.row_multiple, session.shard.positions.device),
+        share=shares[session.replica] if shares else None,
         since=iteration,
     )
 
 
-def grouping(plan: Plan) -> list[tuple[Any, ...]]:
-    """What must stay in a swap: who is in which group of which replica, and the replicas' shares."""
+def swapped_shares(session: Session, plan: Plan) -> tuple[Share, ...] | None:
+    """What each replica takes of a global batch under another plan; ``None`` where Megatron deals.
+
+    Raises:
+        PlanError: its shares do not add up to the batch.
+    """
+    if session.share is None:
+        return None
+    return deal_micro_batches(plan, session.share.total, 1)
+
+
+def grouping(plan: Plan, dealt: bool) -> list[tuple[Any, ...]]:
+    """What must stay in a swap.
+
+    Args:
+        plan: the plan.
+        dealt: whether micro-batches are dealt by the plan: then replicas' shares may change.
+
+    Returns:
+        Of each replica: who is in which group, and its share where that must stay.
+    """
     return [
         (
-            replica.micro_batches,
+            None if dealt else replica.micro_batches,
             frozenset(frozenset(m.ranks for m in group.members) for group in replica.domain.groups),
         )
         for replica in plan.replicas

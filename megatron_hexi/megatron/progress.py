@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_hexi.megatron.goodput import log_words as round_log_words
 from megatron_hexi.megatron.metrics import LOG_PARAMETERS
 from megatron_hexi.megatron.onlookers import Onlooker
 from megatron_hexi.megatron.recording import Recorder
@@ -154,8 +155,10 @@ def _tell(session: Session) -> str:
             tensorboard.add_scalar(name, value, numbers[-1])
     if wandb:
         wandb.log(scalars(interval), numbers[-1])
-    return log_words(interval) + (
-        f" plan: {session.given.digest[:12]} since iteration {session.since} |" if session.since else ""
+    return (
+        log_words(interval)
+        + round_log_words()
+        + (f" plan: {session.given.digest[:12]} since iteration {session.since} |" if session.since else "")
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_hexi.megatron.goodput import present_round
 from megatron_hexi.megatron.session import Session
 from megatron_hexi.record import Interval, Start, append_to_record
 
@@ -68,4 +69,5 @@ def job_start(session: Session, args: Namespace) -> Start:
         distributed_optimizer=args.use_distributed_optimizer,
         overlap_gradients=args.overlap_grad_reduce,
         sequence_parallel=args.sequence_parallel,
+        round=present_round(),
     )

@@ -87,3 +87,9 @@ def job_document(args: Namespace, session: Session | None) -> dict[str, Any]:
         "overlap_gradients": args.overlap_grad_reduce,
         "sequence_parallel": args.sequence_parallel,
     }
+
+
+def may_move_shares(args: Namespace, session: Session | None) -> bool:
+    """Whether replicas may take other numbers of micro-batches: where the plan deals them, one at a time."""
+    assert session is not None
+    return session.share is not None and args.virtual_pipeline_model_parallel_size is None

@@ -32,13 +32,14 @@ from torch import Tensor
 from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.megatron.metrics import STEP_PARAMETERS
 from megatron_hexi.megatron.options.kinds import is_packed
-from megatron_hexi.megatron.plan_swap import forget_positions, swapped_session
+from megatron_hexi.megatron.plan_swap import forget_positions, swapped_session, swapped_shares
 from megatron_hexi.megatron.progress import close_interval
-from megatron_hexi.megatron.replan_advice import Advice, job_document, model_document
-from megatron_hexi.megatron.session import active_session, set_active_session
+from megatron_hexi.megatron.replan_advice import Advice, job_document, may_move_shares, model_document
+from megatron_hexi.megatron.samplers import announce_share, batches_ahead, set_training
+from megatron_hexi.megatron.session import Session, active_session, set_active_session
 from megatron_hexi.megatron.step_times import METER
 from megatron_hexi.patching import Patch
-from megatron_hexi.plan import dump_plan, plan_digest, plan_from_yaml
+from megatron_hexi.plan import Plan, dump_plan, plan_digest, plan_from_yaml
 from megatron_hexi.runtime import agree_on_plan, job_store, meeting
 from megatron_hexi.yaml_file import yaml_from_text
 
@@ -133,6 +134,11 @@ class Replanner:
         key = f"order/{self._orders}"
         if self._order is None and self._store.check([key]):
             self._order = Order(**json.loads(self._store.get(key)))
+            session = active_session()
+            assert session is not None
+            shares = swapped_shares(session, _plan(session, self._order.plan))
+            if shares is not None:
+                announce_share(self._order.iteration, shares[session.replica])
 
     def _carry_out(self, iteration: int, order: Order) -> None:
         """Go on by the ordered plan, together with all other ranks."""
@@ -144,7 +150,7 @@ class Replanner:
                 f"the plan of order {order.number} was due at iteration {order.iteration}, this rank is at "
                 f"{iteration}; start the job again"
             )
-        plan = plan_from_yaml(yaml_from_text(Path(session.given.path), order.plan))
+        plan = _plan(session, order.plan)
         digest = plan_digest(plan)
         agree_on_plan(meeting(self._store), self._rank, self._ranks, digest, session.given.path, _AGREEMENT)
         close_interval(session)
@@ -199,7 +205,7 @@ class Replanner:
         usual = sorted(self._usual)
         if self._iteration > self._watched_until:
             self._previous = None
-        if self._previous is not None and len(usual) >= 3:
+        if self._previous is not None and self._order is None and len(usual) >= 3:
             middle = statistics.median(usual)
             deviation = statistics.median(abs(loss - middle) for loss in usual)
             limit = middle + max(_DEVIATIONS * deviation, _LEAST_JUMP * abs(middle))
@@ -228,19 +234,31 @@ class Replanner:
             self._say(f"iteration {answer['iteration']}: keeps its plan, {reason}; {numbers}")
             return
         self._say(
-            f"iteration {answer['iteration']}: {reason}; {numbers}; swaps at {iteration + _NOTICE} to "
-            f"{answer['digest'][:12]}"
+            f"iteration {answer['iteration']}: {reason}; {numbers}; swaps at "
+            f"{iteration + self._notice(plan)} to {answer['digest'][:12]}"
         )
         self._previous = self._present()
         self._command(iteration, plan)
 
     def _command(self, iteration: int, plan: str, final: bool = False) -> None:
-        order = Order(self._orders, iteration + _NOTICE, plan, final)
+        order = Order(self._orders, iteration + self._notice(plan), plan, final)
         self._watched_until = order.iteration + max(_LOSSES, 2 * self._interval)
         self._ended = self._ended or final
         if final:
             self._previous = None
         self._store.set(f"order/{order.number}", json.dumps(asdict(order)))
+
+    def _notice(self, plan: str) -> int:
+        """Iterations between an order and its swap: where shares change, none must have been drawn of it."""
+        session = active_session()
+        if session is None or session.share is None:
+            return _NOTICE
+        shares = swapped_shares(session, _plan(session, plan))
+        if shares is None or shares == session.given.shares:
+            return _NOTICE
+        # Of all shares under way: a swap may be ordered while loaders are still ahead by the one before.
+        fewest = min((*shares, *(session.given.shares or ())), key=lambda share: share.count)
+        return _NOTICE + batches_ahead(self._args.num_workers, fewest) + 1
 
     def _present(self) -> str:
         session = active_session()
@@ -255,6 +273,7 @@ class Replanner:
             "threshold": args.hexi_replan_threshold,
             "interval": self._interval,
             "packed": is_packed(args),
+            "shares": may_move_shares(args, active_session()),
             "model": model_document(args),
             "job": job_document(args, active_session()),
         }
@@ -262,6 +281,10 @@ class Replanner:
     @staticmethod
     def _say(message: str) -> None:
         print(f"hexi: replan: {message}", file=sys.stderr, flush=True)
+
+
+def _plan(session: Session, text: str) -> Plan:
+    return plan_from_yaml(yaml_from_text(Path(session.given.path), text))
 
 
 _replanner: Replanner | None = None
@@ -285,7 +308,9 @@ def _replanning(original: Callable[..., Any]) -> Callable[..., Any]:
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
         with user_errors():
             _replanner.before_step(iteration)
+        set_training(True)
         result = original(*args, **kwargs)
+        set_training(False)
         _replanner.after_step(result[0])
         return result
 

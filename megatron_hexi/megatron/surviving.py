@@ -11,10 +11,10 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from argparse import Namespace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,19 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.megatron.goodput import told_at_start
+from megatron_hexi.megatron.copying import TRACKER, fetch_copy, find_copy
+from megatron_hexi.megatron.goodput import begin_round, round_words, set_round
+from megatron_hexi.megatron.survivors_plan import PLANNER_TIMEOUT, plan_ahead, plan_for
 from megatron_hexi.plan import Plan, plan_from_yaml
+from megatron_hexi.record import Round
 from megatron_hexi.runtime import meeting, start_watch, stop_watch
+from megatron_hexi.runtime.copies import COPIES_URL_VARIABLE
 from megatron_hexi.runtime.rounds import ADDRESS_VARIABLE, NODE_VARIABLE, in_round, round_store, whole_store
 from megatron_hexi.text_file import read_text, write_text_atomically
 from megatron_hexi.yaml_file import yaml_from_text
 
-#: Megatron writes its name last into a folder of checkpoints.
-TRACKER = "latest_checkpointed_iteration.txt"
-#: How long ranks of one round may come one after another, and the planner may take.
-_COME, _PLAN = timedelta(seconds=120), timedelta(seconds=300)
+#: How long ranks of one round may come one after another.
+_COME = timedelta(seconds=120)
 _STORE = timedelta(seconds=30)
 _FINISHED, _ROUNDS = "finished", "rounds"
 
@@ -91,19 +93,25 @@ def take_part(args: Namespace) -> Plan:
     """
     store = round_store(_STORE)
     started, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store.set(f"here/{started}", json.dumps([os.environ[NODE_VARIABLE], int(os.environ["LOCAL_RANK"])]))
+    place = [os.environ[NODE_VARIABLE], int(os.environ["LOCAL_RANK"])]
+    store.set(f"here/{started}", json.dumps([*place, os.environ.get(COPIES_URL_VARIABLE)]))
     if started == 0:
         keys = [f"here/{rank}" for rank in range(count)]
         store.wait(keys, _COME)
         present = [json.loads(text) for text in store.multi_get(keys)]
         store.set("round", json.dumps(_lead(args, present)))
-    store.wait(["round"], _COME + _PLAN)
+    store.wait(["round"], _COME + PLANNER_TIMEOUT)
     answer = json.loads(store.get("round"))
     if "error" in answer:
         raise HexiError(answer["error"])
+    copy = answer["copy"] and fetch_copy(store, answer["copy"])
+    if started == 0:
+        store.set("told", json.dumps(asdict(_tell(answer, in_memory=bool(copy)))))
+    told = json.loads(store.get("told"))
+    set_round(Round(**told | {"without": tuple(told["without"])}))
     _take_number(args, store, answer["ranks"], started)
-    if answer["resumes"] is not None:
-        args.load = args.save
+    if copy or answer["resumes"] is not None:
+        args.load = str(copy or args.save)
     return plan_from_yaml(yaml_from_text(Path(args.hexi_plan), answer["plan"]))
 
 
@@ -137,50 +145,42 @@ def _take_number(args: Namespace, store: dist.Store, ranks: list[int], started: 
 # Rank 0
 
 
-def _lead(args: Namespace, present: list[tuple[str, int]]) -> dict[str, Any]:
+def _lead(args: Namespace, present: list[tuple[str, int, str]]) -> dict[str, Any]:
     """What all ranks are told of this round."""
     begun = time.monotonic()
-    job = whole_store(_STORE)
-    number = job.add(_ROUNDS, 1)
     try:
         iteration = newest_checkpoint(Path(args.save))
     except HexiError as problem:
         return {"error": str(problem)}
-    found = _ask_planner(
-        {
-            "plan": read_text(args.hexi_plan),
-            "path": args.hexi_plan,
-            "cluster": args.hexi_cluster,
-            "present": present,
-            "words": sys.argv[1:],
-        }
-    )
+    asked = {
+        "plan": read_text(args.hexi_plan),
+        "path": args.hexi_plan,
+        "cluster": args.hexi_cluster,
+        "words": sys.argv[1:],
+    }
+    places = [(node, local) for node, local, _ in present]
+    found = plan_for(whole_store(_STORE), asked, places)
     if "error" in found:
         return found
-    nodes = list(dict.fromkeys(node for node, _ in present))
-    absent = f"; without {', '.join(found['left_out'])}" if found["left_out"] else ""
-    ranks, took = len(found["ranks"]), time.monotonic() - begun
+    plan_ahead(asked, places)
+    copy = find_copy(whole_store(_STORE), [url for _, _, url in present], iteration)
+    nodes = list(dict.fromkeys(node for node, _, _ in present))
+    return {**found, "resumes": iteration, "copy": copy, "nodes": nodes, "took": time.monotonic() - begun}
+
+
+def _tell(answer: dict[str, Any], in_memory: bool) -> Round:
+    """Say what this round is."""
+    job = whole_store(_STORE)
+    iteration = answer["copy"]["iteration"] if in_memory else answer["resumes"]
+    now = begin_round(job, job.add(_ROUNDS, 1), iteration, tuple(answer["left_out"]), in_memory)
+    absent = f"; without {', '.join(now.without)}" if now.without else ""
     print(
-        f"hexi: elastic: round {number}: {ranks} ranks on {', '.join(nodes)}{absent}; planned in {took:.1f} "
-        f"s; {told_at_start(job, iteration)}",
+        f"hexi: elastic: round {now.number}: {len(answer['ranks'])} ranks on {', '.join(answer['nodes'])}"
+        f"{absent}; planned in {answer['took']:.1f} s; {round_words(now)}",
         file=sys.stderr,
         flush=True,
     )
-    return {**found, "resumes": iteration}
-
-
-def _ask_planner(asked: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "megatron_hexi.replan.survivors"]
-    try:
-        done = subprocess.run(
-            command, input=json.dumps(asked), capture_output=True, text=True, timeout=_PLAN.total_seconds()
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"the planner took more than {_PLAN} for the nodes that are there; give fewer nodes"}
-    if done.returncode != 0:
-        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return {"error": f"the planner failed ({why}); is megatron-hexi[plan] installed on every node?"}
-    return json.loads(done.stdout)
+    return now
 
 
 def newest_checkpoint(folder: Path) -> int | None:

@@ -18,6 +18,29 @@ _STRICT = ConfigDict(extra="forbid")
 Loss = Annotated[float, Field(allow_inf_nan=False)] | None
 
 
+@dataclass(frozen=True)
+class Round:
+    """A start of the ranks under `megatron_hexi.elastic`.
+
+    Args:
+        number: from 1.
+        without: nodes of the cluster file that are not there.
+        resumed: iteration that it goes on from; 0: it begins.
+        in_memory: whether its state came from copies in memory.
+        undone: iterations that are done again.
+        goodput: seconds of iterations that no loss undid, of all seconds since the job began, by then.
+    """
+
+    number: Positive
+    without: tuple[str, ...]
+    resumed: Count
+    in_memory: bool
+    undone: Count
+    goodput: Annotated[float, Field(ge=0, le=1)]
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """A job that begins to write, or goes on after a restart.
@@ -37,6 +60,7 @@ class Start:
         sequence_parallel: whether tensor-parallel ranks share the rows of norms.
         swapped_at: the first iteration under this plan, which took another's place while the job ran
             (``--hexi-replan-interval``); ``None``: the job was started.
+        round: of an elastic job; ``None``: it is none.
         version: of the file format.
     """
 
@@ -53,6 +77,7 @@ class Start:
     overlap_gradients: bool
     sequence_parallel: bool
     swapped_at: Positive | None = None
+    round: Round | None = None
     version: Literal[1] = FORMAT_VERSION
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

@@ -66,16 +66,25 @@ class Advisor:
         interval: iterations in which a swap must pay back.
         packed: whether sequences consist of documents: their lengths change the work of all ranks alike, so
             times are taken relative to the median rank of an iteration.
+        shares: whether replicas may take other numbers of micro-batches.
 
     Raises:
         HexiError: the plan is not for this cluster or job.
     """
 
     def __init__(
-        self, plan: Plan, job: Job, cluster: Cluster, threshold: float, interval: int, packed: bool = False
+        self,
+        plan: Plan,
+        job: Job,
+        cluster: Cluster,
+        threshold: float,
+        interval: int,
+        packed: bool = False,
+        shares: bool = False,
     ) -> None:
         self._job, self._cluster = job, cluster
         self._threshold, self._interval, self._packed = threshold, interval, packed
+        self._shares = shares
         self._histories: list[RankHistory] = []
         self._changed: set[int] = set()
         self._first = plan
@@ -121,7 +130,7 @@ class Advisor:
     def _cut_anew(self, model: CostModel) -> Plan:
         """The better of two cuts: the search is local, and the job's first plan is a way out of a bad one."""
         starts = {id(plan): plan for plan in (self._plan, self._first)}
-        plans = [recut(plan, self._job, model.cluster) for plan in starts.values()]
+        plans = [recut(plan, self._job, model.cluster, self._shares) for plan in starts.values()]
         timings = [model.timing(plan) for plan in plans]
         best = min(range(len(plans)), key=lambda one: (not timings[one].fits, timings[one].phases.total))
         return plans[best]
@@ -176,7 +185,8 @@ def main() -> None:
             if advisor is None:
                 job = Job(**asked["job"] | {"model": Model(**asked["model"])})
                 plan, cluster = _plan(asked["plan"]), read_cluster(asked["cluster"])
-                advisor = Advisor(plan, job, cluster, asked["threshold"], asked["interval"], asked["packed"])
+                how = (asked["threshold"], asked["interval"], asked["packed"], asked["shares"])
+                advisor = Advisor(plan, job, cluster, *how)
                 found: dict[str, Any] = {}
             else:
                 if asked["swapped"] is not None:

@@ -1,7 +1,8 @@
 """A plan cut anew: the same ranks in the same groups, with other tokens, heads and segments.
 
 Weights are replicated over a domain, so none moves. Which ranks form a group stays, and with it the process
-groups; so do micro-batches of replicas. The planner's balance is asked from the present plan.
+groups. The planner's balance is asked from the present plan. Where replicas may take other shares of the
+batch, micro-batches are dealt by what one takes on each of the replicas that were cut so.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster, Device
-from megatron_hexi.cost import Job, ceiling_tokens_per_s
+from megatron_hexi.cost import CostModel, Job, ceiling_tokens_per_s
 from megatron_hexi.plan import Domain, Plan, Replica, Stage
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, Kind, Unit
+from megatron_hexi.planner.layouts.deal import deal_heads
 from megatron_hexi.planner.layouts.layout import Layout, Part, build_domain
 from megatron_hexi.planner.layouts.trial import Judge
 from megatron_hexi.planner.search.balance import balance
@@ -23,14 +25,52 @@ _ROUNDS = 6
 _BUDGET = 40
 
 
-def recut(plan: Plan, job: Job, cluster: Cluster) -> Plan:
+def recut(plan: Plan, job: Job, cluster: Cluster, shares: bool = False) -> Plan:
     """The plan with the best tokens, heads and segments that are found for its groups on this cluster.
 
     Args:
         plan: of stages that the job repeats.
         job: of the plan.
         cluster: at its present speeds.
+        shares: whether replicas may take other numbers of micro-batches.
     """
+    found = _cut(plan, job, cluster)
+    if not shares or len(plan.replicas) == 1:
+        return found
+    other = _dealt_again(found, job, cluster)
+    if other is None:
+        return found
+    model, other = CostModel(job, cluster), _cut(other, job, cluster)
+    return min(found, other, key=lambda one: model.timing(one).phases.total)
+
+
+def _dealt_again(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
+    """The plan with micro-batches dealt by speed; ``None`` where they are."""
+    counts = [replica.micro_batches for replica in plan.replicas]
+    present = [count for count in counts if count is not None]
+    if len(present) < len(counts):
+        present = [job.global_batch_size // job.micro_batch_size // len(counts)] * len(counts)
+    replica_of = {
+        rank: number
+        for number, replica in enumerate(plan.replicas)
+        for member in replica.domain.members
+        for rank in member.ranks
+    }
+    busy = [0.0] * len(counts)
+    for cost in CostModel(job, cluster).estimate(plan).ranks:
+        number = replica_of[cost.rank % plan.ranks]
+        busy[number] = max(busy[number], cost.compute_s + cost.communication_s)
+    dealt = list(deal_heads(sum(present), [seconds / n for seconds, n in zip(busy, present, strict=True)]))
+    while min(dealt) == 0:  # each replica has a part in an iteration
+        dealt[dealt.index(max(dealt))] -= 1
+        dealt[dealt.index(0)] += 1
+    if dealt == present:
+        return None
+    replicas = [replace(one, micro_batches=n) for one, n in zip(plan.replicas, dealt, strict=True)]
+    return replace(plan, replicas=tuple(replicas))
+
+
+def _cut(plan: Plan, job: Job, cluster: Cluster) -> Plan:
     replicas = tuple(
         Replica((_stage(replica.stages[0], plan, number, job, cluster),), replica.micro_batches)
         for number, replica in enumerate(plan.replicas)

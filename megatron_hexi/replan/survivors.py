@@ -1,7 +1,7 @@
 """``python -m megatron_hexi.replan.survivors``: the planner at the start of a round, for the nodes there are.
 
-It reads one JSON document and answers with one: the plan, and which of the ranks that were started takes each
-of its places. While all nodes of the job's own plan are there, that one stays.
+It reads one JSON document and answers, for each set of nodes in it, with one: the plan, and on which GPU of
+which node each of its ranks is. While all nodes of the job's own plan are there, that one stays.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_hexi.cluster import Cluster, cluster_digest, read_cluster
 from megatron_hexi.cost import Job
@@ -99,16 +100,20 @@ def _job(plan: Plan, words: Sequence[str]) -> Job:
 
 
 def main() -> None:
-    """Answer the document on standard input."""
+    """Answer the document on standard input, a line for each of its sets of nodes that may be there."""
     asked = json.loads(sys.stdin.read())
+    for present in asked["present"]:
+        print(json.dumps(_answer(asked, [(node, local) for node, local in present])), flush=True)
+
+
+def _answer(asked: dict[str, Any], present: list[tuple[str, int]]) -> dict[str, Any]:
     try:
         plan = plan_from_yaml(yaml_from_text(Path(asked["path"]), asked["plan"]))
-        cluster = read_cluster(asked["cluster"])
-        found = survive(plan, cluster, [(node, local) for node, local in asked["present"]], asked["words"])
-        answer = {"plan": dump_plan(found.plan), "ranks": found.ranks, "left_out": found.left_out}
+        found = survive(plan, read_cluster(asked["cluster"]), present, asked["words"])
     except HexiError as problem:
-        answer = {"error": str(problem)}
-    print(json.dumps(answer))
+        return {"error": str(problem)}
+    places = [present[rank] for rank in found.ranks]
+    return {"plan": dump_plan(found.plan), "places": places, "left_out": found.left_out}
 
 
 if __name__ == "__main__":

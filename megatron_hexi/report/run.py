@@ -12,11 +12,13 @@ from megatron_hexi.cost.memory import GIB
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Member, Plan, plan_digest
 from megatron_hexi.plan.model import Range
-from megatron_hexi.record import Interval, Leg, Record, Start
+from megatron_hexi.record import Interval, Leg, Record, Round, Start
 from megatron_hexi.report.estimate import spell_seconds
 
 #: As in tables of plans: enough to tell digests apart.
 _DIGEST = 12
+#: Rounds of an elastic job that are told of: the last ones.
+_LISTED_ROUNDS = 8
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,7 @@ def _estimated_gib(plan: Plan, rank: int, ranks: int) -> float | None:
 
 def _settings(start: Start) -> Start:
     """A start without its moment."""
-    return dataclasses.replace(start, started="", swapped_at=None)
+    return dataclasses.replace(start, started="", swapped_at=None, round=None)
 
 
 def _notes(record: Record, same: Sequence[Leg], timed: Sequence[Interval]) -> tuple[str, ...]:
@@ -295,6 +297,8 @@ def _notes(record: Record, same: Sequence[Leg], timed: Sequence[Interval]) -> tu
             + ", ".join(swaps[:8])
             + ("" if len(swaps) <= 8 else " and others")
         )
+    rounds = [leg.start.round for leg in record.legs if leg.start.swapped_at is None and leg.start.round]
+    notes += map(_round_note, [one for one in rounds if one.number > 1][-_LISTED_ROUNDS:])
     if starts > 1:
         notes.append(
             f"the job was started {starts} times; of an iteration that was repeated after a "
@@ -314,6 +318,15 @@ def _notes(record: Record, same: Sequence[Leg], timed: Sequence[Interval]) -> tu
         + ("" if len(same[0].intervals) > 1 else "; the first one is among them, in which all is slower")
     )
     return tuple(notes)
+
+
+def _round_note(one: Round) -> str:
+    """A loss of nodes, or a return, for people."""
+    absent = f"without {', '.join(one.without)}" if one.without else "with all nodes"
+    return (
+        f"round {one.number} {absent}: from iteration {one.resumed}{' in memory' if one.in_memory else ''}, "
+        f"{one.undone} iterations done again; goodput {one.goodput:.0%} by then"
+    )
 
 
 def _tensor_parallel_note(plan: Plan) -> tuple[str, ...]:

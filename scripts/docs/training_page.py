@@ -33,6 +33,10 @@ VARIABLES = (
     ("LOCAL_WORLD_SIZE", "ranks on this node; on the CPU, what Megatron is told of GPUs"),
     ("MASTER_ADDR, MASTER_PORT", "where rank 0 is reached"),
     (
+        "GROUP_RANK, GROUP_WORLD_SIZE",
+        "number of the node under `megatron_hexi.elastic`, and how many there are",
+    ),
+    (
         "TORCHELASTIC_USE_AGENT_STORE",
         "whether torchrun or rank 0 hosts the job's store",
     ),

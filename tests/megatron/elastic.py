@@ -9,15 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 import psutil
 import torch.distributed as dist
 
+from megatron_hexi.runtime.copies import CopyBoard
 from megatron_hexi.testbed.ports import free_port
 from tests.megatron.launch import environment, read_metrics
+from tests.support.links import HERE, Links
 
 
 class ElasticJob:
@@ -27,8 +29,9 @@ class ElasticJob:
         folder: the working directory, with the files that the arguments name.
         nodes: MIN:MAX.
         args: of the training.
-        ranks: of each node.
+        ranks: of each node that has more than one.
         launcher: more options of the launcher.
+        links: of the nodes; without, all are this machine.
     """
 
     def __init__(
@@ -36,16 +39,20 @@ class ElasticJob:
         folder: Path,
         nodes: str,
         args: Sequence[str | Path],
-        ranks: int = 1,
+        ranks: Mapping[str, int] | None = None,
         launcher: Sequence[str] = (),
+        links: Links | None = None,
     ) -> None:
-        self._folder, self._nodes, self._ranks, self._launcher = folder, nodes, ranks, launcher
+        self._folder, self._nodes, self._ranks, self._launcher = folder, nodes, ranks or {}, launcher
+        self._links = links
         self._metrics = folder / "metrics.jsonl"
         self._metrics.touch()
         self._args = [*map(str, args), "--hexi-metrics", str(self._metrics)]
         port = free_port()
         self._store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
         self._port = port
+        self._memory = folder / "memory"
+        self._memory.mkdir()
         self.agents: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> Self:
@@ -58,19 +65,26 @@ class ElasticJob:
     def start(self, *names: str) -> None:
         """Start nodes, or start them again."""
         for name in names:
-            words = ["--nnodes", self._nodes, "--nproc-per-node", str(self._ranks), "--node", name]
+            ranks = str(self._ranks.get(name, 1))
+            words = ["--nnodes", self._nodes, "--nproc-per-node", ranks, "--node", name]
+            within, here, there, own = [], "localhost", "localhost", environment()
+            if self._links is not None:
+                within, here, there = self._links.within(name), HERE, self._links.address(name)
+                own |= {"GLOO_SOCKET_IFNAME": "eth0"}
             words += [
                 "--rdzv-endpoint",
-                f"localhost:{self._port}",
+                f"{here}:{self._port}",
                 "--local-addr",
-                "localhost",
+                there,
+                "--copy-folder",
+                str(self._memory),
                 *self._launcher,
             ]
             with self._log(name).open("ab") as log:
                 self.agents[name] = subprocess.Popen(
-                    [sys.executable, "-m", "megatron_hexi.elastic", *words, "--", *self._args],
+                    [*within, sys.executable, "-m", "megatron_hexi.elastic", *words, "--", *self._args],
                     cwd=self._folder,
-                    env=environment(),
+                    env=own,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -98,6 +112,11 @@ class ElasticJob:
         """The lines of ours that match."""
         return [line for line in self.said(*names).splitlines() if re.search(f"hexi: .*{what}", line)]
 
+    def rounds(self) -> list[str]:
+        """What was said of each round, in their order."""
+        lines = self.told(r"elastic: round \d+:")
+        return sorted(lines, key=lambda line: int(re.findall(r"round (\d+)", line)[0]))
+
     def lines(self) -> int:
         """Iterations done by now, those that were done again included."""
         return self._metrics.read_bytes().count(b"\n")
@@ -119,6 +138,17 @@ class ElasticJob:
     def wait_for_end(self, timeout: float = 240) -> dict[str, int]:
         """The exit code of each node."""
         return {name: agent.wait(timeout) for name, agent in self.agents.items()}
+
+    def safe_copy(self) -> int:
+        """The iteration of the newest copy that is on two nodes each; 0: there is none."""
+        store = dist.PrefixStore("hexi.hexi", self._store)
+        if not store.check(["copies/round"]):
+            return 0
+        return CopyBoard(store, store.get("copies/round").decode()).safe() or 0
+
+    def folders_in_memory(self) -> int:
+        """How many nodes have copies."""
+        return len(list(self._memory.iterdir()))
 
     def _log(self, name: str) -> Path:
         return self._folder / f"node-{name}.log"

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
+import shutil
 import signal
+import subprocess
+import time
+from collections.abc import Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,19 +20,30 @@ import pytest
 from megatron_hexi.plan import JobTerms, Plan, write_plan
 from tests.megatron.elastic import ElasticJob, tear, whole
 from tests.megatron.launch import REPOSITORY
-from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE, one_domain
+from tests.megatron.test_uneven_training import MODEL, one_domain
+from tests.support.links import Links
 
 TWO = one_domain((70, (0, 3)), (57, (3, 6)))
 #: The rate must not depend on how long a test trains.
 SCHEDULE = ("--lr-decay-iters", "1000", "--log-interval", "1000")
 
 
-def words(folder: Path, plan: Plan, nodes: dict[str, float], iterations: int, save: int) -> list[str]:
-    """The arguments of a job, and its files: nodes with one CPU each, some slower."""
+def words(
+    folder: Path,
+    plan: Plan,
+    nodes: dict[str, float],
+    iterations: int,
+    save: int,
+    ranks: dict[str, int] | None = None,
+) -> list[str]:
+    """The arguments of a job, and its files: nodes with one CPU each or more, some slower."""
+    ranks = ranks or dict.fromkeys(nodes, 1)
     text = (REPOSITORY / "scripts/testbed/four-equal.yaml").read_text()
     # Links so fast that no GPU is better left out.
     network = "network: {bandwidth_gb_s: 100, latency_us: 0.1}\n" + text[text.index("devices:") :]
-    entries = "".join(f"- {{name: {n}, gpu: cpu-core, gpus: 1, speed: {s}}}\n" for n, s in nodes.items())
+    entries = "".join(
+        f"- {{name: {n}, gpu: cpu-core, gpus: {ranks[n]}, speed: {s}}}\n" for n, s in nodes.items()
+    )
     (folder / "cluster.yaml").write_text(f"name: small\nnodes:\n{entries}{network}")
     write_plan(replace(plan, job=JobTerms(pipeline_parallel=1)), folder / "plan.yaml")
     ours = ["--hexi-plan", "plan.yaml", "--hexi-cluster", "cluster.yaml", "--hexi-platform", "cpu"]
@@ -43,11 +60,19 @@ def check_losses(job: ElasticJob, forks, folder: Path, plan: Plan, iterations: i
     assert [loss for _, loss in done] == pytest.approx([still[i - 1] for i, _ in done], rel=1e-5)
 
 
-def test_the_one_that_is_left_goes_on_from_the_last_whole_checkpoint(forks, tmp_path):
-    args = words(tmp_path, TWO, {"n0": 1.0, "n1": 1.0}, 40, 4)
-    with ElasticJob(tmp_path, "1:2", args) as job:
+@pytest.mark.parametrize(
+    "copies",
+    [
+        pytest.param(("--copy-interval", "1"), id="memory"),
+        pytest.param((), marks=pytest.mark.slow, id="checkpoint"),
+    ],
+)
+def test_the_one_that_is_left_goes_on_from_what_is_whole(forks, tmp_path, copies):
+    args = words(tmp_path, TWO, {"n0": 1.0, "n1": 1.0}, 60, 20)
+    with ElasticJob(tmp_path, "1:2", args, launcher=copies) as job:
         job.start("n0", "n1")
-        job.wait(lambda: job.lines() >= 10)
+        job.wait(lambda: job.lines() > 20 and (job.safe_copy() > 20 or not copies))
+        safe = job.safe_copy()
         job.kill("n1")
         torn = tear(tmp_path / "checkpoints")
         survivor_named = job.wait(lambda: job.told("lost rank 1 on host", "n0"), 60)
@@ -55,50 +80,108 @@ def test_the_one_that_is_left_goes_on_from_the_last_whole_checkpoint(forks, tmp_
         took = job.wait(lambda: job.lines() > before, 120)
         print(f"named {survivor_named:.1f} s after the kill, went on {took:.1f} s later")
         assert job.wait_for_end() == {"n0": 0}
-        [first, second] = job.told("round")
+        [first, second] = job.rounds()
         assert "2 ranks on n0, n1" in first
         assert "1 ranks on n0; without n1-0" in second
-        assert f"goes on from iteration {torn - 4}," in second
-        check_losses(job, forks, tmp_path, TWO, 40)
+        [resumed, where] = re.findall(r"goes on from iteration (\d+)( in memory)?,", second)[0]
+        assert int(resumed) >= safe if copies else int(resumed) == torn - 20
+        assert bool(where) == bool(copies)
+        assert job.folders_in_memory() == (1 if copies else 0)  # the killed node's alone
+        check_losses(job, forks, tmp_path, TWO, 60)
 
 
 def said_more(job: ElasticJob, than: int) -> bool:
     return len(job.told("has ended")) > than
 
 
+#: Two ranks on one node; four nodes.
+FIVE = one_domain((26, (0, 2)), (26, (2, 3)), (25, (3, 4)), (25, (4, 5)), (25, (5, 6)))
+RANKS = {"duo": 2, "n1": 1, "n2": 1, "slow": 1}
+GRIEFS = ("node", "node", "rank", "stop", "link", "disk")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder for checkpoints on a file system of its own, which can be full."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200m", "hexi", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize("seed", range(2))
-def test_five_losses_in_a_row_and_nodes_that_come_back(forks, tmp_path, seed):
-    """Nodes are killed, ranks killed and stopped, a checkpoint is torn; all are back at the end."""
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(os.geteuid() != 0, reason="links and disks need root")
+@pytest.mark.parametrize("seed", range(5))
+def test_six_losses_in_a_row_and_nodes_that_come_back(forks, tmp_path, small_disk, seed):
+    """Thirty in all, at random moments: of a node, a rank, a link, the room for a checkpoint."""
     chance = random.Random(seed)
-    nodes = {"n0": 1.0, "n1": 1.0, "n2": 1.0, "slow": 0.5}
-    args = words(tmp_path, THREE_AND_ONE, nodes, 100_000, 5)
-    with ElasticJob(tmp_path, "1:4", args, launcher=["--lost-after", "12"]) as job:
-        job.start(*nodes)
-        job.wait(lambda: job.lines() >= 11)
-        griefs = ["node", "rank", "stop", "node", "node"]
-        chance.shuffle(griefs)
-        for grief in griefs:
-            victim = chance.choice(sorted(job.agents))
-            survivors = job.agents.keys() - {victim}
-            told = {name: len(job.told("lost rank", name)) for name in survivors}
-            if grief == "node":
-                job.kill(victim)
-                if len(whole(tmp_path / "checkpoints")) > 1:
-                    print(f"torn: iteration {tear(tmp_path / 'checkpoints')}")
-            else:
-                os.kill(job.rank(victim).pid, signal.SIGKILL if grief == "rank" else signal.SIGSTOP)
-            before = len(job.told("has ended"))
-            took = job.wait(partial(said_more, job, before))
-            print(f"{grief} {victim}: next iteration {took:.1f} s after it; load {os.getloadavg()[0]:.0f}")
-            if len(survivors) > 1:
-                assert all(len(job.told("lost rank", name)) > told[name] for name in survivors)
-        gone = nodes.keys() - job.agents.keys()
-        job.start(*gone)
-        job.wait(lambda: f"{len(nodes)} ranks" in job.told("round")[-1])
-        before = job.lines()
-        job.wait(lambda: job.lines() > before + 5)
+    args = words(tmp_path, FIVE, {"duo": 1.0, "n1": 1.0, "n2": 1.0, "slow": 0.5}, 100_000, 8, RANKS)
+    launcher = ["--lost-after", "12", "--script", str(REPOSITORY / "tests/megatron/paced.py")]
+    copies = ["--copy-interval", "2"] if seed % 2 else []
+    with (
+        Links(*RANKS) as links,
+        ElasticJob(tmp_path, "1:4", args, RANKS, launcher + copies, links) as job,
+    ):
+        job.start(*RANKS)
+        job.wait(lambda: job.told("has ended") or job.lines() >= 9)
+        for grief in chance.sample(GRIEFS, len(GRIEFS)):
+            reached = job.lines()
+            job.wait(partial(more_lines, job, reached + chance.randrange(3, 20)))
+            time.sleep(chance.uniform(0, 0.5))
+            hurt(job, links, small_disk, grief, chance)
+            if len(job.agents) == 1:  # nobody is left to miss the last one
+                come_back(job, links, RANKS.keys() - job.agents.keys())
+        come_back(job, links, RANKS.keys() - job.agents.keys())
+        job.wait(partial(more_lines, job, job.lines() + 5))
         last = max(i for i, _ in job.losses())
-    check_losses(job, forks, tmp_path, THREE_AND_ONE, min(last, 300))
-    print("\n".join(job.told("round")))
+    print("\n".join(job.rounds()))
+    check_losses(job, forks, tmp_path, FIVE, last)
+
+
+def come_back(job: ElasticJob, links: Links, gone: Set[str]) -> None:
+    """Start nodes again, and wait until all ranks train."""
+    for name in gone:
+        links.mend(name)
+    job.start(*gone)
+    job.wait(lambda: "5 ranks" in job.rounds()[-1], 600)
+
+
+def more_lines(job: ElasticJob, than: int) -> bool:
+    return job.lines() > than
+
+
+def hurt(job: ElasticJob, links: Links, disk: Path, grief: str, chance: random.Random) -> None:
+    """Do it, and wait until the job has gone on by itself."""
+    victim = chance.choice(sorted(job.agents))
+    survivors = sorted(job.agents.keys() - {victim})
+    told = {name: len(job.told("lost rank", name)) for name in survivors}
+    before = len(job.told("has ended"))
+    ballast = disk / "ballast"
+    if grief == "node":
+        job.kill(victim)
+    elif grief == "link":
+        links.cut(victim)
+    elif grief == "disk":
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 16))
+        survivors = []
+        job.wait(partial(rounds_after, job, len(job.rounds())))
+        ballast.unlink()
+    else:
+        os.kill(job.rank(victim).pid, signal.SIGKILL if grief == "rank" else signal.SIGSTOP)
+    took = job.wait(partial(said_more, job, before), 600)
+    load = os.getloadavg()[0]
+    print(f"{grief} {victim}: next iteration {took:.1f} s after it; load {load:.0f}", flush=True)
+    if grief == "link":
+        print(f"the agent there has ended by itself: {job.agents[victim].poll()}")
+        job.kill(victim)
+    assert all(len(job.told("lost rank", name)) > told[name] for name in survivors)
+    for old in whole(disk)[:-3]:
+        shutil.rmtree(old)
+
+
+def rounds_after(job: ElasticJob, than: int) -> bool:
+    return len(job.rounds()) > than

@@ -13,6 +13,7 @@ from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, dump
 from megatron_hexi.record import read_record
 from tests.megatron.forked import Forks
 from tests.megatron.launch import REPOSITORY
+from tests.megatron.test_unequal_replicas import BATCH, plan_of
 from tests.megatron.test_uneven_training import MODEL, SEQ_LENGTH, THREE_AND_ONE, WORKLOAD, one_domain
 
 CLUSTER = REPOSITORY / "scripts/testbed/four-equal.yaml"
@@ -28,6 +29,8 @@ def three_and_one(first: int, tokens: tuple[int, int, int], cuts: tuple[int, int
     return Plan(WORKLOAD, (Replica((Stage((Domain(groups),)),)),))
 
 
+#: As the planner would have it on equal ranks, but for the heads, of which there are six.
+STEADY = one_domain((32, (0, 2)), (32, (2, 3)), (32, (3, 5)), (31, (5, 6)))
 OTHERS = (three_and_one(20, (7, 60, 30), (1, 3)), three_and_one(11, (40, 0, 2), (0, 6)), THREE_AND_ONE)
 
 
@@ -77,6 +80,24 @@ def test_losses_are_those_without_swaps(forks, tmp_path, plan, others, args):
     assert told == list(range(1, 21))
 
 
+def with_shares(*shares: int) -> Plan:
+    plan = plan_of("three-and-one")
+    replicas = [replace(one, micro_batches=n) for one, n in zip(plan.replicas, shares, strict=True)]
+    return replace(plan, replicas=tuple(replicas))
+
+
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
+def test_shares_of_the_batch_move_between_replicas_and_no_sample_is_lost(forks, tmp_path, workers):
+    """Loaders with workers have drawn ahead of a swap."""
+    plan, others = with_shares(6, 2), (with_shares(2, 6), with_shares(7, 1))
+    args = (*BATCH, "--num-workers", workers)
+    still, swapped, record = swapping(forks, tmp_path, plan, others, 17 if workers == "0" else 40, *args)
+    assert swapped.losses == pytest.approx(still.losses, rel=1e-5)
+    assert len(milliseconds(swapped.output)) >= 2
+    digests = [plan_digest(one) for one in (plan, *others)]
+    assert [leg.start.digest for leg in record.legs][:3] == digests
+
+
 def test_a_rank_with_another_plan_stops_the_job_by_name(forks, tmp_path):
     wrong = replace(OTHERS[0], replicas=one_domain((63, (0, 3)), (64, (3, 6))).replicas)
     with pytest.raises(AssertionError, match="has other groups or another workload"):
@@ -99,6 +120,17 @@ def test_a_plan_for_another_cluster_stops_the_job(forks, tmp_path):
     words = (*MODEL, "--train-iters", "100000", *replan)
     with pytest.raises(AssertionError, match="the plan is for 2"):
         forks.train(tmp_path, ranks=2, args=words, plan=plan)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_a_steady_cluster_keeps_its_plan(forks, tmp_path):
+    replan = ("--hexi-replan-interval", "10", "--hexi-cluster", str(CLUSTER))
+    words = (*MODEL, "--train-iters", "200", "--lr-decay-iters", "1000", "--log-interval", "50")
+    led = forks.train(tmp_path, ranks=4, args=(*words, *replan), plan=STEADY, timeout=1200)
+    decisions = re.findall(r"hexi: replan: iteration \d+: keeps its plan", led.output)
+    assert len(decisions) >= 10
+    assert not milliseconds(led.output)
 
 
 @pytest.mark.slow

@@ -171,6 +171,7 @@ def _configure(folder: Path) -> None:
     (folder / "slurm.conf").write_text(
         f"""\
 ClusterName=emulated
+FirstJobId={1 + secrets.randbelow(11000)}
 SlurmctldHost={socket.gethostname()}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser={user}

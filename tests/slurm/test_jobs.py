@@ -221,6 +221,24 @@ def test_a_job_that_loses_a_rank_goes_on_from_the_user_s_own_checkpoints_and_not
     assert "no longer heard of: rank " in logs
 
 
+@pytest.mark.parametrize("holds_script", [False, True], ids=["goes-on", "requeued"])
+def test_an_elastic_job_goes_on_without_a_node_or_is_requeued(desk, undisturbed, holds_script):
+    job = desk.submit(
+        "train.sbatch", "--no-kill", *ONE_PARTITION, SAVE_INTERVAL=str(SAVE_INTERVAL), ELASTIC="1"
+    )
+    desk.wait_for_iteration(job, SAVE_INTERVAL + 2)
+    script = desk.fields(job)["BatchHost"]
+    other = ({"fast0", "slow0"} - {script}).pop()
+    desk.slurm.kill_node(script if holds_script else other)
+    assert desk.wait(job) == "COMPLETED", desk.said(job)
+    assert desk.fields(job)["Restarts"] == str(int(holds_script))
+    said = (desk.folder / "logs" / job / f"{script}.log").read_text()
+    print(*(line for line in said.splitlines() if "hexi: elastic" in line), sep="\n")
+    if not holds_script:
+        assert f"{GPUS} ranks on {script}-0; without {other}-0" in said
+    _check(desk, job, undisturbed, resumed=[SAVE_INTERVAL + 1])
+
+
 #: One of the ranks ends so; the others wait for it, as ranks on GPUs do, longer than any test.
 ONE_ENDS = """\
 import os, signal, time

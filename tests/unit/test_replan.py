@@ -86,7 +86,7 @@ def test_a_plan_cut_anew_keeps_groups_and_is_near_the_ceiling(speeds):
     assert even * 4 / total / best > 0.85  # there are four heads to deal
 
 
-def test_unequal_replicas_keep_their_shares():
+def test_unequal_replicas_keep_their_shares_unless_they_may_move():
     job = replace(JOB, global_batch_size=3, data_parallel=2)
     whole = Group(
         ((0, JOB.seq_length),),
@@ -104,6 +104,13 @@ def test_unequal_replicas_keep_their_shares():
     assert [replica.micro_batches for replica in new.replicas] == [2, 1]
     slow, fast = new.replicas[0].domain.members
     assert fast.tokens > 1.5 * slow.tokens
+    slower = CLUSTER.at_speeds({2: 0.25, 3: 0.25})
+    moved = recut(plan, job, slower, shares=True)
+    validate_plan(moved)
+    assert groups_of(moved) == groups_of(plan)
+    assert [replica.micro_batches for replica in moved.replicas] == [1, 2]
+    kept, seconds = recut(plan, job, slower), CostModel(job, slower).timing
+    assert seconds(moved).phases.total < 0.6 * seconds(kept).phases.total
 
 
 def test_the_advisor_swaps_for_a_throttle_and_back_and_never_on_a_steady_cluster():
@@ -146,6 +153,7 @@ def test_the_process_answers_line_by_line_and_says_what_is_wrong():
         "threshold": 0.03,
         "interval": 5,
         "packed": False,
+        "shares": False,
         "model": asdict(MODEL),
         "job": job,
     }

@@ -39,6 +39,8 @@ if "arguments" in words:
     main()
 if "--distribution=arbitrary" in words:
     print(os.environ.get("SAYS", ""), file=sys.stderr)
+    if "ENDED" in os.environ:
+        Path(os.environ["ENDED"]).touch()
 sys.exit(json.loads(os.environ["FAILS"]).get("place" if "place" in words else name, 0))
 """
 
@@ -145,6 +147,44 @@ def test_a_heterogeneous_job_is_one_step_of_its_components(submit):
         assert part[:2] == [f"--het-group={group}", f"--ntasks={tasks}"]
         assert f"--nodelist=logs/7/hosts.{group}" in part
     assert parts[0][4:] == parts[1][4:]
+
+
+NODES = "a big-0 1\nb small-0 2\n"
+
+
+def test_an_elastic_job_has_one_task_a_node_which_meet_where_the_script_runs(submit):
+    code, (*_, step) = submit(
+        "train.sbatch",
+        MIXED | {".nodes": NODES},
+        SLURM_HET_SIZE="2",
+        ELASTIC="1",
+        SLURMD_NODENAME="b",
+    )
+    assert (code, step.count(":")) == (0, 1)
+    for group, part in enumerate((step[1 : step.index(":")], step[step.index(":") + 1 :])):
+        assert part[:2] == [f"--het-group={group}", "--ntasks=1"]
+        assert f"--nodelist=logs/7/tasks.{group}" in part
+        assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} < set(part)
+        command = part[part.index("python") :]
+        assert command[: command.index("--title")] == [
+            *("python", "-m", "megatron_hexi.elastic", "--nnodes", "1:2", "--nodes", "logs/7/hosts.nodes"),
+            *("--wait-for-nodes", "60", "--rdzv-endpoint", "b:20007", "--rdzv-id", "7"),
+            *("--ended", "logs/7/ended", "--when-store-lost", "scontrol requeue 7"),
+            *("--", "--hexi-cluster", "cluster.yaml"),
+            *("--num-layers", "2", "--lr", "1e-3"),
+        ]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_elastic_job_that_lost_a_node_has_ended_well_if_it_says_so(submit, tmp_path, ended):
+    files = {"": "a\n", ".0": "a\n", ".nodes": NODES}
+    (tmp_path / "logs/7").mkdir(parents=True)
+    (tmp_path / "logs/7/ended").touch()  # of an earlier start
+    ending = {"ENDED": "logs/7/ended"} if ended else {}
+    code, calls = submit("train.sbatch", files, fails={"srun": 143}, ELASTIC="1", **ending)
+    assert code == (0 if ended else 143)
+    assert (["scontrol", "requeue", "7"] in calls) != ended
+    assert "a:20007" in calls[2]
 
 
 @pytest.mark.parametrize(

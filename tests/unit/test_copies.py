@@ -1,0 +1,154 @@
+"""Copies of the state in the memory of nodes: who holds what, and what survives the loss of a node."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import pytest
+import torch.distributed as dist
+
+from megatron_hexi.elastic import keeper as keeping
+from megatron_hexi.elastic.keeper import Keeper
+from megatron_hexi.runtime import copies as copies_module
+from megatron_hexi.runtime.copies import (
+    CopyBoard,
+    complete_copy,
+    copy_folder,
+    find_newest,
+    list_files,
+    pull,
+    serve_files,
+)
+
+ROUND = "0123abcd"
+
+
+class Nodes:
+    """Nodes on this machine, with what ranks would have written."""
+
+    def __init__(self, folder, stack, count):
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.job = dist.PrefixStore("job", store)
+        self.board = CopyBoard(self.job, ROUND)
+        self.keepers = []
+        for node in range(count):
+            parent = folder / f"node{node}"
+            parent.mkdir()
+            keeper = Keeper(parent, ("localhost", store.port), "job", "localhost")
+            self.keepers.append(stack.enter_context(keeper))
+            keeper.begin_round(ROUND, node)
+
+    def write(self, iteration):
+        for node, keeper in enumerate(self.keepers):
+            folder = self.folder(keeper, iteration)
+            folder.mkdir(parents=True)
+            (folder / f"__{node}_0.distcp").write_bytes(bytes([node, iteration]) * 1000)
+            if node == 0:
+                (folder / ".metadata").write_text(f"of {iteration}")
+        self.board.announce(iteration, len(self.keepers))
+
+    def folder(self, keeper, iteration):
+        return copy_folder(keeper.folder, ROUND, iteration)
+
+    def wait_until_safe(self, iteration):
+        deadline = time.monotonic() + 20
+        while self.board.safe() != iteration:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def found(self, *nodes):
+        """The iteration of the newest copy that these nodes hold."""
+        found = find_newest(self.job, self.urls(*nodes))
+        return None if found is None else found.iteration
+
+    def urls(self, *nodes):
+        return [self.keepers[node].url for node in nodes]
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeping, "_LOOK_S", 0.01)
+    monkeypatch.setattr(copies_module, "_SAID_S", 0.1)
+    with ExitStack() as stack:
+        yield Nodes(tmp_path, stack, 4)
+
+
+def test_any_node_may_go_and_not_two_neighbours(nodes):
+    nodes.write(6)
+    nodes.wait_until_safe(6)
+    for lost in range(4):
+        present = [node for node in range(4) if node != lost]
+        assert nodes.found(*present) == 6
+    assert nodes.found(0, 2) == 6
+    assert nodes.found(0, 3) is None
+
+
+def test_a_node_that_has_nothing_completes_the_copy(nodes, tmp_path):
+    nodes.write(6)
+    nodes.wait_until_safe(6)
+    found = find_newest(nodes.job, nodes.urls(0, 1, 2))
+    assert found is not None
+    complete_copy(found, tmp_path, "http://new", nodes.job)
+    files = list_files(copy_folder(tmp_path, ROUND, 6))
+    assert files == {name: file[:2] for name, file in found.files.items()}
+    assert sorted(files) == [".metadata", *(f"__{node}_0.distcp" for node in range(4))]
+    # From now on the new node alone would do.
+    assert find_newest(nodes.job, ["http://new"]) is not None
+
+
+def test_a_copy_that_is_on_its_way_leaves_the_one_before(nodes):
+    nodes.write(6)
+    nodes.wait_until_safe(6)
+    nodes.keepers[3].begin_round("another", 3)  # as if the node were gone
+    nodes.write(8)
+    assert nodes.found(0, 1, 2) == 6
+    nodes.keepers[3].begin_round(ROUND, 3)
+    nodes.wait_until_safe(8)
+    assert nodes.found(0, 1, 2) == 8
+
+
+def test_older_copies_go_and_memory_is_given_back(nodes):
+    for iteration in (2, 4, 6):
+        nodes.write(iteration)
+        nodes.wait_until_safe(iteration)
+    deadline = time.monotonic() + 20
+    while any(nodes.folder(keeper, 4).exists() for keeper in nodes.keepers):
+        assert time.monotonic() < deadline
+    for keeper in nodes.keepers:
+        assert [path.name for path in (keeper.folder / ROUND).iterdir()] == ["iter_0000006"]
+        keeper.__exit__()
+        assert not keeper.folder.exists()
+
+
+def test_what_a_killed_agent_has_left_goes_at_the_next_start(tmp_path):
+    left = tmp_path / "hexi-copies-x"
+    left.mkdir()
+    (left / "lock").touch()
+    with Keeper(tmp_path, ("localhost", 1), "job", "localhost") as one:
+        assert not left.exists()
+        with Keeper(tmp_path, ("localhost", 1), "job", "localhost"):
+            assert one.folder.exists()
+
+
+def test_other_bytes_are_not_taken(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    (source / "a").write_text("right")
+    wanted = list_files(source)["a"]
+    url = f"http://localhost:{serve_files(source)}"
+    (source / "a").write_text("wrong")
+    with pytest.raises(OSError, match="has other bytes"):
+        pull([url], "a", wanted, target)
+    with pytest.raises(OSError, match="404"):
+        pull([url], "b", wanted, target)
+    assert not list(target.iterdir())
+    (source / "a").write_text("right")
+    pull(["http://localhost:1", url], "a", wanted, target)
+    assert list_files(target) == {"a": wanted}
+
+
+def test_without_a_copy_nothing_is_found():
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert find_newest(dist.PrefixStore("job", store), ["http://localhost:1"]) is None

@@ -1,0 +1,81 @@
+"""Plans of a round: asked of the planner once, and made ahead for the loss of each node."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from megatron_hexi.megatron import survivors_plan
+from megatron_hexi.megatron.survivors_plan import _plan_ahead, plan_for
+from megatron_hexi.runtime.rounds import TRAINING
+
+PRESENT = [("a", 0), ("a", 1), ("b", 0), ("c", 0)]
+
+
+@pytest.fixture
+def asked(tmp_path):
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("a file")
+    return {"plan": "a plan", "path": "plan.yaml", "cluster": str(cluster), "words": []}
+
+
+def answers(document):
+    """A planner that leaves out whatever is on c."""
+    for present in document["present"]:
+        places = [place for place in present if place[0] != "c"]
+        yield json.dumps({"plan": f"for {len(places)}", "places": places, "left_out": ["d"]})
+
+
+@pytest.fixture
+def planner(monkeypatch):
+    calls = []
+
+    def run(command, input, **named):
+        calls.append(json.loads(input)["present"])
+        return SimpleNamespace(returncode=0, stdout="\n".join(answers(json.loads(input))), stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+def test_the_planner_is_asked_once_for_the_same_nodes_in_any_order(asked, planner):
+    job = dist.HashStore()
+    found = plan_for(job, asked, PRESENT)
+    assert found == {"plan": "for 3", "left_out": ["d"], "ranks": [0, 1, 2]}
+    assert plan_for(job, asked, PRESENT[::-1])["ranks"] == [3, 2, 1]
+    assert len(planner) == 1
+    plan_for(job, asked, PRESENT[:3])
+    plan_for(job, asked | {"words": ["--bf16"]}, PRESENT)
+    assert len(planner) == 3
+
+
+def test_plans_for_each_loss_are_made_ahead(asked, planner, monkeypatch):
+    job, now = dist.HashStore(), dist.HashStore()
+    now.set(TRAINING, "")
+    script = (
+        "import json, sys; from tests.unit.test_survivors_plan import answers; "
+        "print(*answers(json.load(sys.stdin)), sep='\\n')"
+    )
+    monkeypatch.setattr(survivors_plan, "_COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(survivors_plan, "whole_store", lambda timeout: job)
+    monkeypatch.setattr(survivors_plan, "round_store", lambda timeout: now)
+    _plan_ahead(asked, PRESENT)
+    for lost, ranks in (("a", [0]), ("b", [0, 1]), ("c", [0, 1, 2])):
+        left = [place for place in PRESENT if place[0] != lost]
+        assert plan_for(job, asked, left)["ranks"] == ranks
+    assert not planner
+
+
+def test_what_the_planner_refuses_is_said_and_not_kept(asked, monkeypatch):
+    refused = SimpleNamespace(returncode=0, stdout='{"error": "too small"}', stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *words, **named: refused)
+    job = dist.HashStore()
+    assert plan_for(job, asked, PRESENT) == {"error": "too small"}
+    broken = SimpleNamespace(returncode=1, stdout="", stderr="no such module\n")
+    monkeypatch.setattr(subprocess, "run", lambda *words, **named: broken)
+    assert "no such module" in plan_for(job, asked, PRESENT)["error"]
