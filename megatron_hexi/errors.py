@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
-#: Exit code of every command and entry point where the user's input is wrong (0: done, 1: our fault).
+#: Exit code of every command and entry point where the user's input is wrong (0: done, 1: a bug).
 EXIT_USER_ERROR = 2
 #: Exit code where the input is right, but no plan fits in memory.
 EXIT_NO_PLAN = 3

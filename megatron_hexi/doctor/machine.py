@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_hexi.doctor.facts import InfinibandPort, Interface, Limits, Network
 
-#: Variables that steer communication and CUDA. What else is in the environment may be nobody's business.
+#: Variables that steer communication and CUDA. The rest of the environment may be private.
 _PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "NVTE_", "TORCH_NCCL_", "UCX_")
 _NAMES = (
     *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),

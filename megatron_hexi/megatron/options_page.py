@@ -8,7 +8,7 @@ from megatron_hexi.megatron.options import OPTIONS
 from megatron_hexi.megatron.options.kinds import Refused, Supported
 
 _HEAD = """\
-# Megatron's options beside a plan
+# Megatron's options under a plan
 
 <!-- Made from megatron_hexi/megatron/options/:
      python -m megatron_hexi.megatron.options_page > docs/options.md -->

@@ -13,7 +13,7 @@ _HEAD = f"""\
 {GENERATED_FROM.format(source="megatron_hexi/megatron/arguments.py and scripts/docs/training_page.py")}
 
 Without `--hexi-plan`, Megatron trains as it does without this package. What a plan does with Megatron's own
-options is in [its options beside a plan](../options.md).
+options is in [its options under a plan](../options.md).
 
 ## Flags
 
