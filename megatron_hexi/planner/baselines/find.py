@@ -7,15 +7,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-import numpy as np
-
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, Job
-from megatron_hexi.cost.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, RESERVE_BYTES, ModelPart, part_params
+from megatron_hexi.cost import RECOMPUTES, CostModel, Job
+from megatron_hexi.cost.fit import find_shortage
+from megatron_hexi.cost.memory import (
+    GIB,
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    RESERVE_BYTES,
+    ModelPart,
+    part_params,
+)
 from megatron_hexi.errors import HexiError
 from megatron_hexi.planner.baselines.arrange import models
 from megatron_hexi.planner.baselines.hexiscale import hexiscale
-from megatron_hexi.planner.baselines.race import Entry, Race, Standing
+from megatron_hexi.planner.baselines.race import Entry, Race
 from megatron_hexi.planner.baselines.rules import (
     HOMOGENEOUS,
     NAMES,
@@ -31,7 +37,6 @@ from megatron_hexi.planner.joint import Candidate as Whole
 from megatron_hexi.planner.layouts.trial import Progress, Trial
 from megatron_hexi.planner.request import Request
 
-_GIB = 2.0**30
 #: Planners of others, by our reading of their papers.
 PUBLISHED = {"hexiscale": hexiscale, "zorse": zorse}
 #: All equal layouts as one.
@@ -76,7 +81,7 @@ class Baseline:
 
 
 def find_baselines(
-    request: Request, cluster: Cluster, *, faster_than: float = inf, progress: Progress | None = None
+    request: Request, cluster: Cluster, *, progress: Progress | None = None
 ) -> tuple[tuple[Baseline, ...], int]:
     """Every baseline: the best of Megatron's flags, or its own planner's; the same kernels and overlap.
 
@@ -86,8 +91,6 @@ def find_baselines(
     Args:
         request: the job.
         cluster: where.
-        faster_than: seconds of an iteration; a baseline that cannot be faster need not be timed, and then
-            says so. One that is timed has its best layout.
         progress: told how far it is.
 
     Returns:
@@ -95,9 +98,9 @@ def find_baselines(
     """
     replicas = _fixed_replicas(request)
     fleets = _fleets(request, cluster)
-    race = Race(faster_than, progress)
+    race = Race(inf, progress)
     race.run([one for fleet in fleets for one in _entrants(fleet, replicas, lambda _part: True)])
-    found = [_baseline(name, race.standings.get(name), fleets, replicas, faster_than) for name in NAMES]
+    found = [_baseline(name, race.best.get(name), fleets, replicas) for name in NAMES]
     judge = StagedJudge(request, cluster)
     for number, (name, planner) in enumerate(PUBLISHED.items()):
         if progress is not None:
@@ -121,7 +124,7 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
         entrants += _entrants(fleet, _fixed_replicas(request), lambda part: _least_s(part) < faster_than)
     race = Race(faster_than, None)
     race.run([replace(one, texts={_ANY: ""}) for one in entrants])
-    best = race.standings[_ANY].best if _ANY in race.standings else None
+    best = race.best.get(_ANY)
     faster = best is not None and best.trial.fits and best.trial.iteration_s < faster_than
     return _whole(best.trial) if best is not None and faster else None, race.trials
 
@@ -181,7 +184,7 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
         found.append((_least_bytes(fleet), fleet))
     if not found and problem is not None:
         raise problem
-    most = max(node.device.usable_gib for node in cluster.nodes) * _GIB
+    most = max(node.device.usable_gib for node in cluster.nodes) * GIB
     fitting = [fleet for needed, fleet in found if needed <= most]
     return fitting or [min(found, key=lambda one: one[0])[1]]
 
@@ -203,28 +206,15 @@ def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
     return [fleet if len(units) == len(fleet.units) else fleet.subset(units) for units in owned]
 
 
-def _baseline(
-    name: str,
-    standing: Standing | None,
-    fleets: list[Fleet],
-    data_parallel: int | None,
-    faster_than: float,
-) -> Baseline:
+def _baseline(name: str, best: Entry | None, fleets: list[Fleet], data_parallel: int | None) -> Baseline:
     uniform = name in UNIFORM
-    if standing is None:
+    if best is None:
         return Baseline(name, None, _no_layout(name, fleets[0], data_parallel), "", uniform)
-    too_slow = f"than {faster_than:.4g} s an iteration: its work and keys take {standing.least_s:.4g} s"
-    if standing.best is None:
-        assert standing.passed is not None
-        return Baseline(name, None, f"cannot be faster {too_slow}", _text(name, standing.passed), uniform)
-    trial = standing.best.trial
-    text = _text(name, standing.best.candidate, trial.window)
+    trial = best.trial
+    text = _text(name, best.candidate, trial.window)
     if trial.fits:
         return Baseline(name, trial, "", text, uniform)
-    why_not = f"short of memory: {_shortage(standing.best)}"
-    if standing.passed is not None:
-        why_not += f"; other layouts cannot be faster {too_slow}"
-    return Baseline(name, None, why_not, text, uniform)
+    return Baseline(name, None, f"short of memory: {_shortage(trial)}", text, uniform)
 
 
 def _published(name: str, best: Whole | None, cluster: Cluster) -> Baseline:
@@ -247,9 +237,9 @@ def _no_layout(name: str, fleet: Fleet, data_parallel: int | None) -> str:
     return "; ".join(f"{_who(part)}: {why_none(part, data_parallel, name)}" for part in alone)
 
 
-def _text(name: str, candidate: Candidate, window: int | None = None) -> str:
+def _text(name: str, candidate: Candidate, window: int) -> str:
     several = max(len(layout.parts) for layout in candidate.layouts) > 1
-    text = candidate.texts[name] + (f", window {window}" if several and window else "")
+    text = candidate.texts[name] + (f", window {window}" if several else "")
     text = f"{_flags(candidate.fleet.job)}: {text}"
     return f"{_who(candidate.fleet)} alone: {text}" if name == HOMOGENEOUS else text
 
@@ -266,20 +256,12 @@ def _who(fleet: Fleet) -> str:
     return f"{gpus} {fleet.kinds[fleet.units[0].kind].name}"
 
 
-def _shortage(entry: Entry) -> str:
+def _shortage(trial: Trial) -> str:
     """The GPU that lacks most: its rank, what it needs, what it has, and what takes most of it."""
-    trial = entry.trial
-    timing, cluster = trial.timing, trial.fleet.cluster
-    short = np.array(timing.needed) - np.array(timing.usable)
-    stage, unit = map(int, np.unravel_index(np.argmax(short), short.shape))
-    section = timing.sections[stage]
-    gpu, rank = int(section.ground.gpus[unit, 0]), int(section.ranks[unit, 0])
-    device = cluster.ranks[gpu].device.name
-    needed, usable = timing.needed[stage][unit] / _GIB, timing.usable[stage][unit] / _GIB
-    term, size = max(
-        ((name, values[unit]) for name, values in timing.memory[stage].items()), key=lambda item: item[1]
-    )
+    job = replace(trial.fleet.job, data_parallel=len(trial.layouts))
+    short = find_shortage(CostModel(job, trial.fleet.cluster).estimate(trial.plan))
+    assert short is not None, "what does not fit is short of memory"
     return (
-        f"rank {rank} ({cluster.rank_name(gpu)}, {device}) needs {needed:.1f} GiB and has {usable:.1f}, "
-        f"most of it {term.replace('_', ' ')}, {size / _GIB:.1f} GiB"
+        f"rank {short.rank} ({short.name}, {short.device}) needs {short.needed_gib:.1f} GiB and has "
+        f"{short.usable_gib:.1f}, most of it {short.term.replace('_', ' ')}, {short.term_gib:.1f} GiB"
     )

@@ -6,10 +6,10 @@
     replica   >= sum of its stages + (micro-batches - 1) x slowest stage
     iteration >= slowest replica
 
-The terms of computing are those of cost/layer.py, at the layout's own sizes, but for the keys' gradients.
-Keys of groups without a member on a unit's node cross that unit's best link to other nodes, in the backward
-pass their gradients too. All other communication, waits inside the exchange, gradients and the optimizer are
-left out. Jobs are causal.
+The terms of computing and of tensor-parallel sums are those of cost/layer.py, at the layout's own sizes, but
+for the keys' gradients. Keys of groups without a member on a unit's node cross that unit's best link to other
+nodes, in the backward pass their gradients too. All other communication, waits inside the exchange, gradients
+and the optimizer are left out. Jobs are causal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_hexi.cluster import Cluster, LinkId
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import (
     Speeds,
     device_speeds,
@@ -29,7 +31,6 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
-from megatron_hexi.planner.fleet.links import best_links
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Layout
 
@@ -69,7 +70,9 @@ class Floor:
         self._nodes = np.array(
             [[ranks[unit.gpus[stage][0]].node for unit in fleet.units] for stage in stages]
         )
-        self._outside = _outside(fleet, self._nodes)
+        nodes = fleet.cluster.nodes
+        self._outside = np.array([_way_out(fleet.cluster, node) for node in range(len(nodes))])[self._nodes]
+        self._inside = np.array([(node.bandwidth, node.latency_s) for node in nodes]).T
         self._kinds = np.array([unit.kind for unit in fleet.units])
         self._speeds = [[device_speeds(device, fleet.job) for device in kind.devices] for kind in fleet.kinds]
         #: Replicas that are cut alike take as long.
@@ -87,19 +90,24 @@ class Floor:
         first = np.cumsum([0, *(len(part.units) for part in parts)])
         totals = np.add.reduceat(tokens, first[:-1])
         group = np.repeat(np.arange(len(parts)), np.diff(first))
-        kinds, outside = self._kinds[units], self._outside[:, units]
+        kinds, outside, inside = (
+            self._kinds[units],
+            self._outside[:, units],
+            self._inside[:, self._nodes[:, units]],
+        )
         nodes = np.array([np.unique(stage, return_inverse=True)[1] for stage in self._nodes[:, units]])
         key = (
             layout.micro_batches,
-            *(array.tobytes() for array in (kinds, tokens, heads, first, nodes, outside)),
+            *(array.tobytes() for array in (kinds, tokens, heads, first, nodes, outside, inside)),
         )
         if key not in self._known:
-            keys = heads * self._token_bytes
+            keys, rows = heads * self._token_bytes, self._job.micro_batch_size * tokens.astype(float)
             stages = [
                 self._stage(
                     stage,
                     (kinds, tokens, heads, group),
                     (first[:-1], totals),
+                    2 * tensor_parallel_seconds(self._job, rows, *inside[:, stage]),
                     keys * _from_other_nodes(nodes[stage], group, totals) / outside[stage],
                 )
                 for stage in range(self._job.pipeline_parallel)
@@ -108,7 +116,12 @@ class Floor:
         return self._known[key]
 
     def _stage(
-        self, stage: int, units: tuple[Ints, Ints, Ints, Ints], groups: tuple[Ints, Ints], wire: Floats
+        self,
+        stage: int,
+        units: tuple[Ints, Ints, Ints, Ints],
+        groups: tuple[Ints, Ints],
+        sums: Floats,
+        wire: Floats,
     ) -> float:
         """Seconds of a micro-batch on a pipeline stage.
 
@@ -116,6 +129,7 @@ class Floor:
             stage: which.
             units: kind, tokens, heads and group of each.
             groups: the first unit and the tokens of each.
+            sums: seconds of each unit's tensor-parallel sums, one way.
             wire: seconds in which each unit's heads of keys come from other nodes, one way.
         """
         kinds, tokens, heads, group = units
@@ -128,7 +142,7 @@ class Floor:
         blocks = _blocks(totals)
         for kind in np.unique(kinds):
             speeds, own = self._speeds[kind][stage], kinds == kind
-            token[:, own] = token_times(speeds, job, rows[own])
+            token[:, own] = np.array(token_times(speeds, job, rows[own])) + sums[own]
             attention[:, own] = heads[own] * self._attention(speeds, blocks)[:, group[own]]
             if last:
                 logits[own] = sum(logits_times(speeds, job, rows[own]))
@@ -165,14 +179,13 @@ class Floor:
         return seconds
 
 
-def _outside(fleet: Fleet, nodes: Ints) -> Floats:
-    """Bytes/s of each unit's best link to other nodes, [stages, U]; infinite where there are none."""
-    found: dict[tuple[int, int], float] = {}
-    for (stage, unit), node in np.ndenumerate(nodes):
-        if (stage, int(node)) not in found:
-            links = best_links(fleet, unit, len(fleet.cluster.nodes) > 1, stage)
-            found[stage, int(node)] = links.outside or np.inf
-    return np.array([[found[stage, int(node)] for node in row] for stage, row in enumerate(nodes)])
+def _way_out(cluster: Cluster, node: int) -> float:
+    """Bytes/s of a GPU's best link to other nodes; thinner ones further up are left out."""
+    if len(cluster.nodes) == 1:
+        return np.inf
+    if cluster.tiers:
+        return cluster.tiers[0].bandwidth * cluster.tiers[0].factors.get(node, 1.0)
+    return max(cluster.capacity(LinkId(1, "node", node, way)) for way in ("out", "in"))
 
 
 def _from_other_nodes(nodes: Ints, group: Ints, totals: Ints) -> Floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.rules import Candidate
@@ -24,27 +25,12 @@ class Entry:
     trial: Trial
 
 
-@dataclass(eq=False)
-class Standing:
-    """How a baseline does.
-
-    Args:
-        best: the best of its layouts so far, one that fits if any does; ``None``: none was timed.
-        passed: the first of the layouts that were passed over since they are not faster than asked for.
-        least_s: what it takes at least.
-    """
-
-    best: Entry | None = None
-    passed: Candidate | None = None
-    least_s: float = 0.0
-
-
 class Race:
     """Times layouts of baselines.
 
     A layout is passed over where its lower bound says that it cannot be the best of any baseline that may use
-    it, or, for baselines of which nothing timed fits, that it is not faster than asked for. So each baseline
-    ends with the best of all its layouts, or with none.
+    it, or is not faster than asked for. What it takes with less computed again is another bound; where that
+    fits, it is not tried with more.
 
     Args:
         faster_than: seconds of an iteration.
@@ -56,7 +42,10 @@ class Race:
         self._judges: dict[int, Judge] = {}
         self._faster_than = faster_than
         self._tell = tell or (lambda _what, _done, _of: None)
-        self.standings: dict[str, Standing] = {}
+        #: Seconds that layouts take at least, whatever is computed again.
+        self._least: dict[tuple[object, ...], float] = {}
+        #: Of each baseline the best of its layouts, one that fits if any does.
+        self.best: dict[str, Entry] = {}
 
     @property
     def trials(self) -> int:
@@ -65,52 +54,46 @@ class Race:
 
     def run(self, candidates: Sequence[Candidate]) -> None:
         """Find the best of each baseline."""
-        floors: dict[int, Floor] = {}
-        for one in candidates:
-            if id(one.fleet) not in floors:
-                floors[id(one.fleet)] = Floor(one.fleet)
+        fleets = {id(one.fleet): one.fleet for one in candidates}
+        floors = {name: Floor(fleet) for name, fleet in fleets.items()}
         least = [floors[id(one.fleet)].seconds(one.layouts) * (1 - _ROUNDING) for one in candidates]
         for done, number in enumerate(sorted(range(len(candidates)), key=lambda number: least[number])):
             self._tell("baselines", done, len(candidates))
-            if self._may_win(candidates[number], least[number]):
-                self._time(candidates[number])
+            one = candidates[number]
+            key = one.fleet.units, one.layouts
+            known = max(least[number], self._least.get(key, 0.0))
+            if self._may_win(one, known):
+                self._least[key] = self._time(one, known)
 
-    def _time(self, candidate: Candidate) -> None:
-        """The layout with each window that may be its best."""
-        least = 0.0
+    def _time(self, candidate: Candidate, least_s: float) -> float:
+        """Each window that may be the layout's best; what it takes at least with more computed again."""
+        fleet = candidate.fleet
+        judge = self._judges.setdefault(id(fleet.job), Judge(fleet))
         for window in _windows(candidate.layouts):
-            if window > 1 and not self._may_win(candidate, least):
-                return
-            fleet = candidate.fleet
-            judge = self._judges.setdefault(id(fleet.job), Judge(fleet))
+            if window > 1 and not self._may_win(candidate, least_s):
+                return least_s
             trial = judge.try_out(fleet, candidate.layouts, window)
             self._enter(Entry(candidate, trial))
+            least_s = max(least_s, _without_exchange(trial) * (1 - _ROUNDING))
             if not trial.fits:
-                return  # a larger window takes more memory
-            least = max(least, _without_exchange(trial) * (1 - _ROUNDING))
-            if least >= trial.iteration_s * (1 - 2 * _ROUNDING):
-                return  # nothing left that a window could hide
+                return least_s  # a larger window takes more memory
+            if least_s >= trial.iteration_s * (1 - 2 * _ROUNDING):
+                break  # nothing left that a window could hide
+        return inf
 
     def _enter(self, entry: Entry) -> None:
         for name in entry.candidate.texts:
-            standing = self.standings[name]
-            if standing.passed is not None:
-                continue  # it might be the best of those timed only
-            if standing.best is None or entry.trial.order < standing.best.trial.order:
-                standing.best = entry
+            best = self.best.get(name)
+            if best is None or entry.trial.order < best.trial.order:
+                self.best[name] = entry
 
     def _may_win(self, candidate: Candidate, least_s: float) -> bool:
         """Whether the layout may be the best of a baseline."""
-        wins = False
-        for name in candidate.texts:
-            standing = self.standings.setdefault(name, Standing())
-            if standing.best is not None and standing.best.trial.fits:
-                wins |= least_s < standing.best.trial.iteration_s
-            elif least_s < self._faster_than:
-                wins = True
-            elif standing.passed is None:
-                standing.passed, standing.least_s = candidate, least_s
-        return wins
+        return any(least_s < self._limit(name) for name in candidate.texts)
+
+    def _limit(self, name: str) -> float:
+        best = self.best.get(name)
+        return best.trial.iteration_s if best is not None and best.trial.fits else self._faster_than
 
 
 def _windows(layouts: Sequence[Layout]) -> Iterator[int]:
