@@ -87,7 +87,7 @@ def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: 
 
     Gradients are reduced to the owners of the optimizer's state, and weights come from there. All ranks take
     the sets in one order, so a rank in several waits for the others of each. Gradients may hide behind the
-    backward pass; weights come after the optimizer's step and are waited for.
+    backward pass and weights behind the next forward pass, but for those that come and go with ministages.
 
     Args:
         plan: the plan.
@@ -125,7 +125,10 @@ def uneven_reductions(plan: Plan, job: Job, sections: Sequence[Section], rings: 
         [_by_domain(section, times[section.ranks].max(axis=1)) for section in sections] for times in busy
     ]
     return Reductions(
-        turns=(Turn(turns[0], "backward" if job.overlap_gradients else None), Turn(turns[1], None)),
+        turns=(
+            Turn(turns[0], "backward" if job.overlap_gradients else None),
+            Turn(turns[1], "forward" if job.overlap_gradients and not plan.has_ministages else None),
+        ),
         owned=[owned[section.ranks].max(axis=1) for section in sections],
         present=[
             (here[section.ranks].max(axis=1), added[section.ranks].max(axis=1))

@@ -27,6 +27,7 @@ from megatron_hexi.runtime.bucket_buffer import (
     start_sum,
     wait_all,
 )
+from megatron_hexi.runtime.hand_out import HandOut
 from megatron_hexi.runtime.passing_buckets import PassingBuckets
 from megatron_hexi.runtime.waiting import waiting
 
@@ -75,6 +76,7 @@ class PieceBuffers:
                 dtype = gradient_dtype or parameter.dtype
                 set_main_grad(parameter, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
         self._staying = [buffer for buffer in self.buckets if not buffer.passes]
+        self._hand_out = HandOut(self._staying)
         by_number: dict[int, list[BucketBuffer]] = {}
         for buffer in self.buckets:
             if buffer.passes:
@@ -146,25 +148,33 @@ class PieceBuffers:
 
     def collect_values(self) -> None:
         """Copy the values of parameters that lie in several buckets into these."""
+        self.settle_values()
         for buffer in self.buckets:
             buffer.collect()
 
-    def hand_out_values(self) -> None:
-        """Give all holders the values of what this rank owns, and take theirs; what passes comes later."""
-        with waiting("gradients"):
-            works: list[dist.Work | None] = []
-            for buffer in self._staying:
-                if buffer.group is not None:
-                    works += [
-                        dist.broadcast(buffer.values[span], owner, group=buffer.group, async_op=True)
-                        for owner, span in buffer.runs()
-                    ]
-            wait_all(works)
-        for buffer in self._staying:
-            buffer.spread()
+    def hand_out_values(self, waits: bool = True) -> None:
+        """Give all holders the values of what this rank owns, and take theirs; what passes comes later.
+
+        Args:
+            waits: until all are here; else `settle_values` waits for those of some parameters.
+        """
+        self._hand_out.start()
+        if waits:
+            self.settle_values()
+
+    def settle_values(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Have the new values of parameters here; ``None``: of all."""
+        if not self._hand_out.under_way:
+            return
+        if parameters is None:
+            self._hand_out.settle(self._staying)
+            return
+        for parameter in parameters:
+            self._hand_out.settle(self._by_parameter.get(parameter, ()))
 
     def take_values_from(self, source_of: Callable[[tuple[int, ...]], int]) -> None:
         """Give all holders of each bucket the values that one of them has."""
+        self.settle_values()
         for buffer in self.buckets:
             if buffer.group is not None:
                 dist.broadcast(buffer.values, source_of(buffer.bucket.holders), group=buffer.group)
@@ -175,6 +185,7 @@ class PieceBuffers:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Have all weights here, for a checkpoint; a collective of all ranks."""
+        self.settle_values()
         for passing in self._passing.values():
             passing.fetch()
         for passing in self._passing.values():
@@ -269,7 +280,7 @@ class PieceBuffers:
             buffer.own_gradients *= factor
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Nothing to do: the optimizer hands the values out."""
+        """Nothing to do: the optimizer hands the values out, and who reads them waits."""
 
     def _post_param_sync(self) -> None: ...
 

@@ -34,11 +34,19 @@ class RowChannel:
         held: the rows of this rank.
         group: the ranks of both stages; of this direction alone.
         device: of the rows.
+        most_leaving: micro-batches that may be on their way out; ``None``: any number. Before one more
+            leaves, the oldest must have left: gloo does not say by itself when it has.
     """
 
     def __init__(
-        self, messages: Sequence[RowMessage], held: HeldRows, group: dist.ProcessGroup, device: torch.device
+        self,
+        messages: Sequence[RowMessage],
+        held: HeldRows,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        most_leaving: int | None = None,
     ) -> None:
+        self._most_leaving = most_leaving
         self._group = group
         self._device = device
         self._table: Sequence[RowMessage] | None = None
@@ -79,7 +87,7 @@ class RowChannel:
             Message(self._peer(message.target), self._outgoing(rows, message)) for message in self._sends
         ]
         self.sent_bytes += sum(message.tensor.nbytes for message in messages)
-        while self._leaving and self._leaving[0].is_done():
+        while self._leaving and (self._leaving[0].is_done() or len(self._leaving) == self._most_leaving):
             self._leaving.popleft().wait()
         self._leaving.append(post((), messages, self._group, _TAG, "pipeline"))
 

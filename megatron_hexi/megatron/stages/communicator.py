@@ -20,6 +20,10 @@ from megatron_hexi.megatron.stages.groups import RankView
 from megatron_hexi.mesh import HeldRows, Mesh, Place, RowMessage, border_messages, held_rows
 from megatron_hexi.runtime.row_channel import RowChannel
 
+#: Micro-batches on their way out in one direction. 1F1B has a stage take the one before the last without
+#: waiting for anything that comes after the last was sent, so the stage that sends it may wait for that.
+_MOST_LEAVING = 2
+
 #: Lengths of the documents of a micro-batch's sequence; ``None``: it is one.
 Documents = tuple[int, ...] | None
 
@@ -33,17 +37,24 @@ class _Direction:
         ends: numbers of the stages where it begins and ends.
         group: of the direction.
         device: of the rows.
+        most_leaving: micro-batches that may be on their way out.
     """
 
     def __init__(
-        self, mesh: Mesh, place: Place, ends: tuple[int, int], group: dist.ProcessGroup, device: torch.device
+        self,
+        mesh: Mesh,
+        place: Place,
+        ends: tuple[int, int],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        most_leaving: int | None,
     ) -> None:
         @lru_cache(maxsize=16)  # the micro-batches under way
         def table(documents: Documents) -> tuple[tuple[RowMessage, ...], HeldRows]:
             return border_messages(mesh, place.replica, *ends, documents), held_rows(mesh, place, documents)
 
         self._table = table
-        self._channel = RowChannel(*table(None), group, device)
+        self._channel = RowChannel(*table(None), group, device, most_leaving)
         #: Micro-batches still to come.
         self.left = 0
 
@@ -85,13 +96,17 @@ class BorderChannels:
         before, behind = (stage - 1) % depth, (stage + 1) % depth
         self._is_packed = is_packed
         self._device = device
+        # Ministages go round: a stage that waits for the next one would wait for itself.
+        most = None if mesh.stage(place).ministages else _MOST_LEAVING
         self._activations_in = self._gradients_out = self._activations_out = self._gradients_in = None
         if view.before is not None:
-            self._activations_in = _Direction(mesh, place, (before, stage), view.before.forward, device)
-            self._gradients_out = _Direction(mesh, place, (stage, before), view.before.backward, device)
+            self._activations_in = _Direction(mesh, place, (before, stage), view.before.forward, device, most)
+            self._gradients_out = _Direction(mesh, place, (stage, before), view.before.backward, device, most)
         if view.behind is not None:
-            self._activations_out = _Direction(mesh, place, (stage, behind), view.behind.forward, device)
-            self._gradients_in = _Direction(mesh, place, (behind, stage), view.behind.backward, device)
+            self._activations_out = _Direction(
+                mesh, place, (stage, behind), view.behind.forward, device, most
+            )
+            self._gradients_in = _Direction(mesh, place, (behind, stage), view.behind.backward, device, most)
         self._unfilled: Tensor | None = None
         #: Documents of the micro-batches whose backward pass is to come, and of the one under way.
         self._documents: deque[Documents] = deque()
