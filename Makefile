@@ -27,7 +27,9 @@ versions: environment  ## install the earlier versions of megatron-core, and tra
 	    $(BIN)/python -m pip install --no-deps --target $(WHEELS)/$$version "megatron-core==$$version.*"; \
 	  fi; \
 	  PYTHONPATH=$(WHEELS)/$$version $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS) \
-	    tests/megatron/test_uneven_training.py tests/megatron/test_option_training.py; \
+	    tests/megatron/test_uneven_training.py tests/megatron/test_option_training.py \
+	    tests/megatron/test_stages_training.py tests/megatron/test_stages_jobs.py \
+	    tests/megatron/test_ministages.py; \
 	done
 	$(BIN)/python -m pytest tests/megatron/test_versions.py
 

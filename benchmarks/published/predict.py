@@ -31,6 +31,7 @@ from benchmarks.published.convert import mask_tflops, tokens_per_s
 from benchmarks.published.layouts import K, equal_cluster, equal_plan, job, mixed_cluster, mixed_plan
 from benchmarks.published.tables import Row, Table
 from megatron_hexi.cost import CostModel, Job, Phases, Timing
+from megatron_hexi.cost.layer_bytes import logits_bytes
 from megatron_hexi.cost.memory import GIB, stage_params
 from megatron_hexi.cost.pipeline import Pipeline
 
@@ -126,7 +127,10 @@ def _needed_gib(row: Row, wanted: Job, timing: Timing) -> float:
             own |= {"weights": layers, "gradients": 0.0, "optimizer": _FSDP_WEIGHT * params / shards}
         else:
             own |= {"weights": 2.0 * params, "optimizer": _FSDP_WEIGHT * params / shards}
-        own["logits"] *= _TORCH_LOGIT / (2 * wanted.element_bytes + 4)
+        section = timing.sections[stage]
+        rows = section.arrays.tokens.max(keepdims=True).astype(float) * wanted.micro_batch_size
+        loss = float(logits_bytes(wanted, rows, _TORCH_LOGIT)[0]) if section.part.is_last else 0.0
+        own["logits"] = max(0.0, loss - own["working_set"])
         largest = max(largest, sum(own.values()))
     return largest / GIB
 

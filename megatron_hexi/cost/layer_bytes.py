@@ -48,19 +48,24 @@ def token_qkv_bytes(job: Job) -> float:
     return job.element_bytes * model.head_dim * (model.heads // tp + 2 * max(1, model.kv_heads // tp))
 
 
-def attention_bytes(job: Job, group_tokens: Floats, heads: Floats, kv: Floats) -> Floats:
+def attention_bytes(
+    job: Job, tokens: Floats | float, group_tokens: Floats, heads: Floats, kv: Floats
+) -> Floats:
     """What our autograd function keeps of one layer: B G D (2 h + 2 k) e and the log-sum-exp B G h 4.
 
-    Query, key, value and output in the heads' layout (runtime/attention.py).
+    Query, key, value and output in the heads' layout (runtime/attention.py). The output of a unit that is
+    alone in its group goes into the projection as it is, with whose inputs it is counted.
     """
+    is_alone = (tokens == group_tokens) & (heads == job.model.heads // job.tensor_parallel)
+    kept = np.where(is_alone, 1, 2) * heads + 2 * kv
     sequence = job.micro_batch_size * group_tokens
-    return sequence * (job.model.head_dim * (2 * heads + 2 * kv) * job.element_bytes + 4 * heads)
+    return sequence * (job.model.head_dim * kept * job.element_bytes + 4 * heads)
 
 
 def working_set_bytes(
     job: Job, tokens: Floats, group_tokens: Floats, heads: Floats, kv: Floats, flights: Flights, window: int
 ) -> Floats:
-    """What one layer's attention needs at its peak, in the backward pass (runtime/attention.py).
+    """What one layer needs at its peak, in the backward pass: that of attention (runtime/attention.py).
 
     All-to-all, there and back:  2 (T (H + 2 K) + G (h + 2 k)) B D e
     Gradient of the output:      G h B D e
@@ -70,6 +75,8 @@ def working_set_bytes(
     gradient of one twice;
     gradients on their way home, `window` + 1 steps 2 S e each. R, S: tokens x KV heads
     received and sent in a step.
+    Sequence parallelism brings the rows of all ranks of a unit together, and has the gradient of as many
+    before it is cut: 2 T B hidden e.
     """
     element = job.element_bytes
     sequence = job.micro_batch_size * job.model.head_dim
@@ -80,7 +87,8 @@ def working_set_bytes(
     sent = flights.sent * 2 * (window + 1) * element
     between = 3 * element * own + 4 * element * group_tokens * kv + received + sent
     exchanges = (flights.received > 0) | (flights.sent > 0)
-    return sequence * (inside + np.where(exchanges, between, 0.0))
+    whole = 2 * (job.row_parts > 1) * job.micro_batch_size * tokens * job.model.hidden_size * element
+    return whole + sequence * (inside + np.where(exchanges, between, 0.0))
 
 
 def input_bytes(job: Job, tokens: Floats) -> Floats:
@@ -93,7 +101,26 @@ def border_bytes(job: Job, tokens: Floats) -> Floats:
     return BORDER_ROWS * input_bytes(job, tokens)
 
 
-def logits_bytes(job: Job, rows: Floats) -> Floats:
-    """Logits e, their softmax in fp32 4 and the gradient e a logit: rows V (2 e + 4)."""
+def logit_bytes(job: Job) -> float:
+    """Bytes of one logit, forward or backward.
+
+    Megatron makes fp32 of 16 bits first, and 16 bits of the gradient last; between, softmax and gradient are
+    written where the logits were (VocabParallelCrossEntropy).
+    """
+    return 4 + (job.element_bytes if job.element_bytes < 4 else 0)
+
+
+def logits_bytes(job: Job, rows: Floats, logit: float) -> Floats:
+    """What the loss needs: rows (V `logit` + 3 h e).
+
+    Logits, input and output of the last norm, and the output's gradient. With sequence parallelism that is of
+    the rows of all ranks of a unit before it is cut, beside as many of the output.
+
+    Args:
+        job: the job.
+        rows: of the unit.
+        logit: bytes of one.
+    """
     vocab = job.model.vocab_params(job.tensor_parallel) / job.model.hidden_size
-    return rows * vocab * (2 * job.element_bytes + 4)
+    around = 3 / job.row_parts + 2 * (job.row_parts > 1)
+    return rows * (vocab * logit + around * job.model.hidden_size * job.element_bytes)

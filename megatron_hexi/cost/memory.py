@@ -14,6 +14,7 @@ from megatron_hexi.cost.layer_bytes import (
     attention_bytes,
     border_bytes,
     input_bytes,
+    logit_bytes,
     logits_bytes,
     token_activation_bytes,
     token_qkv_bytes,
@@ -51,7 +52,8 @@ class Memory:
         attention: kept inside attention, likewise.
         working_set: of the one layer under way: sums, keys and values in flight, all-to-all buffers,
             and what recomputation brings back; rows on their way between stages.
-        logits: over the vocabulary, where the stage has them.
+        logits: what the loss, where the stage has it, needs beyond the working set, which comes
+            after it.
         reserve: libraries and the allocator.
     """
 
@@ -275,10 +277,11 @@ def part_memory(
 ) -> dict[str, Floats]:
     """Bytes on one GPU of each unit, by the names of `Memory`'s terms.
 
-    Recomputation of a whole layer keeps its input (h e a token), and one layer is there whole; of core
-    attention, query, key and value in the tokens' layout and one layer's inside. 1F1B keeps the activations
-    of as many micro-batches as it runs forward ahead of the backward pass; a ministage those of one, and the
-    rows of all that entered each ministage.
+    Recomputation of a whole layer keeps its input (h e a token), and one layer is there whole, unless layers
+    behind it are not computed again: what these kept is given back before. Recomputation of core attention
+    keeps query, key and value in the tokens' layout, and one layer's inside is there. 1F1B keeps the
+    activations of as many micro-batches as it runs forward ahead of the backward pass; a ministage those of
+    one, and the rows of all that entered each ministage.
 
     Args:
         job: the units' job.
@@ -294,14 +297,13 @@ def part_memory(
         here, added, state = present.weights, present.gradients, present.state
     rows = job.micro_batch_size * held.tokens
     outside = rows * token_activation_bytes(job)
-    inside = attention_bytes(job, held.group_tokens, held.heads, held.kv)
+    inside = attention_bytes(job, held.tokens, held.group_tokens, held.heads, held.kv)
     working = working_set_bytes(
         job, held.tokens, held.group_tokens, held.heads, held.kv, held.flights, window
     )
-    working = working + part.borders * border_bytes(job, held.tokens)
     outside_again, inside_again = outside, inside
     if job.mode == "full":
-        working = working + outside + inside
+        working = working + np.where(np.equal(part.again, part.layers), outside + inside, 0.0)
         outside_again = input_bytes(job, held.tokens)
         inside_again = np.zeros(inside.shape)
     elif job.mode == "selective":
@@ -315,7 +317,10 @@ def part_memory(
     waiting = part.entered(held.micro_batches)
     waiting = np.where(part.rows_on_host, np.minimum(waiting, ROWS_ON_DEVICE), waiting)
     activations = activations + waiting * input_bytes(job, held.tokens)
-    logits = part.is_last * logits_bytes(job, rows)
+    # The loss comes before the layers' backward pass: of the two only the larger one is there.
+    loss = logits_bytes(job, rows, logit_bytes(job))
+    logits = np.where(part.is_last, np.maximum(loss - working, 0.0), 0.0)
+    working = working + part.borders * border_bytes(job, held.tokens)
     copied = FP8_COPIES * job.model.matrix_params(job.tensor_parallel) if job.precision == "fp8" else 0
     weights = here * float(job.element_bytes) + part.layers * copied
     return {

@@ -105,8 +105,8 @@ def uneven_reductions(
 
     Gradients are reduced to the owners of the optimizer's state, and weights come from there. All ranks take
     the sets in one order, so a rank in several waits for the others of each. Gradients may hide behind the
-    backward pass; weights come after the optimizer's step and are waited for. What passes with ministages
-    comes and goes beside these (`ministage_pipeline`).
+    backward pass and weights behind the next forward pass. What passes with ministages comes and goes beside
+    these (`ministage_pipeline`).
 
     Args:
         plan: the plan.
@@ -146,7 +146,10 @@ def uneven_reductions(
         [_by_domain(section, times[section.ranks].max(axis=1)) for section in sections] for times in busy
     ]
     return Reductions(
-        turns=(Turn(turns[0], "backward" if job.overlap_gradients else None), Turn(turns[1], None)),
+        turns=(
+            Turn(turns[0], "backward" if job.overlap_gradients else None),
+            Turn(turns[1], "forward" if job.overlap_gradients and not plan.has_ministages else None),
+        ),
         owned=[owned[section.ranks].max(axis=1) for section in sections],
         present=[
             found.of(section.ranks) if plan.has_ministages or plan.has_offload else None

@@ -22,6 +22,7 @@ from megatron_hexi.megatron.packing import document_ends, packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan import Mask
+from megatron_hexi.runtime.compact import compact
 
 
 class HexiCoreAttention(MegatronModule):
@@ -194,21 +195,49 @@ def _with_hexi_attention(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+def _with_compact_inputs(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def _checkpointed_attention_forward(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if active_session() is not None:
+            query, key, value = compact((query, key, value))
+        return original(self, query, key, value, *args, **kwargs)
+
+    return _checkpointed_attention_forward
+
+
 _PARAMETERS = (
     *("self", "config", "submodules", "layer_number", "attn_mask_type", "attention_type"),
     *("cp_comm_type", "pg_collection"),
 )
 
-ATTENTION_PATCHES = tuple(
+_RECOMPUTED = (
+    *("self", "query", "key", "value", "attention_mask", "rotary_pos_emb", "attn_mask_type"),
+    *("attention_bias", "packed_seq_params"),
+)
+
+ATTENTION_PATCHES = (
+    *(
+        Patch(
+            target=f"megatron.core.transformer.{target}.__init__",
+            why="builds our core attention into every attention layer, whichever spec names Megatron's",
+            build=_with_hexi_attention,
+            parameters={
+                "<0.18": (*_PARAMETERS, *before),
+                ">=0.18": (*_PARAMETERS, "pp_layer_offset", "name"),
+            },
+        )
+        # Multi-latent attention builds a core attention of its own, after that of the class it is made from.
+        for target, before in (
+            ("attention:Attention", ("pp_layer_offset",)),
+            ("multi_latent_attention:MultiLatentAttention", ()),
+        )
+    ),
     Patch(
-        target=f"megatron.core.transformer.{target}.__init__",
-        why="builds our core attention into every attention layer, whichever spec names Megatron's",
-        build=_with_hexi_attention,
-        parameters={"<0.18": (*_PARAMETERS, *before), ">=0.18": (*_PARAMETERS, "pp_layer_offset", "name")},
-    )
-    # Multi-latent attention builds a core attention of its own, after that of the class it is made from.
-    for target, before in (
-        ("attention:Attention", ("pp_layer_offset",)),
-        ("multi_latent_attention:MultiLatentAttention", ()),
-    )
+        target="megatron.core.transformer.attention:Attention._checkpointed_attention_forward",
+        why="what is kept to compute attention again is query, key and value, not what they were cut from",
+        build=_with_compact_inputs,
+        parameters={"<0.19": _RECOMPUTED, ">=0.19": (*_RECOMPUTED, "core_attention_extra_kwargs")},
+    ),
 )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_hexi.patching import Patch
+from megatron_hexi.platform.cpu_fused import FUSED_PATCHES, RMSNorm
 from megatron_hexi.platform.cpu_random import HOST_GENERATOR
 
 
@@ -32,16 +33,17 @@ def _host_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
     return build
 
 
-def _norm_with_sequence_parallel(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
+def _fused_norm(original: staticmethod[..., Any]) -> staticmethod[..., Any]:
     build = original.__func__
 
     @functools.wraps(build)
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not config.sequence_parallel:
-            return build(cls, config, *args, **kwargs)
-        norm = build(cls, SimpleNamespace(**{**vars(config), "sequence_parallel": False}), *args, **kwargs)
+        plain = SimpleNamespace(**{**vars(config), "sequence_parallel": False})
+        norm = build(cls, plain, *args, **kwargs)
+        if isinstance(norm, torch.nn.RMSNorm):
+            norm.__class__ = RMSNorm
         for parameter in norm.parameters():
-            parameter.sequence_parallel = True
+            parameter.sequence_parallel = config.sequence_parallel
         return norm
 
     return staticmethod(new)
@@ -56,6 +58,7 @@ def _as_asked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MEGATRON_PATCHES = (
+    *FUSED_PATCHES,
     Patch(
         target="megatron.training.initialize:_warmup_jit_function",
         why="nothing is compiled on a CPU, and its draws depend on the sequence length",
@@ -70,8 +73,9 @@ MEGATRON_PATCHES = (
     ),
     Patch(
         target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        why="PyTorch's norm does under sequence parallelism, once its gradients are summed over the ranks",
-        build=_norm_with_sequence_parallel,
+        why="PyTorch's norm does under sequence parallelism, once its gradients are summed over the ranks; "
+        "its RMSNorm keeps more than fused kernels do",
+        build=_fused_norm,
         parameters=(
             *("cls", "config", "hidden_size", "eps"),
             *("persist_layer_norm", "zero_centered_gamma", "normalization"),

@@ -21,6 +21,7 @@ from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Schedule
 from megatron_hexi.plan.traffic import exchanges_heads
 from megatron_hexi.runtime import fused
+from megatron_hexi.runtime.compact import compact
 from megatron_hexi.runtime.fused.terms import Slot, Sum
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Transfers, all_to_all
@@ -55,7 +56,7 @@ def tokens_to_heads(
         group: the ranks of the A2A group.
     """
     if not exchanges_heads(schedule):
-        return Moving(None, list(parts))
+        return Moving(None, compact(parts))
     batch = parts[0].shape[1]
     sizes = tuple(part.shape[3] for part in parts)
     slots, sent_sizes = _slots(tuple(map(tuple, tables)), sizes, schedule.tokens * batch)

@@ -11,7 +11,7 @@ ranks keep that order, so two buckets can never wait for each other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from megatron_hexi.runtime.bucket_buffer import (
     wait_all,
 )
 from megatron_hexi.runtime.bucket_layout import lay_out
+from megatron_hexi.runtime.hand_out import HandOut
 from megatron_hexi.runtime.host_memory import HostMemory
 from megatron_hexi.runtime.passing_buckets import PassingBuckets, Storages
 from megatron_hexi.runtime.waiting import waiting
@@ -89,6 +90,7 @@ class PieceBuffers:
         self._staying = [buffer for buffer in self.buckets if not buffer.passes]
         #: Whose holders are not in step: they are summed and handed out in the order of the table.
         self._kept_whole = [buffer for buffer in self.buckets if buffer.kept.whole]
+        self._hand_out = HandOut(self._kept_whole, self._renew)
         by_number: dict[int, list[BucketBuffer]] = {}
         for buffer in self.buckets:
             if buffer.kept.ministage is not None:
@@ -141,28 +143,32 @@ class PieceBuffers:
 
     def collect_values(self) -> None:
         """Copy the values of parameters that lie in several buckets into these."""
+        self.settle_values()
         for buffer in self.buckets:
             buffer.collect()
 
-    @torch.no_grad()
-    def hand_out_values(self) -> None:
+    def hand_out_values(self, waits: bool = True) -> None:
         """Give all holders the values of what this rank owns, and take theirs.
 
         What holders keep in shares comes later, with its ministage.
+
+        Args:
+            waits: until all are here; else `settle_values` waits for those of some parameters.
         """
-        with waiting("gradients"):
-            works: list[dist.Work | None] = []
-            for buffer in self._kept_whole:
-                if buffer.group is None:
-                    continue
-                if buffer.passes:
-                    self._renew(buffer)
-                else:
-                    works += send_values(buffer)
-            wait_all(works)
-            self.host.drain()
-        for buffer in self._staying:
-            buffer.spread()
+        self._hand_out.start()
+        self.host.drain()
+        if waits:
+            self.settle_values()
+
+    def settle_values(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Have the new values of parameters here; ``None``: of all."""
+        if not self._hand_out.under_way:
+            return
+        if parameters is None:
+            self._hand_out.settle(self._staying)
+            return
+        for parameter in parameters:
+            self._hand_out.settle(self._by_parameter.get(parameter, ()))
 
     def _renew(self, buffer: BucketBuffer) -> None:
         """Have the new values of all owners in host memory, by way of the device."""
@@ -175,6 +181,7 @@ class PieceBuffers:
 
     def take_values_from(self, source_of: Callable[[tuple[int, ...]], int]) -> None:
         """Give all holders of each bucket the values that one of them has."""
+        self.settle_values()
         for buffer in self.buckets:
             if buffer.group is not None:
                 dist.broadcast(buffer.values, source_of(buffer.bucket.holders), group=buffer.group)
@@ -185,6 +192,7 @@ class PieceBuffers:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """Have all weights where parameters look for them, for a checkpoint; a collective of all ranks."""
+        self.settle_values()
         with contextlib.ExitStack() as stack:
             for passing in self._passing.values():
                 stack.enter_context(passing.whole())
@@ -291,7 +299,7 @@ class PieceBuffers:
             gradients *= on_host if buffer.kept.gradients_on_host else factor
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """Nothing to do: the optimizer hands the values out."""
+        """Nothing to do: the optimizer hands the values out, and who reads them waits."""
 
     def _post_param_sync(self) -> None: ...
 

@@ -37,7 +37,11 @@ class RowChannel:
     """
 
     def __init__(
-        self, messages: Sequence[RowMessage], held: HeldRows, group: dist.ProcessGroup, device: torch.device
+        self,
+        messages: Sequence[RowMessage],
+        held: HeldRows,
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._group = group
         self._device = device

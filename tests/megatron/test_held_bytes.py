@@ -1,62 +1,127 @@
-"""What ranks hold is what the cost model says: between two iterations, and with ministages at the peak."""
+"""What ranks hold at the peak of an iteration is what the cost model says, within 5 %."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel, Job, read_model
-from megatron_hexi.cost.layer_bytes import BORDER_ROWS
 from megatron_hexi.plan import read_plan
 from tests.megatron.conftest import job
 from tests.megatron.forked import Forks
 from tests.megatron.held_bytes import held
-from tests.megatron.test_stages_training import HEADER, LAYERS, MICRO_BATCH, MICRO_BATCHES, MODEL
+from tests.megatron.test_stages_training import MICRO_BATCH, MICRO_BATCHES, MODEL
 
-HIDDEN, SEQ_LENGTH = 96, 127
-PLAN = """\
+SEQ_LENGTH, BATCH, LAYERS = 256, 8, 6
+WORDS = (
+    *("--num-layers", str(LAYERS), "--hidden-size", "128", "--ffn-hidden-size", "384"),
+    *("--num-attention-heads", "8", "--kv-channels", "16", "--disable-bias-linear"),
+    *("--seq-length", str(SEQ_LENGTH), "--max-position-embeddings", str(SEQ_LENGTH), "--vocab-size", "2047"),
+    *("--micro-batch-size", str(BATCH), "--global-batch-size", str(BATCH * MICRO_BATCHES)),
+    *("--calculate-per-token-loss", "--eval-iters", "0", "--untie-embeddings-and-output-weights"),
+)
+HEADING = f"""\
+version: 2
+workload: {{seq_length: {SEQ_LENGTH}, heads: 8, kv_heads: 2, head_dim: 16, layers: {LAYERS}}}
+job: {{micro_batch_size: {BATCH}, PARALLEL}}
+replicas:
+"""
+DEEP = """\
 - micro_batches: 4
   stages:
-  - {layers: [0, 2], domains: [{ranks: [0], samples: 3, state: 3}, {ranks: [2], samples: 1}]}
-  - {layers: [2, 6], domains: [{ranks: [1], samples: 2}, {ranks: [3], samples: 2}]}
+  - {layers: [0, 2], recompute: RECOMPUTE, domains: [{ranks: [0]}]}
+  - {layers: [2, 4], recompute: RECOMPUTE, domains: [{ranks: [1]}]}
+  - {layers: [4, 6], recompute: RECOMPUTE, domains: [{ranks: [2]}]}
+"""
+TENSOR = """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 3], domains: [{ranks: [0, 1]}]}
+  - {layers: [3, 6], domains: [{ranks: [2, 3]}]}
+"""
+CONTEXT = """\
+- micro_batches: 4
+  stages:
+  - layers: [0, 3]
+    domains:
+    - groups:
+      - segments: [[0, 256]]
+        members:
+        - {ranks: [0], tokens: 180, heads: [0, 4]}
+        - {ranks: [1], tokens: 76, heads: [4, 8]}
+  - layers: [3, 6]
+    domains:
+    - groups:
+      - {segments: [[0, 60], [180, 256]], members: [{ranks: [2], tokens: 136, heads: [0, 8]}]}
+      - {segments: [[60, 180]], members: [{ranks: [3], tokens: 120, heads: [0, 8]}]}
+"""
+SAMPLES = """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 2], domains: [{ranks: [0], samples: 6, state: 3}, {ranks: [2], samples: 2}]}
+  - {layers: [2, 6], domains: [{ranks: [1], samples: 4}, {ranks: [3], samples: 4}]}
 """
 CLUSTER = """\
 name: four
 nodes: [{name: node, gpu: H100-SXM-80GB, gpus: 4}]
 network: {bandwidth_gb_s: 5, latency_us: 10, per: node}
 """
+PLANS = {
+    **{mode: DEEP.replace("RECOMPUTE", mode) for mode in ("none", "selective", "full", "1")},
+    "tensor-parallel": TENSOR,
+    "context-parallel": CONTEXT,
+    "samples": SAMPLES,
+}
+#: Units of two ranks share rows.
+SEQUENCE_PARALLEL = {"tensor-parallel"}
 
 
 @pytest.mark.slow
-def test_weights_gradients_and_state_take_what_the_cost_model_says(forks: Forks, tmp_path: Path):
-    words = [*job(MODEL), "--untie-embeddings-and-output-weights", "--ffn-hidden-size", "2048"]
+@pytest.mark.parametrize(
+    ("name", "precision"), [*((name, "fp32") for name in PLANS), ("none", "bf16"), ("samples", "bf16")]
+)
+def test_ranks_hold_what_the_cost_model_says(
+    name: str, precision: Literal["fp32", "bf16"], forks: Forks, tmp_path: Path
+):
+    """Counted from what torch's allocator hands out, activations of all micro-batches under way included."""
+    words = [*job(WORDS), *(["--bf16"] if precision == "bf16" else [])]
     (tmp_path / "model.args").write_text(" ".join(words))
     path = tmp_path / "plan.yaml"
-    path.write_text(HEADER + PLAN)
+    sharing = f"sequence_parallel: {str(name in SEQUENCE_PARALLEL).lower()}"
+    path.write_text(HEADING.replace("PARALLEL", sharing) + PLANS[name])
+    plan = read_plan(path)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER.replace("gpus: 4", f"gpus: {plan.ranks}"))
     training: list[str | Path] = ["--train-iters", "2", "--hexi-plan", path]
     outcome = forks.launch(
-        tmp_path, ranks=4, args=[*words, *training], entry="tests.megatron.held_bytes", timeout=280
+        tmp_path, ranks=plan.ranks, args=[*words, *training], entry="tests.megatron.held_bytes", timeout=280
     )
     assert outcome.succeeded, outcome.why()
     terms = Job(
         model=read_model(str(tmp_path / "model.args")),
         seq_length=SEQ_LENGTH,
-        micro_batch_size=MICRO_BATCH,
-        global_batch_size=MICRO_BATCH * MICRO_BATCHES,
-        precision="fp32",
+        micro_batch_size=BATCH,
+        global_batch_size=BATCH * MICRO_BATCHES,
+        precision=precision,
+        sequence_parallel=name in SEQUENCE_PARALLEL,
     )
-    (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    cost = CostModel(terms, read_cluster(tmp_path / "cluster.yaml")).estimate(read_plan(path))
-    assert terms.model.layers == LAYERS
-    # The last micro-batch may leave rows at the one border of each stage.
-    border = BORDER_ROWS * MICRO_BATCH * SEQ_LENGTH * HIDDEN * 4
-    for rank, output in zip(cost.ranks, outcome.output, strict=True):
+    cost = CostModel(terms, read_cluster(tmp_path / "cluster.yaml")).estimate(plan)
+    last = plan.replicas[0].stages[-1].members
+    for number, (rank, output) in enumerate(zip(cost.ranks, outcome.output, strict=True)):
         (one,) = held(output)
-        said = rank.memory.weights + rank.memory.gradients + rank.memory.optimizer
-        assert 0.97 * said < one.resident < 1.02 * said + border
-        assert one.peak > one.resident
+        said = rank.memory.total - rank.memory.reserve
+        lasting = rank.memory.weights + rank.memory.gradients + rank.memory.optimizer
+        # At the peak of a last stage: a GPU's kernel adds the output matrix's gradient where gradients lie.
+        width = next((len(member.ranks) for member in last if number in member.ranks), None)
+        unfused = 0.0 if width is None else terms.model.vocab_params(width) * terms.element_bytes
+        print(
+            f"{name}: {one.peak / 1e6:.2f} MB, {unfused / 1e6:.2f} of it not on a GPU; predicted "
+            f"{said / 1e6:.2f}, {lasting / 1e6:.2f} of it lasting"
+        )
+        assert one.peak - unfused == pytest.approx(said, rel=0.05)
+        assert one.resident > 0.97 * lasting
 
 
 #: Of four samples one a rank, so that weights, and not activations, are most of what is held.

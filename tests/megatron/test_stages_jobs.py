@@ -10,7 +10,7 @@ import pytest
 
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import Recompute
-from tests.megatron.conftest import job
+from tests.megatron.conftest import job, skip_what_is_not_there
 from tests.megatron.option_cases import APART, ONE_EACH, PACKED
 from tests.megatron.test_uneven_training import MODEL, largest_difference
 from tests.support.stage_layouts import FOUR_LAYERS, LAYOUTS, stage_layout
@@ -30,6 +30,7 @@ def recomputing(plan: Plan, *recompute: Recompute) -> Plan:
 
 
 def test_documents_travel_over_borders_of_other_domains(forks, references, documents, tmp_path):
+    skip_what_is_not_there([*documents, *PACKED])
     weights, reference = references((*ONE_EACH, *FOUR_LAYERS, *documents, *APART), iterations=4)
     log = forks.train(
         tmp_path,

@@ -11,6 +11,7 @@ from megatron_hexi.cost import Shortage, estimate, find_shortage
 from megatron_hexi.cost.layer_bytes import (
     Flights,
     attention_bytes,
+    logit_bytes,
     logits_bytes,
     token_activation_bytes,
     working_set_bytes,
@@ -88,8 +89,11 @@ def test_activations_by_hand():
 
 def test_attention_by_hand():
     # Query and output of 3 heads, key and value of 2, two bytes; log-sum-exp of 3 heads, four bytes.
-    assert attention_bytes(tiny_job(), one(100), one(3), one(2)) == [100 * (128 * 10 * 2 + 3 * 4)]
-    assert alone().attention == 2 * 4096 * (128 * 16 * 2 + 16)
+    assert attention_bytes(tiny_job(), 10.0, one(100), one(3), one(2)) == [100 * (128 * 10 * 2 + 3 * 4)]
+    # Tokens of the whole group, and yet not all heads.
+    assert attention_bytes(tiny_job(), 100.0, one(100), one(3), one(2)) == [100 * (128 * 10 * 2 + 3 * 4)]
+    # Alone in its group: the output goes into the projection as it is.
+    assert alone().attention == 2 * 4096 * (128 * 12 * 2 + 16)
 
 
 def test_working_set_by_hand():
@@ -108,9 +112,18 @@ def test_working_set_by_hand():
 
 
 def test_logits_by_hand():
-    assert logits_bytes(tiny_job(), one(100)) == [100 * 1024 * 8]
-    assert logits_bytes(tiny_job(tensor_parallel=2), one(100)) == [100 * 512 * 8]
-    assert alone().logits == 4096 * 1024 * 8
+    # Two bytes and four of softmax; in fp32 the softmax lies where the logits were.
+    assert [logit_bytes(tiny_job(precision=kind)) for kind in ("bf16", "fp32")] == [6, 4]
+    assert logits_bytes(tiny_job(), one(100), 6) == [100 * (1024 * 6 + 3 * 512 * 2)]
+    assert logits_bytes(tiny_job(tensor_parallel=2), one(100), 6) == [100 * (512 * 6 + 3.5 * 512 * 2)]
+
+
+def test_of_the_loss_and_the_working_set_the_larger_counts():
+    model = dataclasses.replace(TINY, vocab_size=64 * 1024)
+    few, many = alone(), alone(model=model)
+    assert few.logits == 0
+    assert many.working_set == few.working_set
+    assert many.logits + many.working_set == 4096 * (64 * 1024 * 6 + 3 * 512 * 2)
 
 
 def test_recomputation_by_hand():
@@ -119,6 +132,9 @@ def test_recomputation_by_hand():
     assert full.working_set == kept.working_set + kept.activations / 2 + kept.attention / 2
     assert (selective.activations, selective.attention) == (kept.activations, 2 * 4096 * 2 * 128 * 12)
     assert selective.working_set == kept.working_set + kept.attention / 2
+    one_of_two = alone(recompute=1)
+    assert one_of_two.working_set == kept.working_set
+    assert one_of_two.activations == (kept.activations + full.activations) / 2
 
 
 def test_reserve_and_total_by_hand():

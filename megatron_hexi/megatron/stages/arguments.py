@@ -102,10 +102,20 @@ def as_one_rank(args: Namespace, mesh: Mesh | None) -> Iterator[None]:
     yield
     args.world_size = world_size
     args.sequence_parallel = sequence_parallel
-    # What Megatron's distributed optimizer cuts evenly is cut by the plan's shares.
+    # What Megatron's distributed optimizer cuts evenly is cut by the plan's shares, and handed out by them.
+    args.hexi_overlap_values = args.overlap_param_gather
     args.overlap_param_gather = False
     args.dist_ckpt_optim_fully_reshardable = True
     _set_view(args, mesh, mesh.places[args.rank])
+
+
+def overlaps_values() -> bool:
+    """Whether new weights travel behind the next forward pass: not where something else reads them first."""
+    from megatron.training import get_args
+
+    args = get_args()
+    is_last = args.curr_iteration + 1 >= args.train_iters
+    return args.hexi_overlap_values and not args.log_params_norm and not is_last
 
 
 def _set_view(args: Namespace, mesh: Mesh, place: Place) -> None:

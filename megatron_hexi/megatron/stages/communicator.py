@@ -20,6 +20,10 @@ from megatron_hexi.megatron.stages.groups import RankView
 from megatron_hexi.mesh import HeldRows, Mesh, Place, RowMessage, border_messages, held_rows
 from megatron_hexi.runtime.row_channel import RowChannel
 
+#: Micro-batches on their way out in one direction. 1F1B has a stage take the one before the last without
+#: waiting for anything that comes after the last was sent, so the stage that sends it may wait for that.
+_MOST_LEAVING = 2
+
 #: Lengths of the documents of a micro-batch's sequence; ``None``: it is one.
 Documents = tuple[int, ...] | None
 
@@ -36,7 +40,12 @@ class _Direction:
     """
 
     def __init__(
-        self, mesh: Mesh, place: Place, ends: tuple[int, int], group: dist.ProcessGroup, device: torch.device
+        self,
+        mesh: Mesh,
+        place: Place,
+        ends: tuple[int, int],
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         @lru_cache(maxsize=16)  # the micro-batches under way
         def table(documents: Documents) -> tuple[tuple[RowMessage, ...], HeldRows]:
@@ -169,6 +178,7 @@ class BorderChannels:
 
     def _note_sent(self, direction: _Direction) -> None:
         if self._most_sent is None:
+            direction.finish(direction.sent - 1 - _MOST_LEAVING)
             return
         self._sent.append((direction, direction.sent - 1))
         while len(self._sent) > self._most_sent:

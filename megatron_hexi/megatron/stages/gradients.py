@@ -79,6 +79,8 @@ def _with_pieces(original: type) -> type:
             self.buffers = self.bucket_groups = [self.pieces]
             self.expert_parallel_buffers: list[Any] = []
             self.expert_parallel_bucket_groups: list[Any] = []
+            for one in module.modules():
+                one.register_forward_pre_hook(self._settle)
             self.param_to_bucket_group: dict[Parameter, PieceBuffers] = {}
             self.params_with_grad: list[Parameter] = []
             self.grad_accs: list[Any] = []
@@ -93,6 +95,10 @@ def _with_pieces(original: type) -> type:
                 accumulator = view.grad_fn.next_functions[0][0]
                 accumulator.register_hook(self._make_backward_post_hook(parameter))
                 self.grad_accs.append(accumulator)
+
+        def _settle(self, module: torch.nn.Module, _: Any) -> None:
+            """Have the new weights of a module here that is about to run."""
+            self.pieces.settle_values(module.parameters(recurse=False))
 
         def forward(self, *inputs: Any, **kwargs: Any) -> Any:
             """Megatron's own, after rows have come whose positions depend on documents."""

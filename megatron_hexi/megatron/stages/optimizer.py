@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.session import active_session
+from megatron_hexi.megatron.stages.arguments import overlaps_values
 from megatron_hexi.megatron.stages.host_optimizer import clip_on_host, host_norm, host_optimizer
 from megatron_hexi.megatron.stages.optimizer_state import (
     master_name,
@@ -124,10 +125,11 @@ class PieceOptimizer(FP32Optimizer):
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
         """Step on what this rank owns, and exchange the new values with all holders."""
+        self.buffers.settle_values()  # of a part of the model that did not run
         success = bool(super().step_with_ready_grads())
         self.steps += 1
         self._values_from_main()
-        self.buffers.hand_out_values()
+        self.buffers.hand_out_values(waits=not overlaps_values())
         return success
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from math import inf
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job
-from megatron_hexi.cost.fit import find_shortage
+from megatron_hexi.cost.fit import Shortage, find_shortage
 from megatron_hexi.cost.memory import (
     GIB,
     GRADIENT_BYTES,
@@ -260,7 +260,7 @@ def _shortage(trial: Trial) -> str:
     """The GPU that lacks most: its rank, what it needs, what it has, and what takes most of it."""
     job = replace(trial.fleet.job, data_parallel=len(trial.layouts))
     short = find_shortage(CostModel(job, trial.fleet.cluster).estimate(trial.plan))
-    assert short is not None, "what does not fit is short of memory"
+    assert isinstance(short, Shortage), "what does not fit is short of a GPU's memory: none is offloaded"
     return (
         f"rank {short.rank} ({short.name}, {short.device}) needs {short.needed_gib:.1f} GiB and has "
         f"{short.usable_gib:.1f}, most of it {short.term.replace('_', ' ')}, {short.term_gib:.1f} GiB"

@@ -163,11 +163,13 @@ class _Program:
         nodes = {(id(node.device), len(node.ranks), node.bandwidth): node for node in cluster.nodes}
         counts = Counter((id(node.device), len(node.ranks), node.bandwidth) for node in cluster.nodes)
         self._gpus = np.array([float(counts[key] * key[1]) for key in nodes])
+        some = {job.mode, "none"} if isinstance(job.recompute, int) else {job.mode}
+        modes = ["recompute" not in fixed or mode in some for mode in RECOMPUTES]
         units, kinds = list[Unit](), list[int]()
         for kind, node in enumerate(nodes.values()):
             for width in request.widths(len(node.ranks)):
                 own = replace(request.with_width(width), pipeline_parallel=1, recompute="none")
-                units.append(Unit(replace(own, micro_batch_size=1), node, places, sizes))
+                units.append(Unit(replace(own, micro_batch_size=1), node, places, sizes, sum(modes) > 1))
                 kinds.append(kind)
         self._units = units
         #: By option: all places of the first unit, then of the others.
@@ -181,8 +183,6 @@ class _Program:
         hosts = [rank.device.host for rank in cluster.ranks]
         self._host = sum(host.usable_gib * GIB for host in hosts if host is not None)
         self._state = job.model.total_params * float(OPTIMIZER_BYTES[job.precision])
-        some = {job.mode, "none"} if isinstance(job.recompute, int) else {job.mode}
-        modes = ["recompute" not in fixed or mode in some for mode in RECOMPUTES]
         self._modes = np.array(modes * 2)
         self._set_worth(modes.index(True))
         self._set_shares(shares, stages, job.data_parallel if "data_parallel" in fixed else None)

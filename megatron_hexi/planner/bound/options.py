@@ -26,7 +26,7 @@ from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import tensor_parallel_seconds
 from megatron_hexi.cost.compute import device_speeds, logits_times, optimizer_seconds, rates, token_times
-from megatron_hexi.cost.layer_bytes import Flights
+from megatron_hexi.cost.layer_bytes import Flights, logit_bytes, logits_bytes
 from megatron_hexi.cost.memory import (
     FRAGMENTATION,
     GIB,
@@ -111,12 +111,13 @@ class Unit:
         node: with such GPUs.
         places: where they may be.
         sizes: sequences of a micro-batch, the least and the most.
+        mixed: whether a stage may compute some of its layers again.
 
     Raises:
         ClusterError: the GPU cannot do the job.
     """
 
-    def __init__(self, job: Job, node: Node, places: Places, sizes: tuple[int, int]) -> None:
+    def __init__(self, job: Job, node: Node, places: Places, sizes: tuple[int, int], mixed: bool) -> None:
         self._job, self._places, self._most = job, places, sizes[1]
         turns = places.parts > 0
         #: Forward passes that ministages add, [P].
@@ -141,9 +142,9 @@ class Unit:
         self.step_s = optimizer_seconds(speeds, job, params, 0 * params)
         largest = np.maximum(1, places.low / np.maximum(places.most_parts, 1))
         held = np.where(turns, largest * job.model.layer_params(job.tensor_parallel), params)
-        self._set_bytes(node.device.usable_gib * GIB, held, sizes[0])
+        self._set_bytes(node.device.usable_gib * GIB, held, sizes[0], mixed)
 
-    def _set_bytes(self, usable: float, params: Floats, least: int) -> None:
+    def _set_bytes(self, usable: float, params: Floats, least: int, mixed: bool) -> None:
         job, places, layers = self._job, self._places, self._job.model.layers
         local, nothing = job.workload(), np.zeros(2)
         # A token held and nothing attended to, and the other way round.
@@ -165,13 +166,24 @@ class Unit:
         scale = job.seq_length * job.tensor_parallel * (1 + FRAGMENTATION)
         #: Bytes of x in each mode, and of as much of tokens attended to with all heads, [P, modes].
         self.held_bytes, self.attended_bytes = np.zeros((2, len(turn), MODES))
+        # What an output takes, which a unit alone in its group has among its tokens' inputs.
+        output = np.array([0, job.element_bytes * job.model.head_dim * local.local_heads])
+        loss = float(logits_bytes(job, np.ones(1), logit_bytes(job))[0])
         for mode, recompute in enumerate(RECOMPUTES):
             part = ModelPart(1, int(mode > 0), is_first=True, is_last=True, ahead=1)
             terms = part_memory(replace(job, recompute=recompute), part, held, 1, 0.0)
             kept, layer = terms["activations"] + terms["attention"], terms["working_set"]
-            ends = places.last * terms["logits"][0]
-            self.held_bytes[:, mode] = scale * (kept[0] * kept_layers + (layer[0] + ends) * one_layer)
-            self.attended_bytes[:, mode] = scale * (kept[1] * kept_layers + layer[1] * one_layer)
+            if recompute == "none":
+                kept, plain = kept - output, layer
+            elif recompute == "selective":
+                layer = layer - output
+            else:  # no layer is there whole where others are not computed again
+                layer = plain if mixed else layer - output
+            # The loss comes before the working set: the larger of the two.
+            if_last = np.array([loss, 0]) if loss > layer.sum() else layer
+            there = np.where(places.last > 0, if_last[:, None], layer[:, None])
+            self.held_bytes[:, mode] = scale * (kept[0] * kept_layers + there[0] * one_layer)
+            self.attended_bytes[:, mode] = scale * (kept[1] * kept_layers + there[1] * one_layer)
         each = (terms["weights"] + terms["gradients"])[0] / part_params(job, part)
         #: Bytes that weights and gradients leave, [P]; not above 0: no GPU can be there.
         self.room = usable - RESERVE_BYTES - each * params
