@@ -7,7 +7,8 @@ What others do otherwise than Megatron with a plan is carried over here, each by
 - sums inside units that hide behind matrix products (`hidden_sums`) count nothing;
 - sends that block (DeepSpeed's pipeline: send and receive in line with compute) are in both stages' time.
 
-Memory, where others keep something else:
+Memory, where others keep something else. torchtitan's figure is what torch's allocator reserved at most, in
+which NCCL's buffers are not.
 
 - ``fsdp``: weights, gradients and Adam in fp32, 16 bytes a weight over all ranks, and two layers whole in
   bf16; Float8 makes its copies as they are used. torch's cross entropy keeps bf16 logits, their fp32 copy,
@@ -31,8 +32,10 @@ from benchmarks.published.convert import mask_tflops, tokens_per_s
 from benchmarks.published.layouts import K, equal_cluster, equal_plan, job, mixed_cluster, mixed_plan
 from benchmarks.published.tables import Row, Table
 from megatron_hexi.cost import CostModel, Job, Phases, Timing
-from megatron_hexi.cost.memory import GIB, stage_params
+from megatron_hexi.cost.library_bytes import workspace_bytes
+from megatron_hexi.cost.memory import FRAGMENTATION, GIB, SLACK_BYTES, stage_params
 from megatron_hexi.cost.pipeline import Pipeline
+from megatron_hexi.cost.plan_arrays import PlanArrays
 
 #: Of MagiAttention's comparison.
 _TOKENS_A_GPU = 8192
@@ -126,9 +129,18 @@ def _needed_gib(row: Row, wanted: Job, timing: Timing) -> float:
             own |= {"weights": layers, "gradients": 0.0, "optimizer": _FSDP_WEIGHT * params / shards}
         else:
             own |= {"weights": 2.0 * params, "optimizer": _FSDP_WEIGHT * params / shards}
+        own["reserve"] = _reserved(timing.sections[stage].arrays, wanted, own)
         own["logits"] *= _TORCH_LOGIT / (2 * wanted.element_bytes + 4)
         largest = max(largest, sum(own.values()))
     return largest / GIB
+
+
+def _reserved(arrays: PlanArrays, wanted: Job, own: dict[str, float]) -> float:
+    """The reserve as torch's allocator sees it: workspaces, and not what NCCL allocates by itself."""
+    tokens = arrays.group_tokens[arrays.group].astype(float)
+    workspace = workspace_bytes(wanted, tokens, arrays.heads.astype(float), arrays.kv.astype(float))
+    moving = sum(own[name] for name in ("activations", "attention", "working_set", "logits"))
+    return SLACK_BYTES + float(workspace.max()) + FRAGMENTATION * moving
 
 
 def _attention(table: Table, row: Row) -> Iterator[Comparison]:

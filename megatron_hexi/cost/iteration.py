@@ -22,6 +22,7 @@ from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import Speeds, device_speeds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Stage
+from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
 from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, part_params
 from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.network import LinkTable
@@ -100,6 +101,8 @@ class CostModel:
         self.links = LinkTable(cluster)
         self.rings = Rings(self.links)
         nodes = [cluster.nodes[rank.node] for rank in cluster.ranks]
+        self._nodes = np.array([rank.node for rank in cluster.ranks])
+        self._channels = np.array([message_channels(rank.device) for rank in cluster.ranks])
         self._bandwidth = np.array([node.bandwidth for node in nodes])
         self._latency = np.array([node.latency_s for node in nodes])
         self._usable = np.array([rank.device.usable_gib * GIB for rank in cluster.ranks])
@@ -170,6 +173,7 @@ class CostModel:
                 section.window,
                 owned,
                 present,
+                self._message_buffers(section),
             )
             for section, cost, owned, present in zip(
                 sections, costs, reductions.owned, reductions.present, strict=True
@@ -187,6 +191,11 @@ class CostModel:
             micro_batches=micro_batches,
             memory=memory,
         )
+
+    def _message_buffers(self, section: Section) -> Floats:
+        """NCCL's, of a section's units; none on devices without CUDA."""
+        first = section.ground.gpus[:, 0]
+        return message_buffer_bytes(section.arrays, self._nodes[first], self._channels[first])
 
     def _stand(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Ground]:
         if not plan.is_repeated:
