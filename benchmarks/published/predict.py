@@ -7,7 +7,8 @@ What others do otherwise than Megatron with a plan is carried over here, each by
 - sums inside units that hide behind matrix products (`hidden_sums`) count nothing;
 - sends that block (DeepSpeed's pipeline: send and receive in line with compute) are in both stages' time.
 
-Memory, where others keep something else:
+Memory, where others keep something else. torchtitan's figure is what torch's allocator reserved at most, in
+which NCCL's buffers are not.
 
 - ``fsdp``: weights, gradients and Adam in fp32, 16 bytes a weight over all ranks, and two layers whole in
   bf16; Float8 makes its copies as they are used. torch's cross entropy keeps bf16 logits, their fp32 copy,
@@ -32,8 +33,10 @@ from benchmarks.published.layouts import K, equal_cluster, equal_plan, job, mixe
 from benchmarks.published.tables import Row, Table
 from megatron_hexi.cost import CostModel, Job, Phases, Timing
 from megatron_hexi.cost.layer_bytes import logits_bytes
-from megatron_hexi.cost.memory import GIB, stage_params
+from megatron_hexi.cost.library_bytes import workspace_bytes
+from megatron_hexi.cost.memory import FRAGMENTATION, GIB, SLACK_BYTES, stage_params
 from megatron_hexi.cost.pipeline import Pipeline
+from megatron_hexi.cost.plan_arrays import PlanArrays
 
 #: Of MagiAttention's comparison.
 _TOKENS_A_GPU = 8192
@@ -131,8 +134,17 @@ def _needed_gib(row: Row, wanted: Job, timing: Timing) -> float:
         rows = section.arrays.tokens.max(keepdims=True).astype(float) * wanted.micro_batch_size
         loss = float(logits_bytes(wanted, rows, _TORCH_LOGIT)[0]) if section.part.is_last else 0.0
         own["logits"] = max(0.0, loss - own["working_set"])
+        own["reserve"] = _reserved(section.arrays, wanted, own)
         largest = max(largest, sum(own.values()))
     return largest / GIB
+
+
+def _reserved(arrays: PlanArrays, wanted: Job, own: dict[str, float]) -> float:
+    """The reserve as torch's allocator sees it: workspaces, and not what NCCL allocates by itself."""
+    tokens = arrays.group_tokens[arrays.group].astype(float)
+    workspace = workspace_bytes(wanted, tokens, arrays.heads.astype(float), arrays.kv.astype(float))
+    moving = sum(own[name] for name in ("activations", "attention", "working_set", "logits"))
+    return SLACK_BYTES + float(workspace.max()) + FRAGMENTATION * moving
 
 
 def _attention(table: Table, row: Row) -> Iterator[Comparison]:

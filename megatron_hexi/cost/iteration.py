@@ -23,6 +23,7 @@ from megatron_hexi.cost.hosts import Hosts, NodeLoad
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Stage
 from megatron_hexi.cost.layer_bytes import input_bytes
+from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
 from megatron_hexi.cost.memory import (
     GIB,
     Holdings,
@@ -113,6 +114,8 @@ class CostModel:
         self.rings = Rings(self.links)
         self.hosts = Hosts(cluster)
         nodes = [cluster.nodes[rank.node] for rank in cluster.ranks]
+        self._nodes = np.array([rank.node for rank in cluster.ranks])
+        self._channels = np.array([message_channels(rank.device) for rank in cluster.ranks])
         self._bandwidth = np.array([node.bandwidth for node in nodes])
         self._latency = np.array([node.latency_s for node in nodes])
         self._usable = np.array([rank.device.usable_gib * GIB for rank in cluster.ranks])
@@ -186,7 +189,9 @@ class CostModel:
             for section, cost in zip(sections, costs, strict=True)
         ]
         memory = [
-            part_memory(section.job, section.part, own, section.window, owned, present)
+            part_memory(
+                section.job, section.part, own, section.window, owned, present, self._message_buffers(section)
+            )
             for section, own, owned, present in zip(
                 sections, held, reductions.owned, reductions.present, strict=True
             )
@@ -238,6 +243,11 @@ class CostModel:
         gpus = section.ground.stage.gpus
         on_host = self.hosts.step_seconds(section.job, gpus, present.host_state, present.host_masters)
         return optimizer_times(section, params, present.state) + on_host
+
+    def _message_buffers(self, section: Section) -> Floats:
+        """NCCL's, of a section's units; none on devices without CUDA."""
+        first = section.ground.gpus[:, 0]
+        return message_buffer_bytes(section.arrays, self._nodes[first], self._channels[first])
 
     def _stand(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Ground]:
         if not plan.is_repeated:

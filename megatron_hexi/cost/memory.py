@@ -20,6 +20,7 @@ from megatron_hexi.cost.layer_bytes import (
     token_qkv_bytes,
     working_set_bytes,
 )
+from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.mesh import ROWS_ON_DEVICE
 
@@ -34,8 +35,16 @@ OPTIMIZER_BYTES = {"bf16": 12, "fp16": 16, "fp32": 8, "fp8": 12}
 #: one by rows, one by columns (its docs, "Performance considerations", handling transposes).
 FP8_COPIES = 2
 
-#: What torch, NCCL and the kernels keep for themselves: buffers of channels, cuBLAS workspaces. An estimate.
-RESERVE_BYTES = 1.5 * GIB
+#: What torch's allocator and cuBLAS (32 MiB a handle and stream on Hopper) keep. CUDA's own share is not in
+#: it: `usable_gib` is what that leaves. An estimate.
+SLACK_BYTES = 0.5 * GIB
+#: NCCL's rings and trees: some 24 channels of 12 MiB in each of two communicators over NVLink. An estimate.
+COLLECTIVES_BYTES = 0.5 * GIB
+#: Workspaces of kernels and NCCL's buffers for messages are counted (library_bytes.py), and taken for this
+#: much at least.
+LEAST_LIBRARY_BYTES = 0.5 * GIB
+#: The least that all these take together.
+RESERVE_BYTES = SLACK_BYTES + COLLECTIVES_BYTES + LEAST_LIBRARY_BYTES
 #: What the caching allocator loses of the tensors that come and go. An estimate.
 FRAGMENTATION = 0.05
 
@@ -54,7 +63,7 @@ class Memory:
             and what recomputation brings back; rows on their way between stages.
         logits: what the loss, where the stage has it, needs beyond the working set, which comes
             after it.
-        reserve: libraries and the allocator.
+        reserve: libraries, their workspaces and buffers, and the allocator.
     """
 
     weights: float
@@ -274,6 +283,7 @@ def part_memory(
     window: int,
     owned: Floats | float,
     present: Present | None = None,
+    message_buffers: Floats | float = 0.0,
 ) -> dict[str, Floats]:
     """Bytes on one GPU of each unit, by the names of `Memory`'s terms.
 
@@ -290,6 +300,7 @@ def part_memory(
         window: steps under way ahead of the one in use.
         owned: weights whose optimizer state a GPU keeps.
         present: what is on a GPU at the peak; ``None``: all of its part.
+        message_buffers: NCCL's (`message_buffer_bytes`), where it is known which units meet.
     """
     params = part_params(job, part) + np.zeros(held.tokens.shape)
     here, added, state = params, params, owned
@@ -331,7 +342,13 @@ def part_memory(
         "attention": attention,
         "working_set": working,
         "logits": logits,
-        "reserve": RESERVE_BYTES + FRAGMENTATION * (activations + attention + working + logits),
+        "reserve": SLACK_BYTES
+        + COLLECTIVES_BYTES
+        + np.maximum(
+            LEAST_LIBRARY_BYTES,
+            workspace_bytes(job, held.group_tokens, held.heads, held.kv) + message_buffers,
+        )
+        + FRAGMENTATION * (activations + attention + working + logits),
     }
 
 

@@ -25,6 +25,7 @@ _PARTS: dict[str, Callable[[], Any]] = {
     "driver": software.find_driver,
     "gpus": software.find_gpus,
     "kernels": kernel_choice.find_kernels,
+    "triton_lacks": kernel_choice.find_triton,
     "patches": patch_state.find_patches,
     "network": machine.find_network,
     "limits": machine.find_limits,

@@ -181,6 +181,7 @@ class Facts:
         torch: ``None`` where it cannot be imported.
         gpus: those that torch sees.
         kernels: empty without torch.
+        triton_lacks: what keeps Triton from launching kernels; empty: nothing, or not known.
         patches: empty without Megatron.
         checkout: ``None`` where none was named.
         environment: the variables that steer communication and CUDA.
@@ -196,6 +197,7 @@ class Facts:
     driver: Driver = Driver(None, None)
     gpus: tuple[Gpu, ...] = ()
     kernels: tuple[KernelChoice, ...] = ()
+    triton_lacks: str = ""
     patches: tuple[PatchState, ...] = ()
     checkout: Checkout | None = None
     network: Network = Network()

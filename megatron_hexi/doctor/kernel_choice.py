@@ -35,3 +35,14 @@ def find_kernels() -> tuple[KernelChoice, ...]:
                 verdicts = tuple((k.name, k.refuses(device, dtype, head_dim) or "") for k in ranked)
                 choices.append(KernelChoice(name, dtype_name, head_dim, taken, verdicts))
     return tuple(choices)
+
+
+def find_triton() -> str:
+    """What keeps Triton from launching our kernels beside attention; empty: nothing.
+
+    Raises:
+        ImportError: torch cannot be imported.
+    """
+    from megatron_hexi.runtime.fused.toolchain import triton_lacks
+
+    return triton_lacks()

@@ -11,7 +11,7 @@ from megatron_hexi.doctor.rules_gpu import GPU_RULES
 from megatron_hexi.doctor.rules_packages import PACKAGE_RULES
 
 #: Parts that cannot be looked at without torch.
-_NEED_TORCH = ("kernels", "patches")
+_NEED_TORCH = ("kernels", "triton_lacks", "patches")
 
 Rule = Callable[[Facts], Iterator[Problem]]
 

@@ -125,4 +125,21 @@ def _kernels(facts: Facts) -> Iterator[Problem]:
                 )
 
 
-GPU_RULES = (_no_gpu, _no_code_for_gpu, _too_few_gpus, _no_nccl, _kernels)
+def _fused_kernels(facts: Facts) -> Iterator[Problem]:
+    """Our kernels for copies and sums, which Triton compiles with what the machine has."""
+    if not facts.gpus or not facts.triton_lacks:
+        return
+    if "compiler" in facts.triton_lacks:
+        remedy = "install gcc, or set CC to a C compiler"
+    elif "Python.h" in facts.triton_lacks:
+        remedy = "install Python's headers: python3-dev on Debian, python3-devel on Fedora"
+    else:
+        remedy = "pip install triton, of the version that this torch names"
+    yield Problem(
+        "warning",
+        f"{facts.triton_lacks}: copies and sums beside attention run in plain torch, in more launches",
+        remedy,
+    )
+
+
+GPU_RULES = (_no_gpu, _no_code_for_gpu, _too_few_gpus, _no_nccl, _kernels, _fused_kernels)

@@ -292,7 +292,7 @@ def build_schedule(
 
 
 #: Split tables that are kept: of a pipeline's micro-batches under way, with a few windows each.
-_KEPT = 64
+_KEPT = 32
 
 
 class Schedules:

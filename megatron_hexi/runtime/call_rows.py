@@ -18,6 +18,9 @@ from megatron_hexi.plan.blocks import Call, Shape
 from megatron_hexi.plan.model import Range
 from megatron_hexi.runtime.kernels.base import Sequences
 
+#: Calls, and rows, whose tables stay on the device: 12 bytes a row, new ones with every batch of documents.
+_KEPT = 2**9
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -81,7 +84,7 @@ class CallRows:
     sequences: Sequences | None
 
 
-@lru_cache(maxsize=2**12)  # of the latest schedules
+@lru_cache(maxsize=_KEPT)  # of the latest schedules
 def call_rows(call: Call, device: torch.device) -> CallRows:
     """What a kernel is given for a call."""
     backwards = call.shape is Shape.WINDOW_EDGE
@@ -99,7 +102,7 @@ def call_rows(call: Call, device: torch.device) -> CallRows:
     return CallRows(queries, keys, call.shape is not Shape.FULL, sequences)
 
 
-@lru_cache(maxsize=2**12)  # steps ask for few: the same are one object
+@lru_cache(maxsize=_KEPT)  # steps ask for few: the same are one object
 def rows_of(ranges: tuple[Range, ...], device: torch.device, backwards: bool = False) -> Rows:
     """Rows of ranges, ascending; each of them from behind with `backwards`."""
     span = ranges[0][0], ranges[-1][1]

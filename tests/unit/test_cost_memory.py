@@ -16,12 +16,16 @@ from megatron_hexi.cost.layer_bytes import (
     token_activation_bytes,
     working_set_bytes,
 )
+from megatron_hexi.cost.library_bytes import MIB, message_buffer_bytes, workspace_bytes
 from megatron_hexi.cost.memory import (
+    COLLECTIVES_BYTES,
     FRAGMENTATION,
     GIB,
     RESERVE_BYTES,
+    SLACK_BYTES,
     Holdings,
     ModelPart,
+    part_memory,
     stage_memory,
     stage_params,
     unit_memory,
@@ -142,6 +146,36 @@ def test_reserve_and_total_by_hand():
     moving = memory.activations + memory.attention + memory.working_set + memory.logits
     assert memory.reserve == RESERVE_BYTES + FRAGMENTATION * moving
     assert memory.total == memory.weights + memory.gradients + memory.optimizer + moving + memory.reserve
+
+
+def test_a_workspace_by_hand():
+    # 100 tokens, 3 heads of 128: dQ in fp32 and a row's sum; with two KV heads dK and dV by query head too.
+    assert workspace_bytes(tiny_job(), one(100), one(3), one(3)) == [100 * 3 * (128 * 4 + 4)]
+    assert workspace_bytes(tiny_job(), one(100), one(3), one(2)) == [100 * 3 * (128 * (4 + 2 * 2) + 4)]
+    assert workspace_bytes(tiny_job(precision="fp32"), one(100), one(3), one(2)) == [0]
+
+
+def test_buffers_for_messages_by_hand():
+    arrays = plan_arrays(proportional_plan(tiny_job().workload(), [[[1.0, 1.0], [1.0, 1.0]]]))
+    together, apart = np.zeros(4, dtype=int), np.array([0, 0, 1, 1])
+    inside = np.full(4, 32)
+    # One peer in the group, two in the domain.
+    assert list(message_buffer_bytes(arrays, together, inside)) == [12 * MIB * 32 * 3] * 4
+    # The other group on another node: no peer of the domain is on this one.
+    assert list(message_buffer_bytes(arrays, apart, inside)) == [12 * MIB * 32] * 4
+    # Groups over nodes: two channels to the domain's peer here, none to the group's there.
+    crossed = np.array([0, 1, 0, 1])
+    assert list(message_buffer_bytes(arrays, crossed, inside)) == [12 * MIB * 2] * 4
+
+
+def test_libraries_are_taken_for_half_a_gib_at_least():
+    long = dataclasses.replace(tiny_job(), seq_length=2**20)
+    held = Holdings(one(2**20), one(2**20), one(4), one(4), np.array([1]), NONE)
+    moving = ("activations", "attention", "working_set", "logits")
+    for buffers, expected in ((0.0, 2**20 * 4 * (128 * 4 + 4)), (GIB, GIB + 2**20 * 4 * (128 * 4 + 4))):
+        terms = part_memory(long, ModelPart.of_job(long, 0), held, 1, 0.0, message_buffers=buffers)
+        rest = FRAGMENTATION * sum(terms[name][0] for name in moving)
+        assert terms["reserve"][0] - rest == pytest.approx(SLACK_BYTES + COLLECTIVES_BYTES + expected)
 
 
 def test_pipelines_keep_micro_batches_in_flight():

@@ -209,6 +209,23 @@ def test_the_plain_kernel_on_a_gpu_is_a_warning() -> None:
     assert "cudnn (it needs compute capability 8.0)" in problem.remedy
 
 
+@pytest.mark.parametrize(
+    ("lacks", "remedy"),
+    [
+        ("Triton finds no C compiler: CC is not set, and there is neither gcc nor clang", "install gcc"),
+        ("Triton finds no Python.h in /usr/include/python3.12", "python3-dev"),
+        ("Triton is not installed", "pip install triton"),
+    ],
+)
+def test_what_triton_needs_is_a_warning_on_gpus(lacks: str, remedy: str) -> None:
+    problem = the_problem(a_node(triton_lacks=lacks))
+    assert problem.severity == "warning"
+    assert lacks in problem.what
+    assert "plain torch" in problem.what
+    assert remedy in problem.remedy
+    assert all("Triton" not in one.what for one in find_problems(a_node(triton_lacks=lacks, gpus=())))
+
+
 def test_a_torch_without_nccl() -> None:
     assert "NCCL" in the_problem(a_node(torch=Torch("13.3", None, None, ("sm_90",)))).what
 

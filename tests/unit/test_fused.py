@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import sysconfig
 import threading
 from importlib.util import find_spec
 from random import Random
@@ -18,6 +19,7 @@ from megatron_hexi.runtime import fused
 from megatron_hexi.runtime.call_rows import Rows, rows_of
 from megatron_hexi.runtime.fused import on_gpu, plain
 from megatron_hexi.runtime.fused.terms import MOST_TERMS, Slot, Sum, Term
+from megatron_hexi.runtime.fused.toolchain import triton_lacks
 from megatron_hexi.runtime.sums import RowSum
 from tests.support.plans import TORN, examples
 from tests.support.reference import plain_results, planned_results, random_problem
@@ -295,3 +297,33 @@ def _triton_type(path, argument, is_constant, values):
         return "i32"
     names = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
     return "*" + names[argument.dtype]
+
+
+@pytest.fixture
+def toolchain(monkeypatch):
+    """Triton's needs, asked anew."""
+    triton_lacks.cache_clear()
+    monkeypatch.delenv("CC", raising=False)
+    yield monkeypatch
+    triton_lacks.cache_clear()
+
+
+def test_without_a_c_compiler_triton_is_left_alone(toolchain, tmp_path):
+    toolchain.setenv("PATH", str(tmp_path))
+    assert "no C compiler" in triton_lacks()
+    fused.has_triton.cache_clear()
+    with pytest.warns(UserWarning, match="no C compiler.*plain torch"):
+        assert not fused.has_triton()
+    fused.has_triton.cache_clear()
+    triton_lacks.cache_clear()
+    toolchain.setenv("CC", "no-such-compiler -O2")
+    assert triton_lacks().endswith("there is no CC=no-such-compiler -O2")
+
+
+def test_without_python_headers_triton_is_left_alone(toolchain, tmp_path):
+    toolchain.setenv("CC", sys.executable)  # there is one
+    toolchain.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    assert triton_lacks() == f"Triton finds no Python.h in {tmp_path}"
+    triton_lacks.cache_clear()
+    (tmp_path / "Python.h").touch()
+    assert triton_lacks() == ""

@@ -1,16 +1,17 @@
 """The copies and sums beside attention kernels, each as one operation on a GPU.
 
 `plain` says what each does, in torch, and does it on CPUs; `on_gpu` does it in one launch. This is the only
-place that chooses. Triton comes with torch for CUDA; where it does not, `plain` does it there too.
+place that chooses. Triton comes with torch for CUDA, and needs a C compiler and Python's headers; where one
+of them is missing, `plain` does it there too, in more launches.
 
 Shape letters: B batch, h heads, G rows of the whole, Q rows of a part, D size of a head, T tokens of a shard.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from megatron_hexi.runtime.call_rows import Rows
 from megatron_hexi.runtime.fused import on_gpu, plain
 from megatron_hexi.runtime.fused.terms import Slot, Sum, Term
+from megatron_hexi.runtime.fused.toolchain import triton_lacks
 
 
 def combine(target: Sum, terms: Sequence[Term], base: Sum | None = None, sinks: Tensor | None = None) -> None:
@@ -63,8 +65,15 @@ def _implementation(tensor: Tensor) -> ModuleType:
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton can be imported."""
-    return find_spec("triton") is not None
+    """Whether Triton can launch kernels here; asked on GPUs only, and said once where it cannot."""
+    lacks = triton_lacks()
+    if lacks:
+        warnings.warn(
+            f"{lacks}: copies and sums beside attention run in plain torch, with more launches; hexi doctor "
+            "says what to install",
+            stacklevel=2,
+        )
+    return not lacks
 
 
 __all__ = ["Slot", "Sum", "Term", "combine", "copy_rows", "has_triton", "pack", "unpack"]

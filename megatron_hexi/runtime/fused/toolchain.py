@@ -1,0 +1,30 @@
+"""What Triton needs to launch a kernel beside itself: it compiles a small module in C on first use.
+
+So does `triton/runtime/build.py`, which these conditions follow.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+
+@cache
+def triton_lacks() -> str:
+    """What keeps Triton from launching kernels on a GPU; empty: nothing does."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return "Triton finds no C compiler: CC is not set, and there is neither gcc nor clang"
+    if shutil.which(compiler.split()[0]) is None:
+        return f"Triton finds no C compiler: there is no CC={compiler}"
+    scheme = sysconfig.get_default_scheme()
+    headers = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+    if not Path(headers, "Python.h").is_file():
+        return f"Triton finds no Python.h in {headers}"
+    return ""
