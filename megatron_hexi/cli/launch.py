@@ -11,7 +11,7 @@ from megatron_hexi.argument_file import read_words
 from megatron_hexi.cli.options import AsJson, ClusterOption, PlanPath
 from megatron_hexi.cli.output import check_outputs, print_json, say
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import model_file, model_flags, read_model, read_terms
+from megatron_hexi.cost import constant_flags, model_file, model_flags, read_model, read_terms
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, read_plan
 from megatron_hexi.report.launch import (
@@ -79,6 +79,15 @@ def launch(
         print(launch_text(lines))
 
 
+def _constants(model: str) -> list[str]:
+    """Flags for the constants of a config.json; what Megatron has no flag for is named in a note."""
+    try:
+        return constant_flags(model)
+    except HexiError as problem:
+        say(f"note: Megatron's flags lack constants of the model: {problem}")
+        return []
+
+
 def find_lines(
     plan: Plan, cluster: Cluster, path: Path, cluster_path: Path, model: str, more: list[str]
 ) -> LaunchLines:
@@ -100,7 +109,7 @@ def find_lines(
     if file is not None and read_terms(model) is not None:
         given = read_words(file)
     else:
-        given = model_flags(shapes, plan.workload.seq_length)
+        given = model_flags(shapes, plan.workload.seq_length) + _constants(model)
     flags = megatron_flags(given, more, plan, str(path))
     return launch_lines(
         plan, cluster, flags, plan_path=str(path), cluster_path=str(cluster_path), model=model

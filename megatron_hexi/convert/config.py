@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hexi.cost.hugging_face import model_from_config
+from megatron_hexi.cost.hugging_face_constants import Constants, constants_from_config
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.text_file import read_text
@@ -21,14 +22,6 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("partial_rotary_factor", (None, 1, 1.0), "rotary embeddings of a part of each head"),
     ("quantization_config", (None,), "quantized weights"),
 )
-#: What Megatron's --use-rope-scaling computes with; megatron-core 0.19 builds models with this factor,
-#: whatever --rope-scaling-factor says (`gpt_config_from_args` in megatron/training/argument_utils.py).
-_LLAMA3_ROPE = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 @dataclass(frozen=True)
@@ -37,23 +30,17 @@ class DenseModel:
 
     Attributes:
         shapes: layers, heads, sizes.
-        qkv_bias: whether queries, keys and values have biases (Qwen2).
-        norm_epsilon: of RMSNorm.
-        rotary_base: of rotary embeddings.
-        rope_scaling: whether long wavelengths are scaled as in Llama 3.1.
+        constants: of norms, rotary embeddings and biases.
         positions: longest sequence that the model was made for.
     """
 
     shapes: Model
-    qkv_bias: bool
-    norm_epsilon: float
-    rotary_base: float
-    rope_scaling: bool
+    constants: Constants
     positions: int
 
     def megatron_arguments(self) -> list[tuple[str, str]]:
         """Megatron's arguments for the model: flag and value, which is empty where it takes none."""
-        shapes = self.shapes
+        shapes, constants = self.shapes, self.constants
         sizes = {
             "--num-layers": shapes.layers,
             "--hidden-size": shapes.hidden_size,
@@ -62,16 +49,16 @@ class DenseModel:
             "--kv-channels": shapes.head_dim,
             "--num-query-groups": shapes.kv_heads,
             "--max-position-embeddings": self.positions,
-            "--norm-epsilon": self.norm_epsilon,
-            "--rotary-base": int(self.rotary_base),
+            "--norm-epsilon": constants.norm_epsilon,
+            "--rotary-base": constants.rotary_base,
         }
         flags = {
             "--group-query-attention": True,
             "--swiglu": True,
             "--disable-bias-linear": True,
-            "--add-qkv-bias": self.qkv_bias,
+            "--add-qkv-bias": constants.qkv_bias,
             "--qk-layernorm": shapes.qk_norm,
-            "--use-rope-scaling": self.rope_scaling,
+            "--use-rope-scaling": constants.rope_scaling,
             "--untie-embeddings-and-output-weights": not shapes.tied_embeddings,
         }
         return [
@@ -98,47 +85,8 @@ def read_model(folder: Path) -> DenseModel:
             raise HexiError(
                 f"{path}: {field} = {json.dumps(config.get(field))}: {what} is not converted; only {known}"
             )
-    rope = _rope(config, path)
-    base = _number(rope.get("rope_theta", config.get("rope_theta", 10000.0)), "rope_theta", path)
-    if base != int(base):
-        raise HexiError(
-            f"{path}: rope_theta = {base}: Megatron's --rotary-base is a whole number; give such a model"
-        )
-    return DenseModel(
-        shapes,
-        qkv_bias=config["model_type"] == "qwen2",
-        norm_epsilon=_number(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", path),
-        rotary_base=base,
-        rope_scaling="factor" in rope,
-        positions=int(_number(config.get("max_position_embeddings", 2048), "max_position_embeddings", path)),
-    )
-
-
-def _rope(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The mapping that transformers 5 calls ``rope_parameters`` and earlier versions ``rope_scaling``."""
-    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = config.get(field) or {}
-    if not isinstance(rope, dict):
-        raise HexiError(f"{path}: {field} = {json.dumps(rope)[:40]}: write a mapping, or null")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise HexiError(f"{path}: {field}.partial_rotary_factor: is not converted; only 1")
-    if kind == "default":
-        return {name: value for name, value in rope.items() if name != "factor"}
-    if kind != "llama3":
-        raise HexiError(
-            f"{path}: {field}.rope_type = {json.dumps(kind)}: is not converted; only default and llama3"
-        )
-    for name, value in _LLAMA3_ROPE.items():
-        if rope.get(name) != value:
-            raise HexiError(
-                f"{path}: {field}.{name} = {json.dumps(rope.get(name))}: Megatron's --use-rope-scaling "
-                f"has {value} built in; give a model with that"
-            )
-    return rope
-
-
-def _number(value: Any, field: str, path: Path) -> float:
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise HexiError(f"{path}: {field} = {json.dumps(value)[:40]}; write a number above 0")
-    return float(value)
+    positions = config.get("max_position_embeddings", 2048)
+    if type(positions) is not int or positions < 1:
+        said = json.dumps(positions)[:40]
+        raise HexiError(f"{path}: max_position_embeddings = {said}; write a whole number above 0")
+    return DenseModel(shapes, constants_from_config(config, path), positions)

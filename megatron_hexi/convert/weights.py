@@ -95,7 +95,7 @@ def _layer(model: DenseModel, layer: int) -> list[Weight]:
         ),
         weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight", (hidden, ffn))),
     ]
-    if model.qkv_bias:
+    if model.constants.qkv_bias:
         found.append(qkv("bias"))
     if shapes.qk_norm:
         found += [

@@ -9,7 +9,7 @@ from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.cost.presets import model_file, presets, read_model, read_terms
+from megatron_hexi.cost.presets import constant_flags, model_file, presets, read_model, read_terms
 from megatron_hexi.cost.ranks import Pace, RankCost
 from megatron_hexi.cost.timing import Timing
 from megatron_hexi.cost.unit_rates import unit_rates
@@ -33,6 +33,7 @@ __all__ = [
     "attention_seconds",
     "ceiling_tokens_per_s",
     "check_job",
+    "constant_flags",
     "estimate",
     "find_shortage",
     "job_of_plan",

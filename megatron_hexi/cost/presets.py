@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from megatron_hexi.cost.hugging_face import model_from_config
+from megatron_hexi.cost.hugging_face_constants import constants_from_config
 from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_from_arguments, terms_from_arguments
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
@@ -57,6 +59,20 @@ def read_terms(name_or_path: str | os.PathLike[str]) -> ArgumentTerms | None:
         return None
     text = _read(name, path)
     return None if _is_json(text, path) else terms_from_arguments(text, path)
+
+
+def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
+    """Return Megatron's flags for the constants of a config.json; none for other kinds of models.
+
+    Raises:
+        HexiError: as `read_model`, or a constant that Megatron has no flag for.
+    """
+    name = os.fspath(name_or_path)
+    path = model_file(name)
+    if path is None:
+        return []
+    text = _read(name, path)
+    return constants_from_config(json.loads(text), path).flags() if _is_json(text, path) else []
 
 
 def _read(name: str, path: Path) -> str:

@@ -1,13 +1,14 @@
 """What `hexi launch` prints: flags that state the model, and a start of torchrun for each run of ranks."""
 
 import dataclasses
+import json
 
 import pytest
 
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.cost import model_flags, presets
+from megatron_hexi.cost import constant_flags, model_flags, presets
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
-from megatron_hexi.plan import JobTerms, Workload, proportional_plan
+from megatron_hexi.plan import JobTerms, Workload, proportional_plan, write_plan
 from megatron_hexi.report.launch import find_agents, megatron_flags
 from tests.support.shell import call_hexi
 
@@ -25,6 +26,54 @@ def test_flags_of_a_model_are_read_as_that_model(name, tmp_path):
     model = presets()[name]
     read = model_from_arguments(" ".join(model_flags(model, 4096)), tmp_path / "job.args")
     assert dataclasses.replace(read, name=model.name, source=model.source) == model
+
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 1000,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "flags"),
+    [
+        ({}, "--norm-epsilon 1e-05 --rotary-base 500000"),
+        ({"rope_scaling": LLAMA_3_1}, "--norm-epsilon 1e-05 --rotary-base 500000 --use-rope-scaling"),
+        ({"model_type": "qwen2"}, "--norm-epsilon 1e-05 --rotary-base 500000 --add-qkv-bias"),
+        ({"model_type": "gpt2", "layer_norm_epsilon": 1e-6}, "--norm-epsilon 1e-06"),
+    ],
+)
+def test_constants_of_a_config_are_flags(tmp_path, change, flags):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA, "n_layer": 2, "n_embd": 64, "n_head": 4, **change}))
+    assert constant_flags(path) == flags.split()
+
+
+def test_constants_without_a_flag_are_named(tmp_path, monkeypatch, capsys):
+    """Llama 3.2's factor: Megatron would build the model with 8."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    config = {**LLAMA, "rope_scaling": {**LLAMA_3_1, "factor": 32.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_plan(proportional_plan(Workload(64, 4, 4, 16), [[[1] * 7]]), tmp_path / "plan.yaml")
+    words = "launch plan.yaml --cluster cluster.yaml --model config.json"
+    said = call_hexi(monkeypatch, capsys, words.split())
+    assert said.code == 0
+    assert "config.json: rope_scaling.factor = 32.0: Megatron's --use-rope-scaling has 8.0" in said.err
+    assert "--use-rope-scaling" not in said.out
 
 
 def test_each_run_of_ranks_on_a_node_is_one_start(tmp_path):
