@@ -138,7 +138,7 @@ def own_gradients(buffers):
     ],
 )
 def test_weights_and_gradients_are_there_when_they_are_needed(dtype, offload, in_step):
-    @examples(4 if offload else 8)
+    @examples(4)
     @given(mesh=MESHES, seed=SEEDS, size=SIZES, ministages=st.integers(1, 3))
     def run(mesh, seed, size, ministages):
         results = run_ministages(mesh, dtype, seed, size, ministages, offload, in_step)
