@@ -111,7 +111,12 @@ def held_rows(mesh: Mesh, place: Place, documents: tuple[int, ...] | None = None
 
 
 def border_messages(
-    mesh: Mesh, replica: int, source: int, target: int, documents: tuple[int, ...] | None = None
+    mesh: Mesh,
+    replica: int,
+    source: int,
+    target: int,
+    documents: tuple[int, ...] | None = None,
+    domains: tuple[int | None, int | None] = (None, None),
 ) -> tuple[RowMessage, ...]:
     """What travels from one stage of a replica to a neighbour for one micro-batch.
 
@@ -124,10 +129,16 @@ def border_messages(
         source: number of the stage that sends.
         target: number of the stage that receives.
         documents: lengths of the documents of the sequence; ``None``: it is one.
+        domains: the number of the domain that takes the micro-batch in each of the two stages; ``None``: all
+            take some of its samples.
     """
     sides = [
-        [held_rows(mesh, mesh.places[rank], documents) for rank in mesh.stage_ranks(replica, stage)]
-        for stage in (source, target)
+        [
+            held_rows(mesh, mesh.places[rank], documents)
+            for rank in mesh.stage_ranks(replica, stage)
+            if domain in (None, mesh.places[rank].domain)
+        ]
+        for stage, domain in zip((source, target), domains, strict=True)
     ]
     return row_messages(*sides)
 

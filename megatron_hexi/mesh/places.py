@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_hexi.mesh.deal import deal
 from megatron_hexi.plan import Domain, Member, Plan, Replica, Stage, Workload
 from megatron_hexi.plan.model import Range
 
@@ -20,6 +21,7 @@ class Place:
         member: number of its unit among the members of the domain.
         tp_rank: its number in the unit.
         samples: of each micro-batch, those that its domain takes.
+        micro_batches: of an iteration, those that its domain takes, ascending; ``None``: all.
     """
 
     rank: int
@@ -29,6 +31,7 @@ class Place:
     member: int
     tp_rank: int
     samples: Range
+    micro_batches: tuple[int, ...] | None = None
 
 
 class Mesh:
@@ -49,12 +52,14 @@ class Mesh:
         for r, replica in enumerate(plan.replicas):
             for s, stage in enumerate(replica.stages):
                 first = 0
+                dealt = deal([domain.micro_batches or 0 for domain in stage.domains])
                 for d, domain in enumerate(stage.domains):
                     samples = (first, first + (domain.samples or micro_batch_size))
-                    first = samples[1]
+                    first = 0 if stage.is_dealt else samples[1]
+                    own = dealt[d] if stage.is_dealt else None
                     for m, member in enumerate(domain.members):
                         for t, rank in enumerate(member.ranks):
-                            found[rank] = Place(rank, r, s, d, m, t, samples)
+                            found[rank] = Place(rank, r, s, d, m, t, samples, own)
         #: By rank.
         self.places = tuple(found[rank] for rank in range(len(found)))
 
@@ -95,6 +100,17 @@ class Mesh:
         """All ranks of a stage, ascending."""
         members = self.plan.replicas[replica].stages[stage].members
         return tuple(sorted(rank for member in members for rank in member.ranks))
+
+    def taking(self, replica: int, stage: int, micro_batch: int) -> int | None:
+        """The number of the domain that takes a micro-batch; ``None``: all take some samples of it."""
+        return next(
+            (
+                place.domain
+                for place in (self.places[rank] for rank in self.stage_ranks(replica, stage))
+                if place.micro_batches is not None and micro_batch in place.micro_batches
+            ),
+            None,
+        )
 
     def lane(self, place: Place) -> tuple[int, ...]:
         """The ranks that exchange keys with a rank: its counterpart in each unit of its domain."""

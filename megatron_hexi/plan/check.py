@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 from megatron_hexi.errors import PlanError
+from megatron_hexi.plan.check_deal import check_shares
 from megatron_hexi.plan.check_domain import check_domain, refuse
 from megatron_hexi.plan.check_ministages import check_ministages, check_offload, refuse_turns
 from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage, Workload
@@ -31,7 +32,7 @@ def check_plan(plan: Plan, where: Where) -> None:
         place: Place = ("replicas", r, "stages")
         _check_layers(plan, replica, place, where)
         for s, stage in enumerate(replica.stages):
-            _check_stage(plan, stage, (*place, s), seen, where)
+            _check_stage(plan, replica, stage, (*place, s), seen, where)
     ranks = sorted(seen)
     if ranks != list(range(len(ranks))):
         missing = next(rank for rank in range(len(ranks)) if rank not in seen)
@@ -121,7 +122,9 @@ def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> N
         refuse(where, (*place, len(stages) - 1, "layers"), f"ends at layer {reached}", f"end it at {total}")
 
 
-def _check_stage(plan: Plan, stage: Stage, place: Place, seen: dict[int, Place], where: Where) -> None:
+def _check_stage(
+    plan: Plan, replica: Replica, stage: Stage, place: Place, seen: dict[int, Place], where: Where
+) -> None:
     """Its units, each rank once; the samples of its domains; and each domain by itself."""
     if not stage.domains:
         refuse(where, (*place, "domains"), "is empty", "give at least one domain")
@@ -139,26 +142,7 @@ def _check_stage(plan: Plan, stage: Stage, place: Place, seen: dict[int, Place],
             _check_units(plan, group, width, (*here, g), seen, where)
         _check_lanes(domain, here, where)
         check_domain(plan.workload, domain, here, where)
-    _check_samples(plan, stage, (*place, "domains"), where)
-
-
-def _check_samples(plan: Plan, stage: Stage, place: Place, where: Where) -> None:
-    """One domain takes all samples of a micro-batch, or several share them."""
-    stated = [domain.samples for domain in stage.domains]
-    if stated == [None]:
-        return
-    for d, samples in enumerate(stated):
-        if samples is None:
-            refuse(
-                where, (*place, d, "samples"), "is missing", "say how many of a micro-batch each domain takes"
-            )
-    size, total = plan.job.micro_batch_size, sum(samples or 0 for samples in stated)
-    if size is None:
-        refuse(where, ("job", "micro_batch_size"), "is missing, domains share its samples", f"give {total}")
-    if total != size:
-        refuse(
-            where, place, f"take {total} samples of each micro-batch", f"it has {size} (job.micro_batch_size)"
-        )
+    check_shares(plan, replica, stage, (*place, "domains"), where)
 
 
 def _check_batch(plan: Plan, where: Where) -> None:

@@ -163,10 +163,14 @@ class Domain:
     Args:
         groups: its A2A groups. Keys and values travel between them, round in this order.
         samples: how many of each micro-batch it takes; ``None``: all.
+        micro_batches: how many whole micro-batches of an iteration it takes, where the domains of a stage
+            share these in place of samples; each next one goes to the domain that is predicted to be free
+            first. ``None``: all.
     """
 
     groups: tuple[Group, ...]
     samples: Positive | None = None
+    micro_batches: Positive | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -223,6 +227,11 @@ class Stage:
     offload: Annotated[tuple[Offload, ...], Field(min_length=1)] | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether its domains take whole micro-batches."""
+        return any(domain.micro_batches is not None for domain in self.domains)
 
     @property
     def domain(self) -> Domain:
@@ -329,6 +338,11 @@ class Plan:
     def has_ministages(self) -> bool:
         """Whether some stages run in ministages."""
         return any(stage.ministages is not None for replica in self.replicas for stage in replica.stages)
+
+    @property
+    def has_deal(self) -> bool:
+        """Whether domains of some stages take whole micro-batches."""
+        return any(stage.is_dealt for replica in self.replicas for stage in replica.stages)
 
     @property
     def has_offload(self) -> bool:

@@ -29,6 +29,7 @@ class Holding:
         recompute: what the stage computes again; ``None``: as the job says.
         domain: index of its domain in the stage.
         samples: of each micro-batch, what the domain takes; ``None``: all.
+        micro_batches: of an iteration, the whole ones that the domain takes; ``None``: all.
         group: index of its group in the domain.
         group_name: the group's name; may be empty.
         tokens: size of its shard.
@@ -51,6 +52,7 @@ class Holding:
     recompute: Recompute | None
     domain: int
     samples: int | None
+    micro_batches: int | None
     group: int
     group_name: str
     tokens: int
@@ -103,6 +105,7 @@ def _stage_holdings(
                 recompute=stage.recompute,
                 domain=d,
                 samples=domain.samples,
+                micro_batches=domain.micro_batches,
                 group=group,
                 group_name=domain.groups[group].name,
                 tokens=member.tokens,

@@ -187,6 +187,8 @@ def _domain_name(row: Holding) -> str:
         words.append(f"offloads {', '.join(row.offload)}")
     if row.samples is not None:
         words.append(f"{row.samples} samples")
+    if row.micro_batches is not None:
+        words.append(f"{row.micro_batches} micro-batches")
     return ", ".join(words)
 
 

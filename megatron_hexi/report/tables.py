@@ -30,6 +30,7 @@ _COLUMNS: dict[str, Callable[[Plan, Sequence[Holding]], bool]] = {
     "recompute": lambda plan, rows: any(row.recompute is not None for row in rows),
     "rank": _always,
     "samples": lambda plan, rows: any(row.samples is not None for row in rows),
+    "micro-batches": lambda plan, rows: plan.has_deal,
     "group": _always,
     "tokens": _always,
     "share": _always,
@@ -78,6 +79,7 @@ def holdings_table(plan: Plan, rows: Sequence[Holding]) -> Table:
             "recompute": "" if row.recompute is None else str(row.recompute),
             "rank": spell_range((row.ranks[0], row.ranks[-1] + 1)),
             "samples": "all" if row.samples is None else str(row.samples),
+            "micro-batches": "all" if row.micro_batches is None else str(row.micro_batches),
             "group": Text(row.group_name or str(row.group)),  # a name may hold what rich takes for markup
             "tokens": f"{row.tokens:,}",
             "share": f"{row.share:.1%}",

@@ -45,7 +45,9 @@ class HostMemory:
         tensor = torch.frombuffer(mapped, dtype=dtype, count=count).view(tuple(shape))
         if self._has_streams:
             cuda: Any = torch.cuda.cudart()
-            torch.cuda.check_error(int(cuda.cudaHostRegister(tensor.data_ptr(), size, 0)))
+            failed = int(cuda.cudaHostRegister(tensor.data_ptr(), size, 0))
+            if failed:
+                raise RuntimeError(f"cudaHostRegister: error {failed} for {size} bytes of host memory")
         self.nbytes += size
         return tensor
 

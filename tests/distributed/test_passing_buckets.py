@@ -29,26 +29,39 @@ from tests.support.stage_plans import boxes_of
 from tests.support.threads import run_ranks
 
 
-def in_turns(box: Any, ministages: int) -> Any:
-    """Layers in turns; embeddings are at both ends."""
+def in_turns(box: Any, ministages: int, rank: int | None = None) -> Any:
+    """Layers in turns, of a rank that runs by itself, or in step with all; embeddings are at both ends."""
     if box.key == "embedding":
         return box
-    return replace(box, ministage=(0, 0, box.depth % ministages))
+    return replace(box, ministage=(0 if rank is None else rank, 0, box.depth % ministages))
 
 
-def run_ministages(mesh, dtype, seed, size, ministages):
+EVERYTHING = ("parameters", "optimizer")
+
+
+def run_ministages(mesh, dtype, seed, size, ministages, offload=(), in_step=True):
     """Iterations of backward passes, each a ministage at a time; then new weights of the owners.
+
+    Args:
+        offload: what waits in host memory.
+        in_step: whether the holders of a bucket keep shares.
 
     Returns:
         As `run_buffers`, without values at first.
     """
     states = {place.rank: mesh.member(place).state for place in mesh.places}
-    boxes = [[in_turns(box, ministages) for box in own] for own in boxes_of(mesh)]
+    turns = [None if in_step else place.rank for place in mesh.places]
+    boxes = [
+        [in_turns(box, ministages, turn) for box in own]
+        for turn, own in zip(turns, boxes_of(mesh), strict=True)
+    ]
     buckets = make_buckets(cut_pieces(boxes), states, size)
 
     def work(thread):
         model = RankModel(mesh, thread.rank, dtype, seed)
-        held: list[Any] = [replace(one, box=in_turns(one.box, ministages)) for one in model.held]
+        held: list[Any] = [
+            replace(one, box=in_turns(one.box, ministages, turns[thread.rank])) for one in model.held
+        ]
         number_of: dict[Any, int] = {
             one.parameter: one.box.ministage[2] if one.box.ministage else 0 for one in held
         }
@@ -58,12 +71,17 @@ def run_ministages(mesh, dtype, seed, size, ministages):
                 return None
             return thread.new_group(f"holders-{ranks}", ranks)
 
-        buffers = PieceBuffers(buckets, held, model.scales.__getitem__, thread.rank, group_of, torch.float32)
+        buffers = PieceBuffers(
+            buckets, held, model.scales.__getitem__, thread.rank, group_of, torch.float32, offload
+        )
         buffers.take_values_from(max)
         first = {one: one.data.clone() for one in number_of}
         passing: list[Any] = [buffer for buffer in buffers.buckets if buffer.passes]
         buffers.release()
         assert not sum(buffer.values.untyped_storage().nbytes() for buffer in passing)
+        kept: list[Any] = [buffer.rest_gradients for buffer in buffers.buckets]
+        kept += [buffer.rest_values for buffer in passing]
+        assert buffers.host.nbytes == (sum(tensor.nbytes for tensor in kept) if offload else 0)
         sums = []
         for iteration in range(ITERATIONS):
             buffers.reset()
@@ -110,12 +128,20 @@ def own_gradients(buffers):
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_and_gradients_are_there_when_they_are_needed(dtype):
-    @examples(8)
+@pytest.mark.parametrize(
+    ("dtype", "offload", "in_step"),
+    [
+        (torch.float32, (), True),
+        (torch.bfloat16, (), True),
+        (torch.float32, EVERYTHING, True),
+        (torch.bfloat16, EVERYTHING, False),
+    ],
+)
+def test_weights_and_gradients_are_there_when_they_are_needed(dtype, offload, in_step):
+    @examples(4)
     @given(mesh=MESHES, seed=SEEDS, size=SIZES, ministages=st.integers(1, 3))
     def run(mesh, seed, size, ministages):
-        results = run_ministages(mesh, dtype, seed, size, ministages)
+        results = run_ministages(mesh, dtype, seed, size, ministages, offload, in_step)
         check_sums(results, mesh, dtype, seed)
         new = new_values(mesh, dtype, seed)
         for _, _, ended in results:

@@ -68,7 +68,6 @@ CASES = {
         - {ranks: [1], tokens: 37, heads: [5, 6], state: 4}
   - {layers: [3, 6], ministages: 2, recompute: full, domains: [{ranks: [2]}]}
 """,
-        slow=False,
     ),
     "three-stages": Case(
         """\
@@ -126,7 +125,7 @@ OFFLOADED = {
     # Shares of weights, and tied embeddings that stay.
     "one-stage": offloading("one-stage", ALL),
     # Each stage its own: the first keeps shares, the second holds its weights alone.
-    "two-stages": offloading("two-stages", ALL, STATE, slow=False),
+    "two-stages": offloading("two-stages", ALL, STATE),
     "two-stages-alone": offloading("two-stages", STATE, ALL),
     "three-stages": offloading("three-stages", ALL, "offload: [activations, optimizer]", ALL),
     # Weights that a replica in 1F1B holds too; its first stage steps on the host as well.
@@ -152,9 +151,76 @@ OFFLOADED = {
     ),
 }
 
+#: Whole micro-batches dealt to the domains of a stage.
+DEALT = {
+    # Before one unit; the first stage keeps shares on the host, the second holds its weights alone.
+    "before-one": Case(
+        """\
+- micro_batches: 4
+  stages:
+  - layers: [0, 2]
+    ministages: 2
+    ALL
+    domains: [{ranks: [0], micro_batches: 3}, {ranks: [1], micro_batches: 1}]
+  - {layers: [2, 6], ministages: 2, STATE, domains: [{ranks: [2]}]}
+""".replace("ALL", ALL).replace("STATE", STATE),
+        slow=False,
+    ),
+    # All forward, then all backward.
+    "one-ministage": Case(
+        """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 2], ministages: 1, domains: [{ranks: [0]}]}
+  - {layers: [2, 6], ministages: 1, domains: [{ranks: [1], micro_batches: 3}, {ranks: [2], micro_batches: 1}]}
+"""
+    ),
+    # Between samples of each and whole ones.
+    "everywhere": Case(
+        """\
+- micro_batches: 4
+  stages:
+  - {layers: [0, 2], ministages: 2, domains: [{ranks: [0], samples: 3}, {ranks: [1], samples: 1}]}
+  - layers: [2, 4]
+    ministages: 2
+    ALL
+    domains:
+    - {ranks: [2, 3], micro_batches: 2}
+    - micro_batches: 2
+      groups:
+      - segments: [[0, 127]]
+        members:
+        - {ranks: [4], tokens: 90, heads: [0, 5]}
+        - {ranks: [5], tokens: 37, heads: [5, 6], state: 4}
+  - {layers: [4, 6], ministages: 2, domains: [{ranks: [6], micro_batches: 1}, {ranks: [7], micro_batches: 3}]}
+""".replace("ALL", ALL),
+        job=SEQUENCE,
+    ),
+    "one-stage": Case(
+        """\
+- micro_batches: 3
+  stages:
+  - layers: [0, 6]
+    ministages: 3
+    domains: [{ranks: [0], micro_batches: 2}, {ranks: [1], micro_batches: 1, state: 2}]
+- micro_batches: 1
+  stages:
+  - {layers: [0, 6], domains: [{ranks: [2]}]}
+""",
+        job=SMALL_BUCKETS,
+    ),
+}
+
 
 @pytest.mark.parametrize(
-    ("case", "iterations"), runs(CASES | {f"{n}-offloaded": c for n, c in OFFLOADED.items()})
+    ("case", "iterations"),
+    runs(
+        {
+            **CASES,
+            **{f"{name}-offloaded": case for name, case in OFFLOADED.items()},
+            **{f"{name}-dealt": case for name, case in DEALT.items()},
+        }
+    ),
 )
 def test_training_is_that_of_one_rank(
     case: Case, iterations: int, forks: Forks, references: References, tmp_path: Path

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megatron_hexi.errors import PlanError
+from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import Exchange, Replica, Stage, dump_plan, plan_digest, read_plan, write_plan
 from megatron_hexi.report.holdings import holdings
 from megatron_hexi.report.tables import plan_report
@@ -278,6 +279,59 @@ def test_ministages_hold_every_layer_once(sizes, count):
     # In the order of the model: stage after stage, round after round.
     order = [own[turn] for turn in range(count) for own in dealt]
     assert all(before[1] == after[0] for before, after in itertools.pairwise(order))
+
+
+DEALT = """\
+version: 2
+workload: {seq_length: 64, heads: 8, kv_heads: 4, head_dim: 16, layers: 9}
+replicas:
+- micro_batches: 4
+  stages:
+  - {layers: [0, 3], ministages: 2, domains: [{ranks: [0], micro_batches: 3}, {ranks: [1], micro_batches: 1}]}
+  - {layers: [3, 9], ministages: 2, domains: [{ranks: [2]}]}
+"""
+
+
+def test_domains_that_take_whole_micro_batches_are_read_written_and_shown(read, tmp_path: Path):
+    plan = read(DEALT)
+    write_plan(plan, tmp_path / "again.yaml")
+    assert read_plan(tmp_path / "again.yaml") == plan
+    mesh = Mesh(plan, 2, sequence_parallel=False)
+    assert [place.micro_batches for place in mesh.places] == [(0, 2, 3), (1,), None]
+    assert [place.samples for place in mesh.places] == [(0, 2)] * 3
+    assert [mesh.taking(0, 0, number) for number in range(4)] == [0, 1, 0, 0]
+    assert mesh.taking(0, 1, 0) is None
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan_report(plan, holdings(plan)))
+    assert "micro-batches" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            "ranks: [1], micro_batches: 1",
+            "ranks: [1], samples: 1",
+            "domains[1].samples is 1, in a stage whose",
+        ),
+        ("ranks: [1], micro_batches: 1", "ranks: [1]", "domains[1].micro_batches is missing; say how many"),
+        (
+            "micro_batches: 3",
+            "micro_batches: 2",
+            "domains take 3 micro-batches of an iteration, the replica ta",
+        ),
+        (
+            "- micro_batches: 4\n  ",
+            "- ",
+            "domains take 4 micro-batches of an iteration, the replica does not",
+        ),
+        ("ministages: 2, ", "", "domains[0].micro_batches is 3, in a stage that runs 1F1B, where all take"),
+    ],
+)
+def test_a_broken_rule_of_the_deal_names_its_place(old, new, says, read):
+    with pytest.raises(PlanError) as refused:
+        read(DEALT.replace(old, new))
+    assert says in str(refused.value)
 
 
 OFFLOADING = THREE_STAGES.replace(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from megatron_hexi.errors import PlanError
 from megatron_hexi.megatron.job_terms import recompute_settings
+from megatron_hexi.megatron.options.kinds import is_packed
 from megatron_hexi.mesh import Mesh, Place
 from megatron_hexi.plan import Plan
 
@@ -74,6 +75,11 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
         raise PlanError(
             f"{path}: its stages offload, and --async-save writes host memory while the next step changes "
             "it; leave out one of them"
+        )
+    if plan.has_deal and is_packed(args):
+        raise PlanError(
+            f"{path}: its stages deal whole micro-batches, which do not follow documents yet; leave out "
+            "--dataloader-inter-document-masking and --sft, or give the domains samples"
         )
     size = args.ffn_hidden_size
     for member in plan.members:

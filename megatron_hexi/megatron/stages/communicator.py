@@ -26,6 +26,8 @@ _MOST_LEAVING = 2
 
 #: Lengths of the documents of a micro-batch's sequence; ``None``: it is one.
 Documents = tuple[int, ...] | None
+#: Numbers of the domains that take a micro-batch, in the stages where a direction begins and ends.
+_Domains = tuple[int | None, int | None]
 
 
 class _Direction:
@@ -48,25 +50,36 @@ class _Direction:
         device: torch.device,
     ) -> None:
         @lru_cache(maxsize=16)  # the micro-batches under way
-        def table(documents: Documents) -> tuple[tuple[RowMessage, ...], HeldRows]:
-            return border_messages(mesh, place.replica, *ends, documents), held_rows(mesh, place, documents)
+        def table(documents: Documents, domains: _Domains) -> tuple[tuple[RowMessage, ...], HeldRows]:
+            messages = border_messages(mesh, place.replica, *ends, documents, domains)
+            return messages, held_rows(mesh, place, documents)
 
         self._table = table
-        self._channel = RowChannel(*table(None), group, device)
+        self._is_dealt = any(mesh.plan.replicas[place.replica].stages[stage].is_dealt for stage in ends)
+        self._domains = lru_cache(maxsize=None)(
+            lambda micro_batch: tuple(mesh.taking(place.replica, stage, micro_batch) for stage in ends)
+        )
+        #: The one that is sent and received next, where domains take whole micro-batches.
+        self.micro_batch = 0
+        self._channel = RowChannel(*self._now(None), group, device)
         #: Micro-batches still to come.
         self.left = 0
 
+    def _now(self, documents: Documents) -> tuple[tuple[RowMessage, ...], HeldRows]:
+        """The table of a micro-batch."""
+        return self._table(documents, self._domains(self.micro_batch) if self._is_dealt else (None, None))
+
     def send(self, rows: Tensor, documents: Documents) -> None:
-        self._channel.set_table(*self._table(documents))
+        self._channel.set_table(*self._now(documents))
         self._channel.send(rows)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, documents: Documents) -> Tensor:
-        """The rows of the next micro-batch. Where no documents decide them, the one after it is posted."""
-        self._channel.set_table(*self._table(documents))
+        """The rows of the next micro-batch. Where all have the same table, the one after it is posted."""
+        self._channel.set_table(*self._now(documents))
         self._channel.expect(shape, dtype)
         rows = self._channel.receive()
         self.left -= 1
-        if self.left > 0 and documents is None:
+        if self.left > 0 and documents is None and not self._is_dealt:
             self._channel.expect(shape, dtype)
         return rows
 
@@ -129,6 +142,17 @@ class BorderChannels:
         for direction in (self._activations_in, self._gradients_in):
             if direction is not None:
                 direction.left = micro_batches
+
+    def turn_to(self, micro_batch: int) -> None:
+        """Say which micro-batch is received and sent next, with ministages."""
+        for direction in (
+            self._activations_in,
+            self._activations_out,
+            self._gradients_in,
+            self._gradients_out,
+        ):
+            if direction is not None:
+                direction.micro_batch = micro_batch
 
     def finish(self) -> None:
         """Wait until all that was sent has left: after the last forward-only pass nothing proves receipt."""

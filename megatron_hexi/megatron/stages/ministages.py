@@ -35,20 +35,20 @@ class _Replayed:
     def __init__(self, source: Any) -> None:
         self._source = source
         self._read: list[Any] = []
-        self._place = 0
+        #: The number of the micro-batch that is given next.
+        self.place = 0
 
-    def rewind(self) -> None:
-        """Begin again with the first."""
-        self._place = 0
+    def read(self, count: int) -> None:
+        """Have so many read, whoever takes them."""
+        while len(self._read) < count:
+            self._read.append(next(self._source))
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._place == len(self._read):
-            self._read.append(next(self._source))
-        self._place += 1
-        return copy.copy(self._read[self._place - 1])
+        self.read(self.place + 1)
+        return copy.copy(self._read[self.place])
 
 
 class _Iteration:
@@ -58,7 +58,7 @@ class _Iteration:
         session: what this rank trains by.
         model: its only model chunk.
         step: runs the model on a micro-batch: of a ministage's number, the micro-batch's and its rows.
-        micro_batches: how many pass.
+        micro_batches: how many the replica takes.
         shape: of the rows between ministages, [L, b, hidden].
         batches: rewound before each pass.
     """
@@ -77,7 +77,9 @@ class _Iteration:
         place = self._stages.view.place
         self._slices: StageSlices = model.slices
         self._model, self._step, self._shape, self._batches = model, step, shape, batches
-        self._micro_batches = micro_batches
+        self._all = micro_batches
+        #: Those that this rank takes.
+        self._own = tuple(range(micro_batches)) if place.micro_batches is None else place.micro_batches
         #: The rows that entered each ministage, until its backward pass.
         self._rows: RowStore = model.waiting_rows
         self._hands_to_itself = self._stages.mesh.depth(place) == 1
@@ -90,12 +92,15 @@ class _Iteration:
         pieces = self._model.pieces
         pieces.release()
         for sweep in sweeps(count, self._slices.gives_loss(count - 1), forward_only):
-            if self._batches is not None:
-                self._batches.rewind()
-            self._stages.channels.begin(self._micro_batches, forward_only, is_sweep=True)
+            self._stages.channels.begin(len(self._own), forward_only, is_sweep=True)
             with pieces.sweep(sweep), self._slices.only(sweep.ministage):
-                for micro_batch in range(self._micro_batches):
+                for micro_batch in self._own:
+                    self._stages.channels.turn_to(micro_batch)
+                    if self._batches is not None:
+                        self._batches.place = micro_batch
                     runs[sweep.way](sweep.ministage, micro_batch)
+        if self._batches is not None:
+            self._batches.read(self._all)
         pieces.release()
 
     def _forward(self, number: int, micro_batch: int) -> None:
@@ -125,7 +130,7 @@ class _Iteration:
 
         config = self._model.config
         pieces = self._model.pieces
-        pieces.is_last_microbatch = micro_batch == self._micro_batches - 1
+        pieces.is_last_microbatch = micro_batch == self._own[-1]
         pieces.unfinished = self._slices.used_before(number)
         rows = None if rows is None else rows.detach().requires_grad_()
         output = self._step(self._slices, number, micro_batch, rows)
@@ -141,7 +146,8 @@ class _Iteration:
 
     def _following(self, number: int, micro_batch: int) -> Where | None:
         """The rows that are asked for after those of a micro-batch."""
-        return (number, micro_batch + 1) if micro_batch + 1 < self._micro_batches else None
+        following = self._own[self._own.index(micro_batch) + 1 :]
+        return (number, following[0]) if following else None
 
     # Over a border, or by hand where the replica has one stage: what leaves a ministage waits there for the
     # next one, and the gradients of what entered one, in its place, for the one before.

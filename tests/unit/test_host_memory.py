@@ -1,0 +1,67 @@
+"""Host memory holds what is copied there, and is no part of a process's data."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from megatron_hexi.runtime.host_memory import HostMemory
+from megatron_hexi.runtime.row_store import DeviceRows, HostRows
+
+CPU = torch.device("cpu")
+
+
+def data_bytes() -> int:
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def test_a_limit_on_data_does_not_count_it():
+    host, size = HostMemory(CPU), 2**27
+    before = data_bytes()
+    kept = host.empty((size // 4,), torch.float32)
+    kept.fill_(1.5)
+    assert data_bytes() - before < size // 4
+    assert host.nbytes == size
+    assert kept[-1] == 1.5
+    own = torch.ones(size // 4)
+    assert data_bytes() - before >= size
+    assert own[-1] == 1
+
+
+def test_copies_there_and_back_are_exact():
+    host = HostMemory(CPU)
+    values = torch.randn(7, 3).to(torch.bfloat16)
+    kept = host.copy_of(values)
+    back = torch.empty_like(values)
+    host.copy_back(back, kept).wait()
+    assert torch.equal(back, values)
+    host.copy_out(kept, 2 * values)
+    host.drain()
+    assert torch.equal(kept, 2 * values)
+    assert host.copy_of(values, torch.float32).dtype == torch.float32
+    assert host.empty((0, 4), torch.float32).shape == (0, 4)
+
+
+def test_rows_come_back_one_ahead_and_memory_serves_again():
+    host = HostMemory(CPU)
+    stores = HostRows(host), DeviceRows()
+    for iteration in range(2):
+        rows = [torch.randn(4, 2, 3) + iteration for _ in range(3)]
+        for store in stores:
+            for number, one in enumerate(rows):
+                store.put((1, number), one)
+            for number, one in enumerate(rows):
+                following = (1, number + 1) if number < 2 else None
+                assert torch.equal(store.get((1, number), following), one)
+            for number, one in enumerate(rows):
+                following = (1, number + 1) if number < 2 else None
+                assert torch.equal(store.pop((1, number), following), one)
+                store.put((1, number), -one)  # the gradient, in its place
+            assert torch.equal(store.pop((1, 0), (1, 1)), -rows[0])
+            assert torch.equal(store.pop((1, 1), (1, 2)), -rows[1])
+            assert torch.equal(store.pop((1, 2), None), -rows[2])
+    assert host.nbytes == 3 * rows[0].nbytes
