@@ -126,7 +126,7 @@ def test_six_losses_in_a_row_and_nodes_that_come_back(forks, tmp_path, small_dis
         ElasticJob(tmp_path, "1:4", args, RANKS, launcher + copies, links) as job,
     ):
         job.start(*RANKS)
-        job.wait(lambda: job.told("has ended") or job.lines() >= 9)
+        job.wait(lambda: job.lines() >= 9, 600)
         for grief in chance.sample(GRIEFS, len(GRIEFS)):
             reached = job.lines()
             job.wait(partial(more_lines, job, reached + chance.randrange(3, 20)))
