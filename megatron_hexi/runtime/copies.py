@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def pull(urls: Iterable[str], name: str, wanted: tuple[int, str], folder: Path) 
                 while block := source.read(_BLOCK):
                     digest.update(block)
                     target.write(block)
-        except OSError as problem:
+        except (OSError, HTTPException) as problem:
             reason = f"{url}: {problem}"
             continue
         if (part.stat().st_size, digest.hexdigest()) == tuple(wanted):

@@ -86,6 +86,7 @@ def test_the_one_that_is_left_goes_on_from_what_is_whole(forks, tmp_path, copies
         [resumed, where] = re.findall(r"goes on from iteration (\d+)( in memory)?,", second)[0]
         assert int(resumed) >= safe if copies else int(resumed) == torn - 20
         assert bool(where) == bool(copies)
+        assert re.search(r"\| round: 2 \| without: n1-0 \| goodput: [\d.]+% \|", job.said("n0"))
         assert job.folders_in_memory() == (1 if copies else 0)  # the killed node's alone
         check_losses(job, forks, tmp_path, TWO, 60)
 
@@ -125,7 +126,7 @@ def test_six_losses_in_a_row_and_nodes_that_come_back(forks, tmp_path, small_dis
         ElasticJob(tmp_path, "1:4", args, RANKS, launcher + copies, links) as job,
     ):
         job.start(*RANKS)
-        job.wait(lambda: job.told("has ended") or job.lines() >= 9)
+        job.wait(lambda: job.lines() >= 9, 600)
         for grief in chance.sample(GRIEFS, len(GRIEFS)):
             reached = job.lines()
             job.wait(partial(more_lines, job, reached + chance.randrange(3, 20)))

@@ -9,7 +9,7 @@ import pytest
 from megatron_hexi.cost import estimate
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Estimate, proportional_plan, write_plan
-from megatron_hexi.record import RankTimes, read_record
+from megatron_hexi.record import RankTimes, Round, read_record
 from megatron_hexi.report.run import Pace, describe_run
 from megatron_hexi.report.run_page import run_page
 from megatron_hexi.simulator import simulate
@@ -115,6 +115,20 @@ def test_swaps_are_no_starts_and_their_times_are_the_other_plans(path):
     assert run.measured.iteration_s < 10
     assert any("swapped 2 times while the job ran, before iteration 5, 6" in note for note in run.notes)
     assert not any("started" in note for note in run.notes)
+
+
+def test_rounds_of_an_elastic_job_are_told(path):
+    first = start(round=Round(1, (), 0, False, 0, 0.0))
+    alone = start(digest="0" * 64, round=Round(2, ("slow-0",), 4, True, 1, 0.25))
+    back = start(round=Round(3, (), 6, False, 0, 0.5))
+    write_record(path, first, *INTERVALS, alone, interval(5), interval(6), back, interval(7), interval(8))
+    run = describe_run(read_record(path), PLAN, None)
+    assert run.starts == 3
+    assert run.notes[:2] == (
+        "round 2 without slow-0: from iteration 4 in memory, 1 iterations done again; goodput 25% by then",
+        "round 3 with all nodes: from iteration 6, 0 iterations done again; goodput 50% by then",
+    )
+    assert run.timed > len(INTERVALS)  # the rounds by the plan itself count together
 
 
 def test_a_record_of_another_plan_is_named(record):
