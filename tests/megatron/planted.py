@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_hexi.mesh import RowMessage
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer
+from megatron_hexi.runtime.hand_out import HandOut
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from megatron_hexi.runtime.row_channel import RowChannel
 
@@ -42,10 +43,15 @@ def _rows_in_another_order() -> None:
     RowChannel._outgoing = outgoing  # type: ignore[method-assign]
 
 
+def _new_weights_not_waited_for() -> None:
+    HandOut.settle = lambda self, buffers: None  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "copies-unscaled": _copies_unscaled,
     "a-holder-adds-nothing": _a_holder_adds_nothing,
     "rows-in-another-order": _rows_in_another_order,
+    "new-weights-not-waited-for": _new_weights_not_waited_for,
 }
 
 

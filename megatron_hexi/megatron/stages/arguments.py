@@ -116,12 +116,11 @@ def as_one_rank(args: Namespace, mesh: Mesh | None) -> Iterator[None]:
 
 
 def overlaps_values() -> bool:
-    """Whether new weights travel behind the next forward pass: not where something else reads them first."""
+    """Whether new weights travel behind the next forward pass: not where there is none."""
     from megatron.training import get_args
 
     args = get_args()
-    is_last = args.curr_iteration + 1 >= args.train_iters
-    return args.hexi_overlap_values and not args.log_params_norm and not is_last
+    return bool(args.hexi_overlap_values) and args.curr_iteration + 1 < args.train_iters
 
 
 def _set_view(args: Namespace, mesh: Mesh, place: Place) -> None:
