@@ -76,6 +76,17 @@ def test_plan_writes_the_plan_and_reports(hexi, asked):
         assert words in out
 
 
+def test_rates_are_written_where_they_are_asked_for(hexi, asked):
+    assert hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml")[0] == 0
+    assert read_plan("plan.yaml").rates is None
+    assert hexi("plan", "cluster.yaml", *JOB, "--batch-shares", "-o", "rated.yaml")[0] == 0
+    rated = read_plan("rated.yaml")
+    assert rated.rates is not None
+    assert len(rated.rates.room) == 8
+    assert rated.rates.row_s[0] < rated.rates.row_s[4]
+    assert plan_digest(rated) != plan_digest(read_plan("plan.yaml")), "ranks deal by them"
+
+
 def test_plan_as_json_is_one_document(hexi, asked):
     code, out, err = hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml", "--json")
     document = json.loads(out)
