@@ -78,7 +78,10 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
         beside_stages("--use-precision-aware-optimizer", _keeps_other_state, _OWN_STATE),
         beside_stages(
-            "--optimizer-cpu-offload", lambda args: getattr(args, "optimizer_cpu_offload", False), _OWN_STATE
+            "--optimizer-cpu-offload",
+            lambda args: getattr(args, "optimizer_cpu_offload", False),
+            _OWN_STATE,
+            "give the plan's stages offload: [optimizer]",
         ),
         beside_stages(
             "--ckpt-format",
