@@ -224,14 +224,21 @@ model; neither cuts the sequence, and Zorse's has no ministages, offloading or s
 nothing fits.
 Over the bound: how much longer the plan takes than no layout can beat; traffic is not counted there.
 
+## Where memory limits
+
+`python -m benchmarks.memory`. Without: the best layout without ministages, offload and shares of state. With
+the same: Zorse's layout with these.
+
+{memory}
+
 ## Clusters
 
 {clusters}
 """
 
 
-def page(rows: Sequence[Row]) -> str:
-    """docs/results/planner.md."""
+def page(rows: Sequence[Row], memory: str) -> str:
+    """docs/results/planner.md, with the table of benchmarks.memory."""
     gains = sorted(row.gain for row in rows if row.gain is not None)
     return _PAGE.format(
         least=gains[0],
@@ -240,6 +247,7 @@ def page(rows: Sequence[Row]) -> str:
         count=len(gains),
         head=f"| {' | '.join(_COLUMNS)} |",
         rows="\n".join(map(_line, rows)),
+        memory=memory,
         clusters="\n".join(f"- {name}: {_spell(machines)}" for name, machines in CLUSTERS.items()),
     )
 
@@ -306,7 +314,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.json:
         print(json.dumps([asdict(row) | {"gain": row.gain} for row in found], indent=2))
     if given.page:
-        write_text_atomically(PAGE, page(found))
+        from benchmarks import memory  # it takes clusters from here
+
+        write_text_atomically(PAGE, page(found, memory.table(memory.rows())))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from importlib.metadata import version
@@ -73,6 +74,7 @@ def find_plan(
         faster, timed = find_faster(request, roomy, best.iteration_s)
         trials += timed
         best = faster or best
+    unsaved_s = math.inf if best is None else best.iteration_s
     best, more, why = _saved(request, roomy, best, found, tell)
     trials += more
     if best is None:
@@ -82,7 +84,7 @@ def find_plan(
     rivals = best_of_each_kind(found, best)
     planned = _planned(best, cluster, bound, baselines if with_baselines else (), trials, begun)
     notes = (*why, *_margin_note(planned.cost, request.memory_margin), *planned.notes)
-    return replace(planned, rivals=rivals, notes=notes)
+    return replace(planned, rivals=rivals, notes=notes, unsaved_s=unsaved_s)
 
 
 def _check_nodes(cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_hexi.cost import IterationCost, Job
@@ -24,6 +25,7 @@ class Planned:
         trials: layouts that were timed.
         planning_s: seconds that it took.
         rivals: the next best layouts, the best of each other kind.
+        unsaved_s: seconds of the best layout that does nothing for memory but recompute; infinite: none fits.
         notes: what a user should know, one sentence each: GPUs that are left out, and why.
     """
 
@@ -36,6 +38,7 @@ class Planned:
     planning_s: float
     notes: tuple[str, ...] = ()
     rivals: tuple[Candidate, ...] = ()
+    unsaved_s: float = math.inf
 
     @property
     def gap(self) -> float:

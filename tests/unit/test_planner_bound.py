@@ -344,27 +344,32 @@ def test_one_gpu_takes_as_long_as_the_bound(gpu, length, sharp, recompute):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_one_gpu_needs_as_much_memory_as_the_bound(recompute):
+def test_one_gpu_needs_as_much_memory_as_a_layer_in_ministages(recompute):
     job = tiny_job(model=DEEP, recompute=recompute, seq_length=2**16)
     request = Request(job, frozenset(["recompute"]))
-    (needed,) = cost_of(job, cluster([("a", "PLAIN", 1)]), ((0, 4), (0,)), recompute=recompute).memory_gib
+    (rank,) = cost_of(job, cluster([("a", "PLAIN", 1)]), ((0, 4), (0,)), recompute=recompute).ranks
+    terms = rank.memory.terms
+    # What a layer of four keeps and works with, the loss, and what libraries and the allocator keep.
+    layer = (terms["activations"] + terms["attention"]) / 4 + terms["working_set"] + terms["logits"]
+    least = (1.05 * layer + 1.5 * GIB) / GIB
     enough, little = (
-        cluster([("a", f"PLAIN, memory_gb: {part * needed * 80 / 64}", 1)]) for part in (1 + 1e-9, 0.99)
+        cluster([("a", f"PLAIN, memory_gb: {gib * 80 / 64}", 1)])
+        for gib in (rank.memory_gib * (1 + 1e-9), least)
     )
     assert memory_fits(request, enough)
     assert not memory_fits(request, little)
 
 
-@pytest.mark.parametrize("depth", [2, 4])
-def test_a_pipeline_fills_and_drains(depth):
+@pytest.mark.parametrize(("depth", "sharp"), [(2, 0.93), (4, 0.88)])
+def test_a_pipeline_fills_and_drains(depth, sharp):
     model = dataclasses.replace(DEEP, vocab_size=128)  # hardly any logits: stages take the same
-    job = tiny_job(model=model, global_batch_size=2, pipeline_parallel=depth, seq_length=16384)
+    job = tiny_job(model=model, global_batch_size=16, pipeline_parallel=depth, seq_length=16384)
     known = cluster([("a", "PLAIN", depth)], FAST)
     each = 4 // depth
     stages = [((number * each, (number + 1) * each), (number,)) for number in range(depth)]
     cost = cost_of(dataclasses.replace(job, pipeline_parallel=1), known, *stages)
     bound = joint_bound(Request(job, frozenset(["pipeline_parallel", "data_parallel"])), known)
-    assert 0.93 * cost.iteration_s <= bound.iteration_s <= cost.iteration_s
+    assert sharp * cost.iteration_s <= bound.iteration_s <= cost.iteration_s
     assert "pipelines" in bound.reason
 
 

@@ -26,7 +26,8 @@ fill   Let a second of GPU g be worth c_g, so that a sequence's token work and a
        f = z / w, by which attention does not go where layers are few.
 
 A stage in ministages (options.py) gives idle time to the fill row and takes nothing of it; no micro-batch
-passes the others before it ends. The optimizer's state may lie in host memory: the room has that too.
+passes the others before it ends. All stages of its replica are, so those before the last have q - 1 times
+the x of the last or more. The optimizer's state may lie in host memory: the room has that too.
 
 Sums over GPUs keep each row, and the sequences of all replicas are the batch. So where the program does less
 than the batch, T is not possible, and nothing below. What travels between units is not counted, nor that
@@ -69,7 +70,9 @@ _ROUNDS = 60
 _PAIRS = np.array(list(itertools.combinations(range(2 * MODES), 2))).T
 #: Rows of a range of shares: batch, spread, last stages and depth (no more and no less), fill by x and by z.
 _BATCH, _SPREAD, _LAST, _DEPTH, _FILL = 0, slice(1, 1 + MODES), 1 + MODES, 3 + MODES, 5 + MODES
-_OWN = _FILL + 2 * len(_TANGENTS)
+#: And the stages before the last in ministages.
+_TURNS = _FILL + 2 * len(_TANGENTS)
+_OWN = _TURNS + 1
 
 
 @dataclass(frozen=True)
@@ -275,6 +278,8 @@ class _Program:
         pipes = self._size * (2 * touch * np.sqrt(q)[:, None] - touch**2 - 1)
         pipes /= np.where(pipes > 0, places.most[:, None], places.fewest[:, None])
         pipes[self._turns] = 0
+        before = self._turns * np.where(places.last, 1 - q, 1.0)
+        columns[:, _TURNS] = x.sum(axis=1) * before[option]
         for row, work in ((_FILL, x), (_FILL + len(touch), z)):
             fill = idle[:, None] - work.sum(axis=1, keepdims=True) * pipes[option]
             columns[:, row : row + len(touch)] = fill * self.ceiling_s / iteration_s
@@ -347,6 +352,6 @@ class _Program:
 def _name_needs(rows: Floats) -> str:
     """What has a price besides time."""
     own = rows[:-3].reshape(-1, _OWN)
-    prices = {"pipelines that fill and drain": own[:, _FILL:].max(), "the memory of all GPUs": rows[-3]}
+    prices = {"pipelines that fill and drain": own[:, _FILL:_TURNS].max(), "the memory of all GPUs": rows[-3]}
     needs = [name for name, price in prices.items() if price > _MARGIN]
     return f"; {' and '.join(needs)} add to it" if needs else ""

@@ -1,0 +1,116 @@
+"""`python -m benchmarks.memory`: jobs that memory limits, on Zorse's clusters, saving it or not.
+
+Each stands beside Zorse's planner (our reading of arXiv 2507.10392), and beside that with what saves memory
+here. All of it is prediction by the cost model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from benchmarks.layouts import CLUSTERS, K, merge_stages
+from megatron_hexi.cost import Job, read_model
+from megatron_hexi.errors import NothingFitsError
+from megatron_hexi.planner import Request, find_plan
+from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
+from megatron_hexi.planner.baselines.zorse import zorse
+from megatron_hexi.planner.savings import Savings, spell_savings
+
+#: Cluster, model, context, batch, precision.
+CELLS = (
+    ("zorse-a", "llama3-70b", 16 * K, 16, "bf16"),
+    ("zorse-a", "llama3-70b", 32 * K, 16, "bf16"),
+    ("zorse-b", "llama3-70b", 2 * K, 128, "fp16"),
+    ("zorse-b", "llama3-70b", 16 * K, 16, "fp16"),
+    ("zorse-c", "llama3-70b", 2 * K, 128, "fp16"),
+    ("zorse-c", "llama3-70b", 16 * K, 16, "fp16"),
+)
+
+
+class Row(NamedTuple):
+    """A cell; seconds of an iteration, infinite where nothing fits.
+
+    Args:
+        name: of the cell.
+        unsaved_s: of the best plan without what saves memory.
+        plan_s: of the plan.
+        zorse_s: of Zorse's planner's layout.
+        zorse_saved_s: of that with what saves memory.
+        what: what the plan saves memory with.
+        layout: its stages.
+    """
+
+    name: str
+    unsaved_s: float
+    plan_s: float
+    zorse_s: float
+    zorse_saved_s: float
+    what: str
+    layout: str
+
+
+def measure(cluster: str, model: str, seq_length: int, batch: int, precision: str) -> Row:
+    """One cell."""
+    job = Job(
+        model=read_model(model),
+        seq_length=seq_length,
+        global_batch_size=batch,
+        precision=precision,  # type: ignore[arg-type]
+    )
+    request, machines = Request(job), CLUSTERS[cluster].cluster(cluster)
+    unsaved_s = plan_s = math.inf
+    what = layout = ""
+    try:
+        planned = find_plan(request, machines)
+        unsaved_s, plan_s = planned.unsaved_s, planned.cost.iteration_s
+        what, layout = spell_savings(planned.plan), spell_stages(planned.plan, machines)
+    except NothingFitsError:
+        pass
+    found = zorse(StagedJudge(request, machines))
+    saved = None if found is None else Savings(request, machines).made_to_fit(found)
+    return Row(
+        f"{cluster} {model} {seq_length // K}K {batch}",
+        unsaved_s,
+        plan_s,
+        math.inf if found is None or not found.fits else found.iteration_s,
+        math.inf if saved is None else saved.iteration_s,
+        what,
+        merge_stages(layout) if layout else "",
+    )
+
+
+_HEAD = """\
+| cell: cluster, model, context, batch | plan, s | without, s | Zorse's planner, s | with the same, s | what saves memory | the plan |
+|---|---:|---:|---:|---:|---|---|"""  # noqa: E501
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Of all cells, in Markdown."""
+    return "\n".join([_HEAD, *map(_line, rows)])
+
+
+def _line(row: Row) -> str:
+    seconds = row.plan_s, row.unsaved_s, row.zorse_s, row.zorse_saved_s
+    cells = ["-" if math.isinf(one) else f"{one:.4g}" for one in seconds]
+    return f"| {row.name} | {' | '.join(cells)} | {row.what} | {row.layout} |"
+
+
+def rows() -> Iterator[Row]:
+    """All cells."""
+    for cell in CELLS:
+        yield measure(*cell)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
+    print(_HEAD)
+    for row in rows():
+        print(_line(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
