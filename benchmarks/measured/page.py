@@ -16,8 +16,9 @@ _INTRODUCTION = """# Measured
 
 Written by `python -m benchmarks.measured`; do not edit. Real Megatron training (`megatron_hexi.pretrain_gpt`,
 CPU platform, gloo, fp32) on mixed clusters that [`hexi testbed`](../testbed.md) emulates on one machine.
-The cluster is probed once (`hexi probe`); plan, baselines and predictions come from the probe's file alone;
-then all layouts train in turn, round by round, the same model on the same data, and their losses must agree.
+The cluster is probed once (`hexi probe`); plan, baselines and predictions come from the probe's file alone,
+in *thin-links* and *little-memory* from the cluster file. Then all layouts train in turn, round by round, the
+same model on the same data, and their losses must agree.
 
 **What is emulated.** *Paced*: matrix products and attention really run, then wait until the time that the
 cluster file's curves give them is over; element-wise work is free as long as it fits in the head-room.
@@ -77,11 +78,13 @@ def _every(results: Mapping[str, ScenarioResult]) -> Iterator[Measured]:
 
 def _scenario(result: ScenarioResult) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    batch = f"{result.batch} sequences of " if result.batch > 1 else ""
     yield f"\n## {result.name}\n"
     yield (
-        f"Scarce: {result.decides}. {result.seq_length} tokens; attention is {result.attention_share:.0%} of "
-        f"the compute. Ceiling {result.ceiling_tokens_per_s:.0f} tokens/s: the probe's speeds added up, no "
-        f"communication. Speeds: {result.speeds}. {result.date}, {versions}.\n"
+        f"Scarce: {result.decides}. {batch}{result.seq_length} tokens; attention is "
+        f"{result.attention_share:.0%} of the compute. Ceiling {result.ceiling_tokens_per_s:.0f} tokens/s: "
+        "the probe's speeds added up, no communication. "
+        f"Speeds: {result.speeds}. {result.date}, {versions}.\n"
     )
     if result.speeds == "quota" and any(result.testbed.values()):
         yield _drift(result)
