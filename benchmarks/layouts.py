@@ -74,8 +74,8 @@ class Machines:
             return read_cluster(path)
 
 
-_HEXISCALE = "HexiScale (arXiv 2409.01143): cloud machines over Ethernet"
-_ZORSE = "Zorse (arXiv 2507.10392)"
+_HEXISCALE = "HexiScale's, over Ethernet"
+_ZORSE = "Zorse's"
 CLUSTERS = {
     "a": Machines(((H100, 5, 8), (A100, 4, 8), (A800, 4, 8), (L40S, 3, 8)), CARDS),
     "b": Machines(((H100, 1, 8), (A100, 3, 8), (L40S, 2, 8)), CARDS),
@@ -199,7 +199,7 @@ def measure(cluster: str, model: str, seq_length: int, batch: int, precision: st
 
 _COLUMNS = (
     *("cell: cluster, model, context, batch", "plan, s", "best equal, s", "times as fast"),
-    *("in proportion, s", "HexiScale's planner, s", "Zorse's planner, s", "over the bound", "planned in, s"),
+    *("in proportion, s", "HexiScale's planner, s", "Zorse's planner, s", "over the bound"),
     "the plan: micro-batches x (stages; L: layers)",
 )
 _PAGE = """\
@@ -214,15 +214,14 @@ Against the best layout that Megatron can run with equal parts, by search over a
 of the {count} cells where any equal layout fits.
 
 {head}
-|---|---:|---:|---:|---:|---:|---:|---:|---:|---|
+|---|---:|---:|---:|---:|---:|---:|---:|---|
 {rows}
 
 Best equal: every rank the same tokens, heads, layers and batch, ring, Ulysses or USP inside, with the best
 tensor-parallel size, stages, replicas and recomputation. In proportion: tokens by speed, the rest likewise.
-HexiScale's and Zorse's planners: our readings of arXiv 2409.01143 and 2507.10392, judged by the same cost
-model; neither cuts the sequence, and Zorse's has no ministages, offloading or sharded parameters here. -:
-nothing fits.
-Over the bound: how much longer the plan takes than no layout can beat; traffic is not counted there.
+HexiScale's and Zorse's planners: our readings of arXiv 2409.01143 and 2507.10392, by the same cost model;
+neither cuts the sequence, and Zorse's has no ministages, offloading or sharded parameters. -: nothing fits.
+Over the bound: how much longer than no layout can beat; traffic is not counted there.
 
 ## Where memory limits
 
@@ -264,7 +263,6 @@ def _line(row: Row) -> str:
         cell(row.hexiscale_s, ".4g"),
         cell(row.zorse_s, ".4g"),
         cell(row.gap, ".0%"),
-        f"{row.planning_s:.1f}",
     ]
     return f"| {row.cell} | {' | '.join(values)} | {merge_stages(row.layout)} |"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.measured.layouts import Layout
 from benchmarks.measured.scenarios import Scenario, words
+from megatron_hexi.cost import job_terms
 from megatron_hexi.plan import write_plan
 
 #: Iterations that warm up: the first builds buffers and connections.
@@ -54,10 +55,19 @@ def train(scenario: Scenario, layout: Layout, folder: Path, iterations: int) -> 
     """
     folder.mkdir(parents=True)
     plan, metrics = folder.resolve() / "plan.yaml", folder.resolve() / "rank-{rank}.jsonl"
-    write_plan(replace(layout.plan, gpus=None), plan)  # the cluster has no other GPUs
+    job = layout.job
+    written = replace(layout.plan, gpus=None)  # the cluster has no other GPUs
+    open_terms = {"kernel"} if written.is_repeated else {"kernel", "recompute"}  # stages say it
+    stated = {term: value for term, value in vars(job).items() if term not in open_terms}
+    write_plan(replace(written, job=job_terms(stated, written)), plan)
+    sizes = {
+        "--tensor-model-parallel-size": job.tensor_parallel,
+        "--pipeline-model-parallel-size": job.pipeline_parallel,
+        "--context-parallel-size": len(layout.gpus) // job.tensor_parallel // job.pipeline_parallel,
+    }
     options = {
         **scenario.arguments(WARM_UP + iterations),
-        "--context-parallel-size": len(layout.gpus),
+        **(sizes if written.is_repeated else {}),
         "--hexi-plan": plan,
         "--hexi-metrics": metrics,
     }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import estimate
+from megatron_hexi.cost import Job
 from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.planner import Planned
 
@@ -21,6 +21,7 @@ class Layout:
     Args:
         name: ``plan``, or the baselines' that it is the best layout of.
         plan: what the runtime carries out.
+        job: as the plan runs it.
         gpus: of the cluster that it uses, ascending.
         text: what it is, for people.
         uniform: whether all of its GPUs get equal tokens and heads.
@@ -29,30 +30,38 @@ class Layout:
 
     name: str
     plan: Plan
+    job: Job
     gpus: tuple[int, ...]
     text: str
     uniform: bool
     predicted_s: float
 
 
-def find_layouts(planned: Planned, cluster: Cluster) -> tuple[list[Layout], dict[str, str]]:
+def find_layouts(
+    planned: Planned, cluster: Cluster, names: Collection[str] | None = None
+) -> tuple[list[Layout], dict[str, str]]:
     """All that differ, the plan first, and why a baseline has none.
 
     Args:
         planned: with its baselines.
         cluster: what it was planned on.
+        names: of the baselines; ``None``: all.
     """
-    found = [Layout(PLAN, planned.plan, _gpus(planned.plan, cluster), "", False, planned.cost.iteration_s)]
+    found = [
+        Layout(
+            PLAN, planned.plan, planned.job, _gpus(planned.plan, cluster), "", False, planned.cost.iteration_s
+        )
+    ]
     missing = {}
     for baseline in planned.baselines:
-        if baseline.trial is None:
+        if names is not None and baseline.name not in names:
+            continue
+        if baseline.candidate is None:
             missing[baseline.name] = baseline.why_not
             continue
-        plan = baseline.trial.plan
-        predicted = estimate(plan, planned.job, cluster).iteration_s
-        found.append(
-            Layout(baseline.name, plan, _gpus(plan, cluster), baseline.layout, baseline.uniform, predicted)
-        )
+        plan, job = baseline.candidate.plan, baseline.candidate.job
+        predicted, gpus = baseline.candidate.iteration_s, _gpus(plan, cluster)
+        found.append(Layout(baseline.name, plan, job, gpus, baseline.layout, baseline.uniform, predicted))
     return list(_merged(found)), missing
 
 
@@ -65,7 +74,7 @@ def _merged(layouts: list[Layout]) -> Iterator[Layout]:
         first = same[0]
         uniform = any(one.uniform for one in same)
         name = ", ".join(one.name for one in same)
-        yield Layout(name, first.plan, first.gpus, same[-1].text, uniform, first.predicted_s)
+        yield Layout(name, first.plan, first.job, first.gpus, same[-1].text, uniform, first.predicted_s)
 
 
 def _gpus(plan: Plan, cluster: Cluster) -> tuple[int, ...]:

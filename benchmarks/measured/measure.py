@@ -18,6 +18,8 @@ from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, 
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.planner.planner import find_plan
 
+#: Losses of one model differ by less; Megatron draws other first weights for other stages and sizes of units.
+_ALIKE, _ROUGHLY = 1e-3, 0.02
 #: Told what is being done.
 Say = Callable[[str], None]
 
@@ -50,7 +52,7 @@ def measure(
         on_testbed(scenario.file, folder / "probe", probe, scenario.speeds)
     cluster = read_cluster(probed)
     planned = find_plan(scenario.request, cluster, with_baselines=True)
-    layouts, missing = find_layouts(planned, cluster)
+    layouts, missing = find_layouts(planned, cluster, {"usp"} if scenario.is_free else None)
     runs: dict[str, list[Run]] = {layout.name: [] for layout in layouts}
     failed: dict[str, str] = {}
     for number in range(rounds):
@@ -64,7 +66,7 @@ def measure(
             except RunFailed as problem:
                 failed[layout.name] = str(problem)
                 say(f"{layout.name}: {problem}")
-    _check_losses(runs)
+    _check_losses(runs, _ROUGHLY if scenario.is_free else _ALIKE)
     return ScenarioResult(
         name=scenario.name,
         decides=scenario.decides,
@@ -80,6 +82,7 @@ def measure(
         }
         | {"python": platform.python_version()},
         date=datetime.date.today().isoformat(),
+        batch=scenario.batch,
     )
 
 
@@ -95,12 +98,12 @@ def _measured(layout: Layout, runs: Sequence[Run], failed: str) -> Measured:
     )
 
 
-def _check_losses(runs: dict[str, list[Run]]) -> None:
-    """All layouts train the same model on the same data: their losses are the same."""
+def _check_losses(runs: dict[str, list[Run]], most: float = _ALIKE) -> None:
+    """All layouts train the same model on the same data: their losses are the same, up to a part."""
     every = [(name, run.losses) for name, some in runs.items() for run in some]
     for name, losses in every[1:]:
         worst = max(abs(a / b - 1) for a, b in zip(losses, every[0][1], strict=True))
-        if worst > 1e-3:
+        if worst > most:
             raise RunFailed(f"{name}: losses {losses} are not {every[0][1]} of {every[0][0]}")
 
 

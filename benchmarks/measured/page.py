@@ -16,7 +16,8 @@ _INTRODUCTION = """# Measured
 
 Written by `python -m benchmarks.measured`; do not edit. Megatron trains (`megatron_hexi.pretrain_gpt`, CPU
 platform, gloo, fp32) on mixed clusters that [`hexi testbed`](../testbed.md) emulates. `hexi probe` measures
-each cluster once; plan, baselines and predictions use its file alone. All layouts train in turn on the same
+each cluster once; plan, baselines and predictions use its file alone (in *thin-links* and *little-memory* the
+cluster file). All layouts train in turn on the same
 data, and their losses must agree.
 
 - Speeds *paced*: matrix products and attention run, then wait until the time of the cluster file's curve is
@@ -77,11 +78,12 @@ def _every(results: Mapping[str, ScenarioResult]) -> Iterator[Measured]:
 
 def _scenario(result: ScenarioResult) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    batch = f"{result.batch} sequences of " if result.batch > 1 else ""
     yield f"\n## {result.name}\n"
     yield (
-        f"Scarce: {result.decides}. {result.seq_length} tokens; attention is {result.attention_share:.0%} of "
-        f"the compute. Ceiling {result.ceiling_tokens_per_s:.0f} tokens/s. Speeds: {result.speeds}. "
-        f"{result.date}, {versions}.\n"
+        f"Scarce: {result.decides}. {batch}{result.seq_length} tokens; attention is "
+        f"{result.attention_share:.0%} of the compute. Ceiling {result.ceiling_tokens_per_s:.0f} tokens/s. "
+        f"Speeds: {result.speeds}. {result.date}, {versions}.\n"
     )
     if result.speeds == "quota" and any(result.testbed.values()):
         yield _drift(result)

@@ -70,6 +70,7 @@ class ScenarioResult:
         testbed: what the testbed measured of itself in each run, the worst of each.
         versions: of what ran.
         date: when.
+        batch: sequences of an iteration.
     """
 
     name: str
@@ -83,6 +84,7 @@ class ScenarioResult:
     testbed: dict[str, Any]
     versions: dict[str, str]
     date: str
+    batch: int = 1
 
     @property
     def plan(self) -> Measured:
@@ -113,7 +115,7 @@ class ScenarioResult:
     def tokens_per_s(self, layout: Measured) -> float:
         """Of a layout that ran."""
         assert layout.median_s is not None
-        return self.seq_length / layout.median_s
+        return self.batch * self.seq_length / layout.median_s
 
 
 _ADAPTER = TypeAdapter(dict[str, ScenarioResult])

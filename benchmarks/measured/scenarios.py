@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_hexi.cost import Job, Model
+from megatron_hexi.cost import Job
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
 from megatron_hexi.planner import CHOSEN, Request
 
@@ -42,6 +42,9 @@ class Scenario:
         seq_length: tokens of a sequence.
         decides: what is scarce, for people.
         speeds: how the testbed makes ranks slow: ``paced`` or ``quota``.
+        sizes: layers, hidden size and that of the MLP.
+        batch: sequences of an iteration.
+        is_free: whether the planner chooses everything, and is set beside the best of Megatron's flags only.
     """
 
     name: str
@@ -49,6 +52,9 @@ class Scenario:
     seq_length: int
     decides: str
     speeds: str = "paced"
+    sizes: tuple[int, int, int] = (2, 256, 768)
+    batch: int = 1
+    is_free: bool = False
 
     @property
     def file(self) -> Path:
@@ -59,27 +65,33 @@ class Scenario:
     def job(self) -> Job:
         """What is trained, as the planner takes it."""
         return Job(
-            model=read_model(),
+            model=model_from_arguments(" ".join(words(self.model)), Path("benchmarks/measured/scenarios.py")),
             seq_length=self.seq_length,
             micro_batch_size=1,
-            global_batch_size=1,
+            global_batch_size=self.batch,
             precision="fp32",
-            distributed_optimizer=False,
+            distributed_optimizer=self.is_free,
             overlap_gradients=True,
         )
 
     @property
     def request(self) -> Request:
-        """Of the planner: one replica of one stage, for layouts are what is compared."""
-        return Request(self.job, frozenset(CHOSEN))
+        """Of the planner: one replica of one stage, where layouts are what is compared."""
+        return Request(self.job, frozenset({"micro_batch_size"} if self.is_free else CHOSEN))
+
+    @property
+    def model(self) -> dict[str, object]:
+        """The model, as Megatron takes it."""
+        sizes = zip(("--num-layers", "--hidden-size", "--ffn-hidden-size"), self.sizes, strict=True)
+        return MODEL | dict(sizes)
 
     def arguments(self, iterations: int) -> dict[str, object]:
         """What is trained, as Megatron takes it."""
         return {
-            **MODEL,
+            **self.model,
             "--seq-length": self.seq_length,
             "--micro-batch-size": 1,
-            "--global-batch-size": 1,
+            "--global-batch-size": self.batch,
             "--train-iters": iterations,
             "--lr": 1e-4,
             "--lr-decay-style": "constant",
@@ -91,6 +103,7 @@ class Scenario:
             "--ddp-bucket-size": 300_000,
             "--attention-dropout": 0,
             "--hidden-dropout": 0,
+            **({"--use-distributed-optimizer": None} if self.is_free else {}),
             "--mock-data": None,
             "--tokenizer-type": "NullTokenizer",
             "--make-vocab-size-divisible-by": 1,
@@ -104,13 +117,26 @@ SCENARIOS = (
     Scenario("longer", "two-fast-two-slow", 8192, "as in two-fast-two-slow; links matter less"),
     Scenario("memory-decides", "memory-decides", 12288, "memory: all run alike, and two have little of it"),
     Scenario("three-speeds", "three-speeds", 8192, "three speeds on three nodes"),
+    Scenario(
+        "thin-links",
+        "thin-links",
+        256,
+        "the link between two nodes of 2 : 1; everything is the planner's to choose",
+        sizes=(12, 256, 768),
+        batch=8,
+        is_free=True,
+    ),
+    Scenario(
+        "little-memory",
+        "little-memory",
+        512,
+        "memory of the slower of two nodes; everything is the planner's to choose",
+        sizes=(12, 384, 1536),
+        batch=4,
+        is_free=True,
+    ),
     Scenario("by quotas", "two-fast-two-slow-quota", 6144, "as in two-fast-two-slow", "quota"),
 )
-
-
-def read_model() -> Model:
-    """The model."""
-    return model_from_arguments(" ".join(words(MODEL)), Path("benchmarks/measured/scenarios.py"))
 
 
 def words(options: Mapping[str, object]) -> list[str]:

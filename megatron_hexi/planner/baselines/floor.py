@@ -1,4 +1,4 @@
-"""A time that layouts cannot beat: cheap enough to spare timing most of them.
+"""A time that layouts cannot beat, and memory that they need: cheap enough to spare timing most of them.
 
     group     >= its longest token work + the longest of its members' attention work and keys from other nodes
                                                                             in each pass
@@ -14,7 +14,7 @@ and the optimizer are left out. Jobs are causal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,8 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
+from megatron_hexi.cost.layer_bytes import Flights
+from megatron_hexi.cost.memory import GIB, Holdings, stage_memory
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Layout
 
@@ -49,6 +51,29 @@ class _Blocks(NamedTuple):
     number: Ints
     outside: Ints
     inside: Ints
+
+
+class _Arrays(NamedTuple):
+    """A layout: units, tokens, heads and group of each, [U]; first unit and tokens of groups, [N]."""
+
+    units: Ints
+    tokens: Ints
+    heads: Ints
+    group: Ints
+    first: Ints
+    totals: Ints
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Arrays:
+        """Those of a layout."""
+        units, tokens, heads = (
+            np.array([value for part in layout.parts for value in getattr(part, name)])
+            for name in ("units", "tokens", "heads")
+        )
+        sizes = np.array([len(part.units) for part in layout.parts])
+        first = np.cumsum(sizes) - sizes
+        group = np.repeat(np.arange(len(sizes)), sizes)
+        return cls(units, tokens, heads, group, first, np.add.reduceat(tokens, first))
 
 
 class Floor:
@@ -75,71 +100,80 @@ class Floor:
         self._inside = np.array([(node.bandwidth, node.latency_s) for node in nodes]).T
         self._kinds = np.array([unit.kind for unit in fleet.units])
         self._speeds = [[device_speeds(device, fleet.job) for device in kind.devices] for kind in fleet.kinds]
-        #: Replicas that are cut alike take as long.
+        #: Bytes of a GPU of each kind on each stage.
+        self._usable = GIB * np.array([[one.usable_gib for one in kind.devices] for kind in fleet.kinds])
+        #: Replicas that are cut alike take as long, and need as much.
         self._known: dict[tuple[object, ...], float] = {}
+        self._roomy: dict[tuple[object, ...], bool] = {}
 
     def seconds(self, layouts: Iterable[Layout]) -> float:
         """Seconds that an iteration of one layout a replica takes at least."""
         return max(self._replica(layout) for layout in layouts)
 
+    def may_fit(self, layouts: Sequence[Layout]) -> bool:
+        """Whether memory may suffice: for all but the keys under way it does."""
+        shards = sum(len(part.units) for layout in layouts for part in layout.parts)
+        return all(self._has_room(layout, shards) for layout in layouts)
+
+    def _has_room(self, layout: Layout, shards: int) -> bool:
+        one = _Arrays.of(layout)
+        kinds, nothing = self._kinds[one.units], np.zeros(len(one.units))
+        name = layout.micro_batches, shards, *map(bytes, (kinds, one.tokens, one.heads, one.first))
+        if name not in self._roomy:
+            held = Holdings(
+                tokens=one.tokens.astype(float),
+                group_tokens=one.totals[one.group].astype(float),
+                heads=one.heads.astype(float),
+                kv=one.heads / self._job.workload().queries_per_kv,
+                micro_batches=np.array([layout.micro_batches]),
+                flights=Flights(nothing, nothing),
+            )
+            self._roomy[name] = all(
+                (sum(stage_memory(self._job, stage, held, 1, shards).values()) <= usable[kinds]).all()
+                for stage, usable in enumerate(self._usable.T)
+            )
+        return self._roomy[name]
+
     def _replica(self, layout: Layout) -> float:
-        parts = layout.parts
-        units = np.array([unit for part in parts for unit in part.units])
-        tokens = np.array([count for part in parts for count in part.tokens])
-        heads = np.array([count for part in parts for count in part.heads])
-        first = np.cumsum([0, *(len(part.units) for part in parts)])
-        totals = np.add.reduceat(tokens, first[:-1])
-        group = np.repeat(np.arange(len(parts)), np.diff(first))
-        kinds, outside, inside = (
-            self._kinds[units],
-            self._outside[:, units],
-            self._inside[:, self._nodes[:, units]],
-        )
-        nodes = np.array([np.unique(stage, return_inverse=True)[1] for stage in self._nodes[:, units]])
-        key = (
-            layout.micro_batches,
-            *(array.tobytes() for array in (kinds, tokens, heads, first, nodes, outside, inside)),
-        )
+        one = _Arrays.of(layout)
+        kinds, outside = self._kinds[one.units], self._outside[:, one.units]
+        nodes = self._nodes[:, one.units]
+        inside = self._inside[:, nodes]
+        nodes = np.array([np.unique(stage, return_inverse=True)[1] for stage in nodes])
+        arrays = kinds, one.tokens, one.heads, one.first, nodes, outside, inside
+        key = layout.micro_batches, *(array.tobytes() for array in arrays)
         if key not in self._known:
-            keys, rows = heads * self._token_bytes, self._job.micro_batch_size * tokens.astype(float)
+            keys, rows = one.heads * self._token_bytes, self._job.micro_batch_size * one.tokens.astype(float)
             stages = [
                 self._stage(
                     stage,
-                    (kinds, tokens, heads, group),
-                    (first[:-1], totals),
+                    kinds,
+                    one,
                     2 * tensor_parallel_seconds(self._job, rows, *inside[:, stage]),
-                    keys * _from_other_nodes(nodes[stage], group, totals) / outside[stage],
+                    keys * _from_other_nodes(nodes[stage], one.group, one.totals) / outside[stage],
                 )
                 for stage in range(self._job.pipeline_parallel)
             ]
             self._known[key] = sum(stages) + (layout.micro_batches - 1) * max(stages)
         return self._known[key]
 
-    def _stage(
-        self,
-        stage: int,
-        units: tuple[Ints, Ints, Ints, Ints],
-        groups: tuple[Ints, Ints],
-        sums: Floats,
-        wire: Floats,
-    ) -> float:
+    def _stage(self, stage: int, kinds: Ints, one: _Arrays, sums: Floats, wire: Floats) -> float:
         """Seconds of a micro-batch on a pipeline stage.
 
         Args:
             stage: which.
-            units: kind, tokens, heads and group of each.
-            groups: the first unit and the tokens of each.
+            kinds: of each unit.
+            one: the layout.
             sums: seconds of each unit's tensor-parallel sums, one way.
             wire: seconds in which each unit's heads of keys come from other nodes, one way.
         """
-        kinds, tokens, heads, group = units
-        first, totals = groups
+        tokens, heads, group, first = one.tokens, one.heads, one.group, one.first
         job = self._job
         last = stage == job.pipeline_parallel - 1
         rows = job.micro_batch_size * tokens.astype(float)
         token, attention = np.zeros((2, len(tokens))), np.zeros((2, len(tokens)))
         logits = np.zeros(len(tokens))
-        blocks = _blocks(totals)
+        blocks = _blocks(one.totals)
         for kind in np.unique(kinds):
             speeds, own = self._speeds[kind][stage], kinds == kind
             token[:, own] = np.array(token_times(speeds, job, rows[own])) + sums[own]

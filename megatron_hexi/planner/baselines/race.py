@@ -56,13 +56,19 @@ class Race:
         """Find the best of each baseline."""
         fleets = {id(one.fleet): one.fleet for one in candidates}
         floors = {name: Floor(fleet) for name, fleet in fleets.items()}
+        roomy = [floors[id(one.fleet)].may_fit(one.layouts) for one in candidates]
+        if self._faster_than < inf:
+            candidates = [one for one, room in zip(candidates, roomy, strict=True) if room]
+            roomy = [True] * len(candidates)
         least = [floors[id(one.fleet)].seconds(one.layouts) * (1 - _ROUNDING) for one in candidates]
         for done, number in enumerate(sorted(range(len(candidates)), key=lambda number: least[number])):
             self._tell("baselines", done, len(candidates))
             one = candidates[number]
             key = one.fleet.units, one.layouts
             known = max(least[number], self._least.get(key, 0.0))
-            if self._may_win(one, known):
+            # What does not fit is of interest where nothing does.
+            nothing_fits = any(self._limit(name) == inf for name in one.texts)
+            if self._may_win(one, known) and (roomy[number] or nothing_fits):
                 self._least[key] = self._time(one, known)
 
     def _time(self, candidate: Candidate, least_s: float) -> float:

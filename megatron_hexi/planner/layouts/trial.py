@@ -47,12 +47,6 @@ class Trial:
         return job.global_batch_size * job.seq_length / self.iteration_s
 
     @property
-    def micro_batch_s(self) -> float:
-        """Seconds of one micro-batch of the only replica, gradients and optimizer aside."""
-        phases = self.timing.phases
-        return (phases.total - phases.gradients - phases.optimizer) / self.layouts[0].micro_batches
-
-    @property
     def fits(self) -> bool:
         """Whether every GPU's memory suffices."""
         return self.timing.fits
