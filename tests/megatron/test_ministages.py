@@ -127,6 +127,7 @@ OFFLOADED = {
     # Each stage its own: the first keeps shares, the second holds its weights alone.
     "two-stages": offloading("two-stages", ALL, STATE),
     "two-stages-alone": offloading("two-stages", STATE, ALL),
+    "sgd": replace(offloading("two-stages", ALL, STATE), model=("--optimizer", "sgd")),
     "three-stages": offloading("three-stages", ALL, "offload: [activations, optimizer]", ALL),
     # Weights that a replica in 1F1B holds too; its first stage steps on the host as well.
     "beside-others": offloading(
@@ -236,9 +237,12 @@ def test_saving_behind_the_next_step_is_refused_beside_offload(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_evaluation_gives_the_loss_of_one_rank(forks: Forks, references, tmp_path: Path):
+@pytest.mark.parametrize(
+    "case", [CASES["three-ministages"], OFFLOADED["one-stage"]], ids=["stages", "offloaded"]
+)
+def test_evaluation_gives_the_loss_of_one_rank(case: Case, forks: Forks, references, tmp_path: Path):
     weights, _ = references(MODEL, 4)
-    plan = CASES["three-ministages"].plan(tmp_path)
+    plan = case.plan(tmp_path)
     evaluating = ("--eval-interval", "2", "--eval-iters", "2")
     losses = [
         logged(
