@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -125,12 +126,14 @@ def test_a_plan_for_another_cluster_stops_the_job(forks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1300)
 def test_a_steady_cluster_keeps_its_plan(forks, tmp_path):
+    if os.getloadavg()[0] > (os.cpu_count() or 1):
+        pytest.skip("other programs take the cores, so ranks are not steady")
     replan = ("--hexi-replan-interval", "10", "--hexi-cluster", str(CLUSTER))
     words = (*MODEL, "--train-iters", "200", "--lr-decay-iters", "1000", "--log-interval", "50")
     led = forks.train(tmp_path, ranks=4, args=(*words, *replan), plan=STEADY, timeout=1200)
     decisions = re.findall(r"hexi: replan: iteration \d+: keeps its plan", led.output)
     assert len(decisions) >= 10
-    assert not milliseconds(led.output)
+    assert not milliseconds(led.output), re.findall(r"hexi: replan: .*", led.output)
 
 
 @pytest.mark.slow
