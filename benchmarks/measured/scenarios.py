@@ -83,7 +83,7 @@ class Scenario:
     def model(self) -> dict[str, object]:
         """The model, as Megatron takes it."""
         sizes = zip(("--num-layers", "--hidden-size", "--ffn-hidden-size"), self.sizes, strict=True)
-        return MODEL | dict(sizes)
+        return {**MODEL, **dict(sizes)}
 
     def arguments(self, iterations: int) -> dict[str, object]:
         """What is trained, as Megatron takes it."""
