@@ -128,10 +128,11 @@ class Floor:
                 micro_batches=np.array([layout.micro_batches]),
                 flights=Flights(nothing, nothing),
             )
-            self._roomy[name] = all(
-                (sum(stage_memory(self._job, stage, held, 1, shards).values()) <= usable[kinds]).all()
-                for stage, usable in enumerate(self._usable.T)
-            )
+            needed = [
+                sum(stage_memory(self._job, stage, held, 1, shards).values(), nothing)
+                for stage in range(self._job.pipeline_parallel)
+            ]
+            self._roomy[name] = bool((np.array(needed) <= self._usable[kinds].T).all())
         return self._roomy[name]
 
     def _replica(self, layout: Layout) -> float:
