@@ -14,7 +14,7 @@ from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, dump
 from megatron_hexi.record import read_record
 from tests.megatron.forked import Forks
 from tests.megatron.launch import REPOSITORY
-from tests.megatron.test_unequal_replicas import BATCH, plan_of
+from tests.megatron.test_unequal_replicas import plan_of
 from tests.megatron.test_uneven_training import MODEL, SEQ_LENGTH, THREE_AND_ONE, WORKLOAD, one_domain
 
 CLUSTER = REPOSITORY / "scripts/testbed/four-equal.yaml"
@@ -90,8 +90,8 @@ def with_shares(*shares: int) -> Plan:
 @pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_shares_of_the_batch_move_between_replicas_and_no_sample_is_lost(forks, tmp_path, workers):
     """Loaders with workers have drawn ahead of a swap."""
-    plan, others = with_shares(6, 2), (with_shares(2, 6), with_shares(7, 1))
-    args = (*BATCH, "--num-workers", workers)
+    plan, others = with_shares(3, 1), (with_shares(1, 3), with_shares(2, 2))
+    args = ("--micro-batch-size", "1", "--global-batch-size", "4", "--num-workers", workers)
     still, swapped, record = swapping(forks, tmp_path, plan, others, 17 if workers == "0" else 40, *args)
     assert swapped.losses == pytest.approx(still.losses, rel=1e-5)
     assert len(milliseconds(swapped.output)) >= 2

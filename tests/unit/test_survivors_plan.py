@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -58,8 +59,7 @@ def test_plans_for_each_loss_are_made_ahead(asked, planner, monkeypatch):
     job, now = dist.HashStore(), dist.HashStore()
     now.set(TRAINING, "")
     script = (
-        "import json, sys; from tests.unit.test_survivors_plan import answers; "
-        "print(*answers(json.load(sys.stdin)), sep='\\n')"
+        "import json, sys\n" + inspect.getsource(answers) + "print(*answers(json.load(sys.stdin)), sep='\\n')"
     )
     monkeypatch.setattr(survivors_plan, "_COMMAND", (sys.executable, "-c", script))
     monkeypatch.setattr(survivors_plan, "whole_store", lambda timeout: job)
