@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ended", metavar="PATH", help="makes this file when the training has ended well, for scripts"
     )
     parser.add_argument(
-        "--when-store-lost", metavar="COMMAND", help="what to run, in a shell, when the store is gone"
+        "--when-store-lost", metavar="PATH", help="a script that bash runs when the store is gone"
     )
     parser.add_argument("--log-dir", metavar="PATH", help="write each rank's output below this folder")
     parser.add_argument(

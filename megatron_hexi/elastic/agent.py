@@ -77,7 +77,7 @@ class Launch:
         lost_after_s: silence of a rank that counts as its loss.
         wait_s: seconds for which fewer nodes than suffice are waited for.
         ended: file that says that the training has ended well.
-        when_store_lost: a command of the shell for when the store is gone.
+        when_store_lost: a script for bash, run when the store is gone.
         copy_interval: iterations from copy to copy of the state in memory; ``None``: none.
         copy_folder: a file system in memory.
         log_dir: folder of the ranks' output; ``None``: it is the agent's.
@@ -280,7 +280,7 @@ def run_agent(launch: Launch) -> int:
         return _say(f"fewer than {launch.least} nodes have come within {launch.wait_s:g} s", 1)
     except (RendezvousConnectionError, dist.DistError) as problem:
         if launch.when_store_lost is not None:
-            subprocess.run(launch.when_store_lost, shell=True, check=False)
+            subprocess.run(["bash", launch.when_store_lost], check=False)
         return _say(f"the store at {launch.host}:{launch.port} is gone ({str(problem)[:200]})", 1)
     handler.shutdown()
     code = exit_code(result)

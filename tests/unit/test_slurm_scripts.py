@@ -169,7 +169,7 @@ def test_an_elastic_job_has_one_task_a_node_which_meet_where_the_script_runs(sub
         assert command[: command.index("--title")] == [
             *("python", "-m", "megatron_hexi.elastic", "--nnodes", "1:2", "--nodes", "logs/7/hosts.nodes"),
             *("--wait-for-nodes", "60", "--rdzv-endpoint", "b:20007", "--rdzv-id", "7"),
-            *("--ended", "logs/7/ended", "--when-store-lost", "bash 'logs/7/alone'"),
+            *("--ended", "logs/7/ended", "--when-store-lost", "logs/7/alone"),
             *("--", "--hexi-cluster", "cluster.yaml"),
             *("--num-layers", "2", "--lr", "1e-3"),
         ]
