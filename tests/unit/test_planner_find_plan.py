@@ -291,7 +291,6 @@ network: {bandwidth_gb_s: 25}
 @pytest.mark.parametrize(
     ("model", "sequence", "terms", "proven", "change"),
     [
-        ("gpt-7b", 2**20, {"tensor_parallel": 1, "recompute": "none"}, True, "--seq-length"),
         ("gpt-3b", 2**21, {}, True, "--seq-length"),
     ],
 )
