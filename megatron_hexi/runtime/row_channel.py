@@ -37,11 +37,7 @@ class RowChannel:
     """
 
     def __init__(
-        self,
-        messages: Sequence[RowMessage],
-        held: HeldRows,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        self, messages: Sequence[RowMessage], held: HeldRows, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._group = group
         self._device = device

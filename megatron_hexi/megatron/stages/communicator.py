@@ -42,12 +42,7 @@ class _Direction:
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        place: Place,
-        ends: tuple[int, int],
-        group: dist.ProcessGroup,
-        device: torch.device,
+        self, mesh: Mesh, place: Place, ends: tuple[int, int], group: dist.ProcessGroup, device: torch.device
     ) -> None:
         @lru_cache(maxsize=16)  # the micro-batches under way
         def table(documents: Documents, domains: _Domains) -> tuple[tuple[RowMessage, ...], HeldRows]:

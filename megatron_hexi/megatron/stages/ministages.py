@@ -163,8 +163,6 @@ class _Iteration:
             return take(where, self._following(*where))
         rows = self._stages.channels.receive_activations(self._shape, self._model.config.pipeline_dtype)
         assert rows is not None, "a stage is before this one, or takes turns with it"
-        if keeps:
-            self._rows.put(where, rows)
         return rows.detach()
 
     def _send_rows(self, rows: Tensor, number: int, micro_batch: int) -> None:
