@@ -311,7 +311,8 @@ def test_what_cannot_be_ends_every_rank_with_one_line(ranks, words, message, for
 
 
 @pytest.mark.parametrize("patch", SAMPLER_PATCHES, ids=lambda patch: patch.target.split(":")[1])
-def test_samplers_deal_every_micro_batch_once_even_where_an_epoch_ends_inside_a_batch(patch):
+def test_samplers_deal_every_micro_batch_once_even_where_an_epoch_ends_inside_a_batch(patch, monkeypatch):
+    monkeypatch.setattr("megatron.training.get_args", lambda: SimpleNamespace(iteration=0))
     shares = [Share(0, 3, 4), Share(3, 1, 4)]
     drawn: list[list[int]] = [[], []]
     for share, numbers in zip(shares, drawn, strict=True):
