@@ -57,6 +57,7 @@ VARIABLES = (
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "set to 1, if not set, with tensor or context parallelism: Megatron asks for it before Blackwell",
     ),
+    ("CC", "the C compiler that Triton builds its launchers with; else gcc or clang on the path"),
     ("GLOO_SOCKET_IFNAME, NCCL_*, CUDA_VISIBLE_DEVICES", "read by the libraries; `hexi doctor` judges them"),
     ("OMP_NUM_THREADS", "read by torch; 1 a rank on the CPU, where ranks share cores"),
 )

@@ -245,9 +245,9 @@ class _Program:
         count, (first, second) = size.shape[1], _PAIRS
         works = np.zeros((len(size), 1 + count + len(first), count))
         alone, both = np.arange(count), 1 + count + np.arange(len(first))
-        works[:, 1 + alone, alone] = np.minimum(left / seconds, room / size)
         a, b, c, d = (one[:, pair] for one in (seconds, size) for pair in (first, second))
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):  # a work may take no memory
+            works[:, 1 + alone, alone] = np.minimum(left / seconds, room / size)
             works[:, both, first] = (left * d - b * room) / (a * d - b * c)
             works[:, both, second] = (a * room - left * c) / (a * d - b * c)
         found = (np.isfinite(works) & (works >= 0)).all(axis=2) & (left > 0) & (room > 0)
