@@ -116,7 +116,7 @@ def _saved(
         if plan.job.recompute != "none" or recomputes(plan.plan):
             alone, trials = _one_stage(request, cluster, tell)
             changed += [one for one in map(savings.made_to_fit, alone) if one is not None]
-        best = min(changed, key=_order)
+        best = min((one for one in changed if spell_savings(one.plan)), key=_order, default=plan)
         best = plan if best.iteration_s >= plan.iteration_s else best
     else:
         for times in _ROOMIER:
@@ -134,7 +134,8 @@ def _saved(
     without = "no layout was found that fits"
     if plan is not None:
         without = f"the best layout takes {plan.iteration_s / best.iteration_s - 1:.1%} longer"
-    return best, trials, (f"{spell_savings(best.plan)}: without that {without}",)
+    what = spell_savings(best.plan) or "GPUs with the same weights share the optimizer's state"
+    return best, trials, (f"{what}: without that {without}",)
 
 
 def _one_stage(request: Request, cluster: Cluster, tell: Progress) -> tuple[list[Candidate], int]:

@@ -207,7 +207,13 @@ def test_the_command_writes_hosts_in_rank_order_and_by_component(job, monkeypatc
     assert (result.code, result.out) == (0, "h100-0 is h1: 1 rank\na100-0 is a2: 2 ranks\n")
     assert result.err == "note: without ranks by this plan: h2\nwrote hosts\n"
     files = {path.name: path.read_text() for path in job.glob("hosts*")}
-    assert files == {"hosts": "a2\nh1\na2\n", "hosts.0": "a2\na2\n", "hosts.1": "h1\n"}
+    nodes = "h1 h100-0 2\na2 a100-0 2\n"
+    assert files == {
+        "hosts": "a2\nh1\na2\n",
+        "hosts.0": "a2\na2\n",
+        "hosts.1": "h1\n",
+        "hosts.nodes": nodes,
+    }
 
 
 def test_the_command_s_document(job, monkeypatch, capsys):

@@ -51,8 +51,12 @@ class Measured:
             moves = np.maximum(moves, sum(one.all_to_all_in + one.all_to_all_out for one in stage.passes))
             busy = np.maximum(busy, sum(one.undisturbed for one in stage.passes) + logits)
             terms = timing.memory[number]
-            by_tokens = (1 + FRAGMENTATION) * (terms["activations"] + terms["logits"])
-            by_heads = (1 + FRAGMENTATION) * (terms["attention"] + terms["working_set"])
+            # Where the loss takes more than the working set, it hides all of that.
+            at_loss = terms["logits"] > 0
+            loss = np.where(at_loss, terms["logits"] + terms["working_set"], 0.0)
+            by_tokens = (1 + FRAGMENTATION) * (terms["activations"] + loss)
+            working = np.where(at_loss, 0.0, terms["working_set"])
+            by_heads = (1 + FRAGMENTATION) * (terms["attention"] + working)
             left = _FULL * timing.usable[number] - (timing.needed[number] - by_tokens - by_heads)
             inside, free = np.maximum(inside, by_heads), np.minimum(free, left)
             tokens = timing.arrays.tokens
