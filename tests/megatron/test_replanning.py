@@ -87,7 +87,8 @@ def with_shares(*shares: int) -> Plan:
     return replace(plan, replicas=tuple(replicas))
 
 
-@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "2"])
 def test_shares_of_the_batch_move_between_replicas_and_no_sample_is_lost(forks, tmp_path, workers):
     """Loaders with workers have drawn ahead of a swap."""
     plan, others = with_shares(3, 1), (with_shares(1, 3), with_shares(2, 2))

@@ -45,9 +45,8 @@ def test_documents_travel_over_borders_of_other_domains(forks, references, docum
     assert largest_difference(log, reference) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "offload", [(), pytest.param(("parameters", "optimizer", "activations"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [(), ("parameters", "optimizer", "activations")])
 def test_documents_pass_ministages(offload, forks, references, documents, tmp_path):
     weights, reference = references((*ONE_EACH, *FOUR_LAYERS, *documents, *APART), iterations=4)
     plan = with_batch(stage_layout("domains", tmp_path, micro_batch_size=1), 4)

@@ -293,12 +293,15 @@ def test_replays(refused, case):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--seq-length 8388608", "GiB"),
-        ("--model gpt-70b", "GiB"),
-        ("--model gpt-70b --data-parallel-size auto", "GiB"),
-        (f"--seq-length {2**40}", "GiB"),
+        pytest.param("--seq-length 8388608", "GiB", id="too long"),
+        pytest.param("--model gpt-70b", "GiB", id="too large"),
+        pytest.param(
+            *("--model gpt-70b --data-parallel-size auto", "GiB"),
+            marks=pytest.mark.slow,
+            id="too large for any replicas",
+        ),
+        pytest.param(f"--seq-length {2**40}", "GiB", marks=pytest.mark.slow, id="as long as can be counted"),
     ],
-    ids=["too long", "too large", "too large for any replicas", "as long as can be counted"],
 )
 def test_what_does_not_fit_in_memory_is_code_3(refused, options, said):
     refused([*words_of("plan", options), "-o", "out.yaml"], said, code=3)
