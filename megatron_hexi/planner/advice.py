@@ -19,7 +19,7 @@ from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.bound import memory_fits
 from megatron_hexi.planner.request import Request
 
-#: Of other requests so many GPUs are planned for, and each counts as so many more: 12 requests for 16 GPUs,
+#: Of other requests so many GPUs are planned for, and each counts as so many more: 13 requests for 8 GPUs,
 #: two for 1,024. The first is planned in any case.
 _MOST_PLANNED, _EACH = 3500, 256
 #: Sequence lengths are proposed as multiples of this.

@@ -237,7 +237,7 @@ def test_nodes_whose_gpus_differ_are_refused_by_name():
     assert find_plan(Request(tiny_job()), known.at_speeds({2: 0.5, 3: 0.5})).cost.fits
 
 
-@pytest.mark.parametrize(("nodes", "most"), [(1, 24), (128, 3)])
+@pytest.mark.parametrize(("nodes", "most"), [(1, 13), (128, 2)])
 def test_no_more_requests_are_tried_than_are_worth_it(nodes, most):
     known = cluster([("a", "PLAIN", 8)]).with_nodes("a", nodes)
     request = Request(tiny_job(global_batch_size=2**40, precision="fp32", distributed_optimizer=False))
