@@ -166,16 +166,22 @@ class Row:
         return self.equal_s / self.iteration_s
 
 
-def measure(cluster: str, model: str, seq_length: int, batch: int, precision: str) -> Row:
-    """One cell."""
+def asked(
+    cluster: str, model: str, seq_length: int, batch: int, precision: str
+) -> tuple[str, Request, Cluster]:
+    """Its name, what is asked for, and where."""
     job = Job(
         model=read_model(model),
         seq_length=seq_length,
         global_batch_size=batch,
         precision=precision,  # type: ignore[arg-type]
     )
-    request, machines = Request(job), CLUSTERS[cluster].cluster(cluster)
     name = f"{cluster} {model} {seq_length // K}K {batch}"
+    return name, Request(job), CLUSTERS[cluster].cluster(cluster)
+
+
+def measure(name: str, request: Request, machines: Cluster) -> Row:
+    """One cell."""
     begun = time.process_time()
     try:
         alone = find_plan(request, machines)
@@ -289,7 +295,7 @@ def rows(names: Sequence[str]) -> Iterator[Row]:
     """Of the cells on some clusters, all if none is named."""
     for cell in CELLS:
         if not names or cell[0] in names:
-            yield measure(*cell)
+            yield measure(*asked(*cell))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

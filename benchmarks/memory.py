@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks.layouts import CLUSTERS, K, merge_stages
-from megatron_hexi.cost import Job, read_model
+from benchmarks.layouts import K, asked, merge_stages
+from megatron_hexi.cluster import Cluster
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
@@ -52,15 +52,8 @@ class Row(NamedTuple):
     layout: str
 
 
-def measure(cluster: str, model: str, seq_length: int, batch: int, precision: str) -> Row:
+def measure(name: str, request: Request, machines: Cluster) -> Row:
     """One cell."""
-    job = Job(
-        model=read_model(model),
-        seq_length=seq_length,
-        global_batch_size=batch,
-        precision=precision,  # type: ignore[arg-type]
-    )
-    request, machines = Request(job), CLUSTERS[cluster].cluster(cluster)
     unsaved_s = plan_s = math.inf
     what = layout = ""
     try:
@@ -72,7 +65,7 @@ def measure(cluster: str, model: str, seq_length: int, batch: int, precision: st
     found = zorse(StagedJudge(request, machines))
     saved = None if found is None else Savings(request, machines).made_to_fit(found)
     return Row(
-        f"{cluster} {model} {seq_length // K}K {batch}",
+        name,
         unsaved_s,
         plan_s,
         math.inf if found is None or not found.fits else found.iteration_s,
@@ -101,7 +94,7 @@ def _line(row: Row) -> str:
 def rows() -> Iterator[Row]:
     """All cells."""
     for cell in CELLS:
-        yield measure(*cell)
+        yield measure(*asked(*cell))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,9 +1,11 @@
 """How long and how much memory a plan takes: compute, network, memory, iteration. No torch here."""
 
 from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, token_seconds
-from megatron_hexi.cost.fit import HostShortage, Shortage, find_shortage
-from megatron_hexi.cost.iteration import CostModel, IterationCost, check_job, estimate
+from megatron_hexi.cost.fit import Shortage, find_shortage
+from megatron_hexi.cost.hosts import Hosts, NodeLoad
+from megatron_hexi.cost.iteration import CostModel, IterationCost, estimate
 from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
+from megatron_hexi.cost.job_check import check_job
 from megatron_hexi.cost.kernels import assumed_kernels, planned_kernels
 from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.cost.memory import Memory
@@ -19,11 +21,12 @@ __all__ = [
     "RECOMPUTES",
     "ArgumentTerms",
     "CostModel",
-    "HostShortage",
+    "Hosts",
     "IterationCost",
     "Job",
     "Memory",
     "Model",
+    "NodeLoad",
     "Pace",
     "Phases",
     "RankCost",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_hexi.cost.hosts import NodeLoad
 from megatron_hexi.cost.iteration import IterationCost
 from megatron_hexi.cost.memory import GIB
 
@@ -58,41 +59,12 @@ class Shortage:
         )
 
 
-@dataclass(frozen=True)
-class HostShortage:
-    """A node whose memory does not suffice.
-
-    Args:
-        node: its name.
-        needed_gib: what its GPUs would keep there.
-        usable_gib: what a job may pin.
-    """
-
-    node: str
-    needed_gib: float
-    usable_gib: float
-
-    @property
-    def short_gib(self) -> float:
-        """What is missing, GiB."""
-        return self.needed_gib - self.usable_gib
-
-    def __str__(self) -> str:
-        return (
-            f"node {self.node} would keep {self.needed_gib:.1f} GiB in host memory and has "
-            f"{self.usable_gib:.1f}: {self.short_gib:.1f} GiB short; offload less, or say under host: in the "
-            "cluster file what it has"
-        )
-
-
-def find_shortage(cost: IterationCost) -> Shortage | HostShortage | None:
+def find_shortage(cost: IterationCost) -> Shortage | NodeLoad | None:
     """The rank that lacks most, or the node; ``None`` where all fits."""
     short = [rank for rank in cost.ranks if rank.memory_gib > rank.usable_gib]
     if not short:
         fullest = max(cost.host_loads, key=lambda load: load.fullness, default=None)
-        if fullest is None or fullest.fullness <= 1:
-            return None
-        return HostShortage(fullest.name, fullest.needed_gib, fullest.usable_gib)
+        return None if fullest is None or fullest.fullness <= 1 else fullest
     worst = max(short, key=lambda rank: rank.memory_gib - rank.usable_gib)
     terms = worst.memory.terms
     term = max(terms, key=lambda name: terms[name])

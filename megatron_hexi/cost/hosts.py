@@ -37,6 +37,18 @@ class NodeLoad:
         """The part that is needed of what there is."""
         return self.needed_gib / max(self.usable_gib, 1e-9)
 
+    @property
+    def short_gib(self) -> float:
+        """What is missing, GiB; below 0 where there is more than is needed."""
+        return self.needed_gib - self.usable_gib
+
+    def __str__(self) -> str:
+        return (
+            f"node {self.name} would keep {self.needed_gib:.1f} GiB in host memory and has "
+            f"{self.usable_gib:.1f}: {self.short_gib:.1f} GiB short; offload less, or say under host: in the "
+            "cluster file what it has"
+        )
+
 
 class Hosts:
     """What the nodes of a cluster have, by GPU.

@@ -21,6 +21,7 @@ from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
 from megatron_hexi.cost.compute import Speeds, device_speeds
 from megatron_hexi.cost.hosts import Hosts, NodeLoad
 from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.job_check import check_job
 from megatron_hexi.cost.layer import Stage
 from megatron_hexi.cost.layer_bytes import input_bytes
 from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
@@ -33,19 +34,18 @@ from megatron_hexi.cost.memory import (
     part_memory,
     part_params,
 )
-from megatron_hexi.cost.ministage_pipeline import MinistagePipeline, Passing
+from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.placement import place
 from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
 from megatron_hexi.cost.reductions import repeated_reductions, uneven_reductions
+from megatron_hexi.cost.replica_pipelines import replica_pipelines
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Ground, Section, plan_sections
-from megatron_hexi.cost.stage import StageCost, exposed_synchronisation, optimizer_times, stage_cost
+from megatron_hexi.cost.stage import exposed_synchronisation, optimizer_times, stage_cost
 from megatron_hexi.cost.timing import Timing
-from megatron_hexi.errors import PlanError
-from megatron_hexi.plan import Plan, deal_micro_batches
+from megatron_hexi.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -284,48 +284,6 @@ class CostModel:
         return self._speeds[device]
 
 
-def replica_pipelines(
-    plan: Plan,
-    sections: Sequence[Section],
-    costs: Sequence[StageCost],
-    borders: tuple[list[Floats], list[Floats]] | None,
-    micro_batches: Ints,
-    passing: Mapping[tuple[int, int], Passing],
-) -> tuple[Pipeline, ...]:
-    """The stages of each replica; a stage is as slow as its slowest domain.
-
-    Args:
-        plan: the plan.
-        sections: the units.
-        costs: of the sections.
-        borders: as of `border_seconds`; ``None``: nothing travels beside the stages' work.
-        micro_batches: of each replica.
-        passing: what comes and goes of a replica's stage that runs in ministages.
-    """
-    slowest: list[dict[int, tuple[Phases, float]]] = [{} for _ in micro_batches]
-    for section, cost in zip(sections, costs, strict=True):
-        domains = zip(cost.replicas, cost.forward_s, strict=True)
-        for replica, one in zip(section.replicas.tolist(), domains, strict=True):
-            stages = slowest[replica]
-            stages[section.number] = max(
-                stages.get(section.number, one), one, key=lambda found: found[0].total
-            )
-    pipelines = []
-    for replica, stages in enumerate(slowest):
-        phases, forward = zip(*(stages[number] for number in range(len(stages))), strict=True)
-        none = np.zeros(len(stages) - 1)
-        there, back = (none, none) if borders is None else (borders[0][replica], borders[1][replica])
-        count, parts = int(micro_batches[replica]), plan.replicas[replica].ministages
-        if parts is None:
-            pipelines.append(Pipeline(phases, there, back, count))
-        else:
-            sizes = np.array([stage.ministage_sizes for stage in plan.replicas[replica].stages], dtype=float)
-            own = tuple(passing[replica, number] for number in range(len(stages)))
-            part = sizes / sizes.sum(axis=1, keepdims=True)
-            pipelines.append(MinistagePipeline(phases, there, back, count, part, np.array(forward), own))
-    return tuple(pipelines)
-
-
 def least_recomputed(job: Job, sections: Sequence[Section]) -> Job:
     """The job without recomputation that not all sections do."""
     modes = {section.job.mode for section in sections}
@@ -336,52 +294,3 @@ def least_recomputed(job: Job, sections: Sequence[Section]) -> Job:
 def estimate(plan: Plan, job: Job, cluster: Cluster, gpus: Sequence[int] | None = None) -> IterationCost:
     """What a plan costs; see `CostModel.estimate`, which is for many plans of one job and cluster."""
     return CostModel(job, cluster).estimate(plan, gpus)
-
-
-def check_job(plan: Plan, job: Job) -> Ints:
-    """Hold the plan against the job; the micro-batches of each replica.
-
-    Raises:
-        PlanError: they differ; with both values.
-    """
-    wanted = job.workload()
-    fields = ["seq_length", "heads", "kv_heads", "head_dim", "layers", "hidden_size"]
-    if plan.is_repeated:
-        fields.append("tensor_parallel")
-    else:
-        _check_stages(plan, job)
-    pairs = [(field, getattr(plan.workload, field), getattr(wanted, field)) for field in fields]
-    for field, planned, asked in (*pairs, ("value_dim", plan.workload.value_size, wanted.value_size)):
-        if planned is not None and planned != asked:
-            raise PlanError(
-                f"workload.{field}: the plan is for {planned}, the job has {asked} (model {job.model.name}); "
-                "give the job that the plan was made for, or make a plan for this one"
-            )
-    replicas = len(plan.replicas)
-    if replicas != job.data_parallel:
-        raise PlanError(
-            f"replicas: the plan has {replicas}, the job has data_parallel = {job.data_parallel}; "
-            "make them equal"
-        )
-    shares = deal_micro_batches(plan, job.global_batch_size, job.micro_batch_size)
-    return np.array([share.count for share in shares])
-
-
-def _check_stages(plan: Plan, job: Job) -> None:
-    if job.pipeline_parallel != 1:
-        raise PlanError(
-            f"pipeline_parallel = {job.pipeline_parallel}: the plan has stages with layers of their own; "
-            "leave it out"
-        )
-    if plan.has_deal:
-        raise PlanError(
-            "the plan deals whole micro-batches to the domains of a stage, and this version cannot predict "
-            "what such plans cost yet; give the domains samples"
-        )
-    stages = [stage for replica in plan.replicas for stage in replica.stages]
-    shared = any(len(stage.domains) > 1 for stage in stages)
-    if shared and job.micro_batch_size != plan.job.micro_batch_size:
-        raise PlanError(
-            f"micro_batch_size = {job.micro_batch_size}: domains of the plan share "
-            f"{plan.job.micro_batch_size} samples; give {plan.job.micro_batch_size}"
-        )

@@ -50,7 +50,22 @@ FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
-class Memory:
+class _Terms:
+    """Bytes by term."""
+
+    @property
+    def total(self) -> float:
+        """All together."""
+        return sum(self.terms.values())
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The terms by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class Memory(_Terms):
     """Bytes on one GPU at the peak of an iteration.
 
     Args:
@@ -75,19 +90,9 @@ class Memory:
     logits: float
     reserve: float
 
-    @property
-    def total(self) -> float:
-        """All together."""
-        return sum(self.terms.values())
-
-    @property
-    def terms(self) -> dict[str, float]:
-        """The terms by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
 
 @dataclass(frozen=True)
-class HostMemory:
+class HostMemory(_Terms):
     """Bytes in host memory of what one GPU's stage offloads.
 
     Args:
@@ -101,16 +106,6 @@ class HostMemory:
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """All together."""
-        return sum(self.terms.values())
-
-    @property
-    def terms(self) -> dict[str, float]:
-        """The terms by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -139,7 +139,7 @@ def uneven_reductions(
             whole, own = weights.on(rank, bucket.pieces), weights.on(rank, bucket.slabs)
             kept = placing.add(bucket, rank, whole, own)
             travel.add(kept, rank, seconds, whole if kept.whole else own)
-        if kept.whole:
+        if kept.whole:  # for all of its holders, or for none (`mesh.keeping`)
             busy[:, holders] = (busy[:, holders].max(axis=1) + seconds)[:, None]
     found = placing.at_peak()
     turns = [

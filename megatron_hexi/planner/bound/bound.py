@@ -52,7 +52,8 @@ from ortools.linear_solver import pywraplp
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.memory import GIB, OPTIMIZER_BYTES
+from megatron_hexi.cost.hosts import Hosts
+from megatron_hexi.cost.memory import OPTIMIZER_BYTES
 from megatron_hexi.planner.bound.options import MODES, Places, Unit, ranges
 from megatron_hexi.planner.request import Request
 
@@ -183,8 +184,7 @@ class _Program:
             np.concatenate([getattr(unit, name) for unit in units])
             for name in ("room", "step_s", "held_bytes", "attended_bytes")
         )
-        hosts = [rank.device.host for rank in cluster.ranks]
-        self._host = sum(host.usable_gib * GIB for host in hosts if host is not None)
+        self._host = Hosts(cluster).bytes
         self._state = job.model.total_params * float(OPTIMIZER_BYTES[job.precision])
         self._modes = np.array(modes * 2)
         self._set_worth(modes.index(True))

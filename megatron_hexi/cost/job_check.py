@@ -1,0 +1,59 @@
+"""Whether a plan is one of a job, and one that the cost model can time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Ints
+from megatron_hexi.cost.job import Job
+from megatron_hexi.errors import PlanError
+from megatron_hexi.plan import Plan, deal_micro_batches
+
+
+def check_job(plan: Plan, job: Job) -> Ints:
+    """Hold the plan against the job; the micro-batches of each replica.
+
+    Raises:
+        PlanError: they differ; with both values.
+    """
+    wanted = job.workload()
+    fields = ["seq_length", "heads", "kv_heads", "head_dim", "layers", "hidden_size"]
+    if plan.is_repeated:
+        fields.append("tensor_parallel")
+    else:
+        _check_stages(plan, job)
+    pairs = [(field, getattr(plan.workload, field), getattr(wanted, field)) for field in fields]
+    for field, planned, asked in (*pairs, ("value_dim", plan.workload.value_size, wanted.value_size)):
+        if planned is not None and planned != asked:
+            raise PlanError(
+                f"workload.{field}: the plan is for {planned}, the job has {asked} (model {job.model.name}); "
+                "give the job that the plan was made for, or make a plan for this one"
+            )
+    replicas = len(plan.replicas)
+    if replicas != job.data_parallel:
+        raise PlanError(
+            f"replicas: the plan has {replicas}, the job has data_parallel = {job.data_parallel}; "
+            "make them equal"
+        )
+    shares = deal_micro_batches(plan, job.global_batch_size, job.micro_batch_size)
+    return np.array([share.count for share in shares])
+
+
+def _check_stages(plan: Plan, job: Job) -> None:
+    if job.pipeline_parallel != 1:
+        raise PlanError(
+            f"pipeline_parallel = {job.pipeline_parallel}: the plan has stages with layers of their own; "
+            "leave it out"
+        )
+    if plan.has_deal:
+        raise PlanError(
+            "the plan deals whole micro-batches to the domains of a stage, and this version cannot predict "
+            "what such plans cost yet; give the domains samples"
+        )
+    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    shared = any(len(stage.domains) > 1 for stage in stages)
+    if shared and job.micro_batch_size != plan.job.micro_batch_size:
+        raise PlanError(
+            f"micro_batch_size = {job.micro_batch_size}: domains of the plan share "
+            f"{plan.job.micro_batch_size} samples; give {plan.job.micro_batch_size}"
+        )
