@@ -19,9 +19,9 @@ from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.bound import memory_fits
 from megatron_hexi.planner.request import Request
 
-#: Of other requests so many GPUs are planned for, and each counts as so many more: 13 requests for 8 GPUs,
+#: Of other requests so many GPUs are planned for, and each counts as so many more: six requests for 8 GPUs,
 #: two for 1,024. The first is planned in any case.
-_MOST_PLANNED, _EACH = 3500, 256
+_MOST_PLANNED, _EACH = 3500, 512
 #: Sequence lengths are proposed as multiples of this.
 _ROUND = 1024
 #: Times as many nodes of an entry; clusters of more GPUs are not tried.

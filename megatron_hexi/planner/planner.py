@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -128,6 +129,7 @@ def _saved(
             best = min((one for one in tried if one is not None), key=_order, default=None)
             if best is not None:
                 break
+        best = best or _first(request, cluster)  # whatever the advice finds
     trials += savings.trials
     if best is None or best is plan:
         return best, trials, ()
@@ -177,12 +179,31 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
 
 
 def _first_rate(request: Request, cluster: Cluster) -> float | None:
-    """Tokens/s of the first plan found that fits, of as few replicas as may be; ``None``: there is none."""
-    for size in request.micro_batch_sizes():
-        for candidate in JointSearch(request, cluster, size).run(lambda _what, _done, _of: None, fewest=True):
-            if candidate.fits:
-                return request.job.global_batch_size * request.job.seq_length / candidate.iteration_s
+    """Tokens/s of the first plan found that fits; ``None``: there is none."""
+    found = _first(request, cluster)
+    if found is None:
+        return None
+    return request.job.global_batch_size * request.job.seq_length / found.iteration_s
+
+
+def _first(request: Request, cluster: Cluster) -> Candidate | None:
+    """The first plan found that fits, of as few replicas as may be; ``None``: there is none.
+
+    Where none fits as it is, one for GPUs with more memory may with what saves memory.
+    """
+    for candidate in _few_replicas(request, cluster):
+        return candidate
+    roomier = cluster.with_memory_margin(1 - max(_ROOMIER))
+    for candidate in _few_replicas(request, roomier):
+        return Savings(request, cluster).made_to_fit(candidate)
     return None
+
+
+def _few_replicas(request: Request, cluster: Cluster) -> Iterator[Candidate]:
+    """Plans that fit, of as few replicas as may be, over all sizes of micro-batches."""
+    for size in request.micro_batch_sizes():
+        found = JointSearch(request, cluster, size).run(lambda _what, _done, _of: None, fewest=True)
+        yield from (candidate for candidate in found if candidate.fits)
 
 
 def _search(request: Request, cluster: Cluster, tell: Progress) -> tuple[list[Candidate], int]:
