@@ -9,14 +9,17 @@ checkpoint, not at once; and each round of the ranks has a name of its own in th
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -209,10 +212,12 @@ class NodeAgent(LocalElasticAgent):
                 COPIES_URL_VARIABLE: self._keeper.url,
             }
         worker_group.spec.args = (launch.entry, launch.words, variables)
-        return super()._start_workers(worker_group)
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=_SHUTDOWN_S)  # torch's own takes 30 seconds, whatever it was given
+        processes = super()._start_workers(worker_group)
+        # Where a rank has failed, and elsewhere, torch gives the others 30 seconds, whatever it was told. One
+        # that is stopped would use them all.
+        ranks = cast(Any, self._pcontext)
+        ranks._close = functools.partial(_close_soon, ranks._close)
+        return processes
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -222,6 +227,12 @@ class NodeAgent(LocalElasticAgent):
             if exit_code(result) == 2:
                 self._remaining_restarts = 0
         return result
+
+
+def _close_soon(
+    close: Callable[[signal.Signals, int], None], death_sig: signal.Signals, timeout: int
+) -> None:
+    close(death_sig, min(timeout, _SHUTDOWN_S))
 
 
 def exit_code(result: RunResult) -> int:

@@ -38,6 +38,8 @@ class Links:
 
     def __exit__(self, *raised: object) -> None:
         for name in self._numbers:
+            # Sockets that nobody closed keep a namespace for minutes, and its link with it.
+            subprocess.run(["ip", "link", "del", self._port(name)], check=False)
             subprocess.run(["ip", "netns", "del", self._space(name)], check=False)
         _ip("link", "del", self._bridge)
 
