@@ -14,7 +14,6 @@ import json
 import logging
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -213,11 +212,14 @@ class NodeAgent(LocalElasticAgent):
             }
         worker_group.spec.args = (launch.entry, launch.words, variables)
         processes = super()._start_workers(worker_group)
-        # Where a rank has failed, and elsewhere, torch gives the others 30 seconds, whatever it was told. One
-        # that is stopped would use them all.
-        ranks = cast(Any, self._pcontext)
-        ranks._close = functools.partial(_close_soon, ranks._close)
+        # When a rank has failed, torch gives the others of the node 30 seconds to end by SIGTERM. One that is
+        # stopped would use them all.
+        ranks = cast(Any, self._pcontext)._pc
+        ranks._join_procs_with_timeout = functools.partial(_join_soon, ranks._join_procs_with_timeout)
         return processes
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(timeout=_SHUTDOWN_S)  # torch's own takes 30 seconds, whatever it was given
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
@@ -229,10 +231,8 @@ class NodeAgent(LocalElasticAgent):
         return result
 
 
-def _close_soon(
-    close: Callable[[signal.Signals, int], None], death_sig: signal.Signals, timeout: int
-) -> None:
-    close(death_sig, min(timeout, _SHUTDOWN_S))
+def _join_soon(join: Callable[[float], None], timeout: float) -> None:
+    join(min(timeout, _SHUTDOWN_S))
 
 
 def exit_code(result: RunResult) -> int:
