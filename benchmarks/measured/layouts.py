@@ -26,6 +26,7 @@ class Layout:
         text: what it is, for people.
         uniform: whether all of its GPUs get equal tokens and heads.
         predicted_s: what the cost model says of an iteration.
+        beside: name of the layout that it is compared with; empty: the plan.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Layout:
     text: str
     uniform: bool
     predicted_s: float
+    beside: str = ""
 
 
 def find_layouts(

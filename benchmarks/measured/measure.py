@@ -51,8 +51,12 @@ def measure(
         probe = ["-m", "megatron_hexi.cli.main", "probe", *options]
         on_testbed(scenario.file, folder / "probe", probe, scenario.speeds)
     cluster = read_cluster(probed)
-    planned = find_plan(scenario.request, cluster, with_baselines=True)
-    layouts, missing = find_layouts(planned, cluster, {"usp"} if scenario.is_free else None)
+    missing: dict[str, str] = {}
+    if scenario.layouts is not None:
+        layouts = scenario.layouts(scenario, cluster)
+    else:
+        planned = find_plan(scenario.request, cluster, with_baselines=True)
+        layouts, missing = find_layouts(planned, cluster, {"usp"} if scenario.is_free else None)
     runs: dict[str, list[Run]] = {layout.name: [] for layout in layouts}
     failed: dict[str, str] = {}
     for number in range(rounds):
@@ -66,7 +70,7 @@ def measure(
             except RunFailed as problem:
                 failed[layout.name] = str(problem)
                 say(f"{layout.name}: {problem}")
-    _check_losses(runs, _ROUGHLY if scenario.is_free else _ALIKE)
+    _check_losses(runs, _ROUGHLY if scenario.is_free or scenario.layouts else _ALIKE)
     return ScenarioResult(
         name=scenario.name,
         decides=scenario.decides,
@@ -95,6 +99,7 @@ def _measured(layout: Layout, runs: Sequence[Run], failed: str) -> Measured:
         predicted_s=layout.predicted_s,
         seconds=[list(run.seconds) for run in runs],
         failed=failed,
+        beside=layout.beside,
     )
 
 

@@ -52,6 +52,10 @@ def findings(results: Mapping[str, ScenarioResult]) -> list[str]:
     """What the figures say, one sentence each."""
     lines = []
     for name, result in results.items():
+        pairs = list(result.compared())
+        lines += [f"{name}: {_comparison(*pair)}" for pair in pairs]
+        if pairs:
+            continue
         if result.plan.median_s is None:
             lines.append(f"{name}: the plan did not run: {result.plan.failed.splitlines()[0]}")
             continue
@@ -68,6 +72,13 @@ def findings(results: Mapping[str, ScenarioResult]) -> list[str]:
             f"{statistics.median(errors):.1%} in the median (paced runs)"
         )
     return lines
+
+
+def _comparison(one: Measured, other: Measured) -> str:
+    assert one.median_s is not None
+    assert other.median_s is not None
+    times, predicted = one.median_s / other.median_s, one.predicted_s / other.predicted_s
+    return f"{one.name} takes {times:.2f} times as long as {other.name}, {predicted:.2f} predicted"
 
 
 def _every(results: Mapping[str, ScenarioResult]) -> Iterator[Measured]:

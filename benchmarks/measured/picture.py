@@ -23,7 +23,7 @@ def draw_scenarios(results: Mapping[str, ScenarioResult]) -> Figure:
         ]
         places = range(len(ran))
         axes.barh(places, rates, color=colours, height=0.7)
-        predicted = [result.seq_length / layout.predicted_s for layout in ran]
+        predicted = [result.batch * result.seq_length / layout.predicted_s for layout in ran]
         axes.plot(predicted, places, "D", color="black", markersize=4, label="predicted")
         axes.axvline(result.ceiling_tokens_per_s, color="black", linestyle=":", label="ceiling")
         axes.set_yticks(places, [layout.name for layout in ran])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ class Measured:
         predicted_s: an iteration by the cost model, from the probe's cluster file.
         seconds: of the timed iterations, round by round.
         failed: why there are none.
+        beside: name of the layout that it is compared with; empty: the plan.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Measured:
     predicted_s: float
     seconds: list[list[float]]
     failed: str = ""
+    beside: str = ""
 
     @property
     def median_s(self) -> float | None:
@@ -111,6 +114,11 @@ class ScenarioResult:
         return (
             None if self.plan.median_s is None else self.tokens_per_s(self.plan) / self.ceiling_tokens_per_s
         )
+
+    def compared(self) -> Iterator[tuple[Measured, Measured]]:
+        """Layouts that ran, and what each is compared with where that is not the plan."""
+        named = {layout.name: layout for layout in self.layouts if layout.median_s is not None}
+        return ((one, named[one.beside]) for one in named.values() if one.beside in named)
 
     def tokens_per_s(self, layout: Measured) -> float:
         """Of a layout that ran."""

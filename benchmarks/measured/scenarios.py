@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.measured.layouts import Layout
+from benchmarks.measured.ministages import ministage_layouts
+from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
 from megatron_hexi.planner import CHOSEN, Request
@@ -45,6 +48,8 @@ class Scenario:
         sizes: layers, hidden size and that of the MLP.
         batch: sequences of an iteration.
         is_free: whether the planner chooses everything, and is set beside the best of Megatron's flags only.
+        micro_batch: sequences of a micro-batch.
+        layouts: what is run; ``None``: what the planner and its baselines find.
     """
 
     name: str
@@ -55,6 +60,8 @@ class Scenario:
     sizes: tuple[int, int, int] = (2, 256, 768)
     batch: int = 1
     is_free: bool = False
+    micro_batch: int = 1
+    layouts: Callable[[Scenario, Cluster], list[Layout]] | None = None
 
     @property
     def file(self) -> Path:
@@ -67,7 +74,7 @@ class Scenario:
         return Job(
             model=model_from_arguments(" ".join(words(self.model)), Path("benchmarks/measured/scenarios.py")),
             seq_length=self.seq_length,
-            micro_batch_size=1,
+            micro_batch_size=self.micro_batch,
             global_batch_size=self.batch,
             precision="fp32",
             distributed_optimizer=self.is_free,
@@ -90,7 +97,7 @@ class Scenario:
         return {
             **self.model,
             "--seq-length": self.seq_length,
-            "--micro-batch-size": 1,
+            "--micro-batch-size": self.micro_batch,
             "--global-batch-size": self.batch,
             "--train-iters": iterations,
             "--lr": 1e-4,
@@ -134,6 +141,16 @@ SCENARIOS = (
         sizes=(12, 384, 1536),
         batch=4,
         is_free=True,
+    ),
+    Scenario(
+        "ministages",
+        "four-equal",
+        128,
+        "nothing; stages run whole beside the same in ministages of one layer, offloaded, and dealt",
+        sizes=(8, 384, 1536),
+        batch=16,
+        micro_batch=4,
+        layouts=ministage_layouts,
     ),
     Scenario("by quotas", "two-fast-two-slow-quota", 6144, "as in two-fast-two-slow", "quota"),
 )

@@ -163,9 +163,12 @@ def _stages(table: Table, row: Row) -> Iterator[Comparison]:
     timing = CostModel(wanted, mixed_cluster(row)).timing(mixed_plan(row, wanted))
     waits = zip(timing.pipelines, timing.synchronisation, strict=True)
     step = max(float(times.max()) for times in timing.optimizer)
-    carried = _blocking if row.blocking else _under_way
-    seconds = max(carried(pipeline).phases.total + wait for pipeline, wait in waits) + step
-    yield _comparison(table, row, "s", row.published, seconds)
+    seconds = (
+        (_blocking(pipeline) if row.blocking and isinstance(pipeline, Pipeline) else pipeline).phases.total
+        + wait
+        for pipeline, wait in waits
+    )
+    yield _comparison(table, row, "s", row.published, max(seconds) + step)
     if row.memory_gb is not None:
         yield _comparison(table, row, "GB", row.memory_gb, _deepspeed_gb(row, timing))
 
@@ -179,11 +182,6 @@ def _blocking(pipeline: Pipeline) -> Pipeline:
     )
     nothing = np.zeros(len(between))
     return Pipeline(stages, nothing, nothing, pipeline.micro_batches)
-
-
-def _under_way(pipeline: Pipeline) -> Pipeline:
-    """As it is: sends hide as a plan's own stages let them."""
-    return pipeline
 
 
 def _deepspeed_gb(row: Row, timing: Timing) -> float:

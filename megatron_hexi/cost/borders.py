@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh import Mesh, border_messages
 from megatron_hexi.plan import Plan
 
+#: A replica, the stages where something begins and ends, and who takes it there (`Mesh.taking`).
+_Domains = tuple[int | None, int | None]
+_Crossing = tuple[int, int, int, _Domains]
+
 
 def border_seconds(
-    plan: Plan, job: Job, sections: Sequence[Section], links: LinkTable
+    plan: Plan, job: Job, sections: Sequence[Section], links: LinkTable, micro_batches: Ints
 ) -> tuple[list[Floats], list[Floats]]:
-    """How long a micro-batch is under way over each border of each replica, [replicas][borders].
+    """How long each micro-batch is under way over each border of each replica.
 
     With ministages the border from the last stage to the first comes last.
 
-    All messages of the borders with one number are one set, as if all replicas sent together.
+    All messages of a micro-batch over the borders with one number are one set, as if all replicas sent
+    together; one that has fewer micro-batches begins anew, and the slowest turn counts.
+
+    Args:
+        plan: the plan.
+        job: the job.
+        sections: its units.
+        links: the cluster's.
+        micro_batches: of each replica.
 
     Returns:
-        Activations there, and gradients back.
+        Activations there, and gradients back, [replicas][borders, micro-batches].
     """
     mesh = Mesh(plan, job.micro_batch_size, job.sequence_parallel)
     gpu = np.zeros(len(mesh.places), dtype=np.int64)
@@ -33,21 +46,36 @@ def border_seconds(
     row = job.model.hidden_size * job.element_bytes
     depths = [len(replica.stages) for replica in plan.replicas]
     borders = [depth - 1 + mesh.goes_round(r) for r, depth in enumerate(depths)]
-    there, back = ([np.zeros(count) for count in borders] for _ in range(2))
+    there, back = ([np.zeros(shape) for shape in zip(borders, micro_batches, strict=True)] for _ in range(2))
+
+    @cache
+    def seconds(crossings: tuple[_Crossing, ...]) -> list[float]:
+        """The last message of each."""
+        messages = [
+            (number, one)
+            for number, (r, source, target, domains) in enumerate(crossings)
+            for one in border_messages(mesh, r, source, target, domains=domains)
+        ]
+        owner = np.array([number for number, _ in messages])
+        src, dst = (gpu[[getattr(one, end) for _, one in messages]] for end in ("source", "target"))
+        size = np.array([float(one.rows * row) for _, one in messages])
+        found = links.message_seconds(src, dst, size)
+        return [float(found[owner == number].max(initial=0.0)) for number in range(len(crossings))]
+
     for border in range(max(borders)):
         crossing = [r for r, count in enumerate(borders) if border < count]
         for found, way in ((there, 0), (back, 1)):
-            messages = [
-                (r, one)
-                for r in crossing
-                for one in border_messages(
-                    mesh, r, (border + way) % depths[r], (border + 1 - way) % depths[r]
-                )
-            ]
-            replica = np.array([r for r, _ in messages])
-            src, dst = (gpu[[getattr(one, end) for _, one in messages]] for end in ("source", "target"))
-            size = np.array([float(one.rows * row) for _, one in messages])
-            seconds = links.message_seconds(src, dst, size)
-            for r in crossing:
-                found[r][border] = seconds[replica == r].max(initial=0.0)
+            ends = {r: ((border + way) % depths[r], (border + 1 - way) % depths[r]) for r in crossing}
+            # Where none is dealt all micro-batches are alike.
+            for turn in range(max(micro_batches[crossing]) if plan.has_deal else 1):
+                turns = {r: turn % micro_batches[r] for r in crossing}
+                crossings = tuple((r, *ends[r], _domains(mesh, r, ends[r], turns[r])) for r in crossing)
+                for r, time in zip(crossing, seconds(crossings), strict=True):
+                    own = turns[r] if plan.has_deal else slice(None)
+                    found[r][border, own] = np.maximum(found[r][border, own], time)
     return there, back
+
+
+def _domains(mesh: Mesh, replica: int, ends: tuple[int, int], micro_batch: int) -> _Domains:
+    source, target = ends
+    return mesh.taking(replica, source, micro_batch), mesh.taking(replica, target, micro_batch)

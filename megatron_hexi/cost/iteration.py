@@ -40,7 +40,7 @@ from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.placement import place
 from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
 from megatron_hexi.cost.reductions import repeated_reductions, uneven_reductions
-from megatron_hexi.cost.replica_pipelines import replica_pipelines
+from megatron_hexi.cost.replica_pipelines import replica_lanes, replica_pipelines
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Ground, Section, plan_sections
 from megatron_hexi.cost.stage import exposed_synchronisation, optimizer_times, stage_cost
@@ -171,10 +171,11 @@ class CostModel:
             reductions = repeated_reductions(job, sections, self.rings, self.shards)
         else:
             costs = [stage_cost(section, self.links, None) for section in sections]
-            borders = border_seconds(plan, job, sections, self.links)
+            borders = border_seconds(plan, job, sections, self.links, micro_batches)
             reductions = uneven_reductions(plan, job, sections, self.rings, self.hosts)
         passing = self._with_rows(sections, reductions.passing)
-        pipelines = replica_pipelines(plan, sections, costs, borders, micro_batches, passing)
+        times = ((cost.replicas, cost.forward_s) for cost in costs)
+        pipelines = replica_pipelines(plan, replica_lanes(sections, times, micro_batches), borders, passing)
         waits = exposed_synchronisation(sections, costs, reductions)
         optimizer = [
             self._optimizer_times(section, owned, present)
@@ -185,7 +186,7 @@ class CostModel:
             pipeline.phases + Phases(gradients=wait) for pipeline, wait in zip(pipelines, waits, strict=True)
         )
         held = [
-            Holdings.of(section.arrays, micro_batches[section.replica], cost.layer.flights)
+            Holdings.of(section.arrays, section.turns(micro_batches), cost.layer.flights)
             for section, cost in zip(sections, costs, strict=True)
         ]
         memory = [

@@ -45,13 +45,8 @@ def _check_stages(plan: Plan, job: Job) -> None:
             f"pipeline_parallel = {job.pipeline_parallel}: the plan has stages with layers of their own; "
             "leave it out"
         )
-    if plan.has_deal:
-        raise PlanError(
-            "the plan deals whole micro-batches to the domains of a stage, and this version cannot predict "
-            "what such plans cost yet; give the domains samples"
-        )
     stages = [stage for replica in plan.replicas for stage in replica.stages]
-    shared = any(len(stage.domains) > 1 for stage in stages)
+    shared = any(len(stage.domains) > 1 and not stage.is_dealt for stage in stages)
     if shared and job.micro_batch_size != plan.job.micro_batch_size:
         raise PlanError(
             f"micro_batch_size = {job.micro_batch_size}: domains of the plan share "

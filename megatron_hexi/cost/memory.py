@@ -238,7 +238,7 @@ class Holdings:
         group_tokens: G of its group.
         heads: query heads (of one tensor-parallel rank).
         kv: KV heads that these read.
-        micro_batches: of its replica.
+        micro_batches: that it takes.
         flights: of its exchange.
     """
 
@@ -251,7 +251,7 @@ class Holdings:
 
     @classmethod
     def of(cls, plan: PlanArrays, micro_batches: Ints, flights: Flights) -> Holdings:
-        """Those of units, [U]; `micro_batches` of each's replica."""
+        """Those of units, [U], of which each takes so many `micro_batches`."""
         tokens, heads, kv = (held.astype(float) for held in (plan.tokens, plan.heads, plan.kv))
         group_tokens = plan.group_tokens[plan.group].astype(float)
         return cls(tokens, group_tokens, heads, kv, micro_batches, flights)

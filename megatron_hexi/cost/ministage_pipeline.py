@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.mesh import Sweep, sweeps
 
 
@@ -52,36 +51,71 @@ class Passing:
         return self.sums + self.copies_out
 
 
+@dataclass(frozen=True)
+class Lane:
+    """What of a stage works by itself: a domain that takes whole micro-batches, or all that share each.
+
+    Args:
+        takes: the micro-batches that it takes, ascending.
+        phases: where its time of one goes, in all ministages.
+        forward_s: of that, one forward pass of all layers.
+    """
+
+    takes: tuple[int, ...]
+    phases: Phases
+    forward_s: float
+
+    @property
+    def work(self) -> Phases:
+        """All its work in an iteration."""
+        return self.phases * len(self.takes)
+
+
 @dataclass(frozen=True, eq=False)
-class MinistagePipeline(Pipeline):
+class MinistagePipeline:
     """The stages of one replica that runs in ministages.
 
     Borders are those between neighbours, and with several stages that from the last to the first.
 
     Args:
+        lanes: of each stage; together they take each micro-batch once.
+        there: seconds that a micro-batch's activations are under way over each border, [borders,
+            micro-batches].
+        back: the same of gradients.
         parts: of each stage's layers, the part that each ministage has, [p, ministages].
-        forward_s: of a stage's time, one forward pass of all its layers, s, [p].
         passing: of each stage.
     """
 
+    lanes: tuple[tuple[Lane, ...], ...]
+    there: Floats
+    back: Floats
     parts: Floats
-    forward_s: Floats
     passing: tuple[Passing, ...]
 
     @property
+    def stages(self) -> tuple[Phases, ...]:
+        """Where the time of a micro-batch goes in each stage, on its slowest lane."""
+        return tuple(
+            max((lane.phases for lane in lanes), key=lambda phases: phases.total) for lanes in self.lanes
+        )
+
+    @property
+    def busiest(self) -> Phases:
+        """The work of the lane that has most of it."""
+        return max((lane.work for lanes in self.lanes for lane in lanes), key=lambda work: work.total)
+
+    @property
     def phases(self) -> Phases:
-        """Where the replica's time goes: the slowest stage's work, its waits for others, and for weights."""
-        totals = np.array([phases.total for phases in self.stages])
-        slowest = self.stages[int(np.argmax(totals))] * self.micro_batches
-        return slowest + self.waits(MinistagePipeline.seconds)
+        """Where the replica's time goes: the busiest lane's work, its waits for others, and for weights."""
+        return self.busiest + self.waits(MinistagePipeline.seconds)
 
     def waits(self, seconds_of: SecondsOf) -> Phases:
-        """What a replica takes beside its slowest stage's work.
+        """What a replica takes beside the work of its busiest lane.
 
         Args:
             seconds_of: a pipeline's seconds; asked of this one, and of it without what passes.
         """
-        work = max(phases.total for phases in self.stages) * self.micro_batches
+        work = self.busiest.total
         near = replace(self, passing=tuple(one.without_host() for one in self.passing))
         still = replace(self, passing=tuple(Passing.nothing(len(one.sums)) for one in self.passing))
         times = seconds_of(still), seconds_of(near), seconds_of(self)
@@ -98,13 +132,13 @@ class MinistagePipeline(Pipeline):
         for stage, _ in (*forward, *reversed(forward[:-1])):
             yield stage, next(own[stage])
 
-    def step_s(self, stage: int, sweep: Sweep) -> float:
+    def step_s(self, stage: int, lane: Lane, sweep: Sweep) -> float:
         """Seconds of a micro-batch in a sweep; all but the turn run forward once more before the backward."""
-        part, ahead = float(self.parts[stage][sweep.ministage]), float(self.forward_s[stage])
+        part, ahead = float(self.parts[stage][sweep.ministage]), lane.forward_s
         if sweep.way == "forward":
             return part * ahead
-        phases, again = self.stages[stage], 1.0
-        if stage == len(self.stages) - 1:
+        phases, again = lane.phases, 1.0
+        if stage == len(self.lanes) - 1:
             again -= float(self.parts[stage][-1])
         back = phases.total - phases.logits - (1 + again) * ahead
         return part * (ahead + back) + (phases.logits if sweep.way == "turn" else 0.0)
@@ -114,12 +148,17 @@ class MinistagePipeline(Pipeline):
         enter = sweep.way != "turn" and (stage, sweep.ministage) != (0, 0)
         return self.passing[stage].rows if enter else 0.0
 
-    def border_s(self, stage: int, sweep: Sweep) -> float:
-        """Seconds that what leaves a stage after a sweep is under way."""
+    def border_s(self, stage: int, sweep: Sweep) -> Floats:
+        """Seconds that what leaves a stage after a sweep is under way, [micro-batches]."""
         ways, number = (self.there, stage) if sweep.way == "forward" else (self.back, stage - 1)
         if sweep.way == "backward":
-            number %= len(self.stages)
-        return float(ways[number]) if 0 <= number < len(ways) else 0.0
+            number %= len(self.lanes)
+        found: Floats = ways[number] if 0 <= number < len(ways) else np.zeros(ways.shape[1])
+        return found
+
+    def posts_ahead(self, stage: int, other: int) -> bool:
+        """Whether a stage asks for the next rows when it takes up some: not where micro-batches are dealt."""
+        return len(self.lanes[stage]) == len(self.lanes[other]) == 1
 
     def seconds(self) -> float:
         """From the first micro-batch's entry until all gradients are with their owners.
@@ -127,36 +166,40 @@ class MinistagePipeline(Pipeline):
         Each stage works in order. While a ministage runs, the weights of the next one come; its gradients
         leave while the next one runs, and are away before that one's leave (runtime/passing_buckets.py). Both
         go one after the other. Rows travel once they are computed and the other side has posted the receive:
-        at the sweep's begin for the first micro-batch, when it takes up the one before for another. To and
-        from host memory they go one micro-batch behind, or ahead.
+        at the sweep's begin for the first micro-batch, when it takes up the one before for another; beside a
+        stage whose micro-batches are dealt when it is done with that one. To and from host memory they go one
+        micro-batch behind, or ahead.
         """
-        clocks = [_Clock(passing) for passing in self.passing]
-        sent, border = np.zeros(self.micro_batches), 0.0
+        clocks = [_Clock(*own) for own in zip(self.lanes, self.passing, strict=True)]
+        sent, border, before = np.zeros(self.there.shape[1]), np.zeros(self.there.shape[1]), 0
         for stage, sweep in self.order():
             clock = clocks[stage]
-            posted = clock.free
+            asked = list(clock.free)
             clock.begin(sweep)
-            step = max(self.step_s(stage, sweep), self.rows_s(stage, sweep))
-            for micro_batch in range(self.micro_batches):
-                arrived = max(float(sent[micro_batch]), posted) + border
-                posted = max(clock.free, arrived)
-                clock.free = posted + step
-                sent[micro_batch] = clock.free
-            border = self.border_s(stage, sweep)
+            for number, lane in enumerate(self.lanes[stage]):
+                posted = asked[number]
+                step = max(self.step_s(stage, lane, sweep), self.rows_s(stage, sweep))
+                for micro_batch in lane.takes:
+                    begun = max(clock.free[number], max(sent[micro_batch], posted) + border[micro_batch])
+                    clock.free[number] = sent[micro_batch] = begun + step
+                    posted = begun if self.posts_ahead(stage, before) else begun + step
+            border, before = self.border_s(stage, sweep), stage
             clock.end(sweep)
-        return max(max(clock.free, clock.left) for clock in clocks)
+        return max(max(*clock.free, clock.left) for clock in clocks)
 
 
 class _Clock:
-    """One stage: when it is free, and what travels beside its work.
+    """One stage: when its lanes are free, and what travels beside their work, which all take part in.
 
     Args:
-        passing: what does.
+        lanes: of the stage.
+        passing: what travels.
     """
 
-    def __init__(self, passing: Passing) -> None:
+    def __init__(self, lanes: Sequence[Lane], passing: Passing) -> None:
         self.passing = passing
-        self.free = self.left = self._wire = 0.0
+        self.free = [0.0 for _ in lanes]
+        self.left = self._wire = 0.0
         self._here: dict[int, float] = {}
 
     def begin(self, sweep: Sweep) -> None:
@@ -164,16 +207,19 @@ class _Clock:
         self._here = {number: time for number, time in self._here.items() if number in sweep.weights}
         for number in sweep.weights:
             if number not in self._here:
-                self._wire = max(self._wire, self.free) + float(self.passing.fetches[number])
+                self._wire = max(self._wire, *self.free) + float(self.passing.fetches[number])
                 self._here[number] = self._wire
-        self.free = max(self.free, self._here[sweep.ministage])
+        self._wait_for(self._here[sweep.ministage])
 
     def end(self, sweep: Sweep) -> None:
         """Let its gradients leave, after those of the sweep before."""
         if sweep.is_backward:
-            self.free = max(self.free, self.left)
-            self._wire = max(self._wire, self.free) + float(self.passing.leaves[sweep.ministage])
+            self._wait_for(self.left)
+            self._wire = max(self._wire, *self.free) + float(self.passing.leaves[sweep.ministage])
             self.left = self._wire
+
+    def _wait_for(self, time: float) -> None:
+        self.free = [max(free, time) for free in self.free]
 
 
 #: Seconds of a replica in ministages, by a model of it.

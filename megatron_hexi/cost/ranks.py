@@ -96,7 +96,7 @@ def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
         timing.sections, timing.stages, timing.optimizer, timing.memory, timing.host_memory, strict=True
     ):
         plan = section.arrays
-        turns = timing.micro_batches[section.replica]
+        turns = section.turns(timing.micro_batches)
         passes = list(zip(cost.repeats, cost.passes, strict=True))
         waits = sum(times * _own_communication(plan, one) for times, one in passes)
         times = {

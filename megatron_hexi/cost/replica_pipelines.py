@@ -2,56 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.ministage_pipeline import MinistagePipeline, Passing
+from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline, Passing
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.sections import Section
-from megatron_hexi.cost.stage import StageCost
 from megatron_hexi.plan import Plan
+
+#: The lanes of each stage of a replica.
+Lanes = tuple[tuple[Lane, ...], ...]
+
+
+def replica_lanes(
+    sections: Sequence[Section],
+    costs: Iterable[tuple[Sequence[Phases], Iterable[float]]],
+    micro_batches: Ints,
+) -> list[Lanes]:
+    """What works by itself in each replica: of domains that share each micro-batch the slowest counts.
+
+    Args:
+        sections: the units.
+        costs: of each section's domains, where the time of a micro-batch goes, and seconds of that which are
+            one forward pass.
+        micro_batches: of each replica.
+    """
+    found: list[dict[int, dict[tuple[int, ...], Lane]]] = [{} for _ in micro_batches]
+    for section, (phases, forward) in zip(sections, costs, strict=True):
+        domains = zip(section.replicas.tolist(), section.takes, phases, forward, strict=True)
+        for replica, takes, total, ahead in domains:
+            own = tuple(range(micro_batches[replica])) if takes is None else takes
+            lanes, lane = found[replica].setdefault(section.number, {}), Lane(own, total, float(ahead))
+            lanes[own] = max(lanes.get(own, lane), lane, key=lambda one: one.phases.total)
+    return [
+        tuple(tuple(lane for _, lane in sorted(stages[number].items())) for number in range(len(stages)))
+        for stages in found
+    ]
 
 
 def replica_pipelines(
     plan: Plan,
-    sections: Sequence[Section],
-    costs: Sequence[StageCost],
+    lanes: Sequence[Lanes],
     borders: tuple[list[Floats], list[Floats]] | None,
-    micro_batches: Ints,
     passing: Mapping[tuple[int, int], Passing],
-) -> tuple[Pipeline, ...]:
-    """The stages of each replica; a stage is as slow as its slowest domain.
+) -> tuple[Pipeline | MinistagePipeline, ...]:
+    """The stages of each replica.
 
     Args:
         plan: the plan.
-        sections: the units.
-        costs: of the sections.
+        lanes: of each replica.
         borders: as of `border_seconds`; ``None``: nothing travels beside the stages' work.
-        micro_batches: of each replica.
         passing: what comes and goes of a replica's stage that runs in ministages.
     """
-    slowest: list[dict[int, tuple[Phases, float]]] = [{} for _ in micro_batches]
-    for section, cost in zip(sections, costs, strict=True):
-        domains = zip(cost.replicas, cost.forward_s, strict=True)
-        for replica, one in zip(section.replicas.tolist(), domains, strict=True):
-            stages = slowest[replica]
-            stages[section.number] = max(
-                stages.get(section.number, one), one, key=lambda found: found[0].total
-            )
-    pipelines = []
-    for replica, stages in enumerate(slowest):
-        phases, forward = zip(*(stages[number] for number in range(len(stages))), strict=True)
-        none = np.zeros(len(stages) - 1)
-        there, back = (none, none) if borders is None else (borders[0][replica], borders[1][replica])
-        count, parts = int(micro_batches[replica]), plan.replicas[replica].ministages
-        if parts is None:
-            pipelines.append(Pipeline(phases, there, back, count))
+    pipelines: list[Pipeline | MinistagePipeline] = []
+    for number, (replica, own) in enumerate(zip(plan.replicas, lanes, strict=False)):
+        count = sum(len(lane.takes) for lane in own[0])
+        none = np.zeros((len(own) - 1, count))
+        there, back = (none, none) if borders is None else (borders[0][number], borders[1][number])
+        if replica.ministages is None:
+            phases = tuple(lane.phases for (lane,) in own)
+            pipelines.append(Pipeline(phases, there[:, 0], back[:, 0], count))
         else:
-            sizes = np.array([stage.ministage_sizes for stage in plan.replicas[replica].stages], dtype=float)
-            own = tuple(passing[replica, number] for number in range(len(stages)))
-            part = sizes / sizes.sum(axis=1, keepdims=True)
-            pipelines.append(MinistagePipeline(phases, there, back, count, part, np.array(forward), own))
+            sizes = np.array([stage.ministage_sizes for stage in replica.stages], dtype=float)
+            parts = sizes / sizes.sum(axis=1, keepdims=True)
+            passes = tuple(passing[number, stage] for stage in range(len(own)))
+            pipelines.append(MinistagePipeline(own, there, back, parts, passes))
     return tuple(pipelines)

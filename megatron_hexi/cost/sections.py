@@ -19,6 +19,7 @@ from megatron_hexi.cost.job import Job, RecomputeMode, recompute_mode
 from megatron_hexi.cost.layer import Stage
 from megatron_hexi.cost.memory import ModelPart
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays, plan_arrays
+from megatron_hexi.mesh import stage_deal
 from megatron_hexi.plan import Domain, Exchange, Plan
 
 
@@ -47,6 +48,7 @@ class Section:
         window: exchange steps under way ahead of the one in use.
         arrays: what they hold; what is a replica there is a domain of the section.
         replicas: the plan's replica of each domain, [domains].
+        takes: the micro-batches of an iteration that each domain takes, [domains]; ``None``: all.
         parts: what the domains have of the model, numbers or [domains].
         ranks: of the job, [U, tensor_parallel].
         units: their numbers, [U]: in their pipeline stage where the job repeats one, else in the plan.
@@ -58,6 +60,7 @@ class Section:
     window: int
     arrays: PlanArrays
     replicas: Ints
+    takes: tuple[tuple[int, ...] | None, ...]
     parts: ModelPart
     ranks: Ints
     units: Ints
@@ -72,6 +75,14 @@ class Section:
     def part(self) -> ModelPart:
         """What the units have of the model, numbers or [U]."""
         return self.parts.of(self.arrays.unit_replica)
+
+    def turns(self, micro_batches: Ints) -> Ints:
+        """How many micro-batches each unit takes of those of its replica, [U]."""
+        taken = [
+            micro_batches[replica] if own is None else len(own)
+            for replica, own in zip(self.replicas.tolist(), self.takes, strict=True)
+        ]
+        return np.array(taken)[self.arrays.unit_replica]
 
     def by_domain(self, values: Ints | int) -> list[int]:
         """Numbers of `parts`, one a domain."""
@@ -112,6 +123,7 @@ def _repeated(plan: Plan, job: Job, stand: Stand, part: ModelPart | None) -> lis
             window=plan.exchange.window,
             arrays=arrays,
             replicas=np.arange(len(plan.replicas)),
+            takes=(None,) * len(plan.replicas),
             parts=part or ModelPart.of_job(job, number),
             ranks=own,
             units=np.arange(plan.units),
@@ -132,10 +144,11 @@ class _Terms(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A domain, and what its stage has: layers, those computed again, stages from it on, and so on."""
+    """A domain, what it takes, and what its stage has: layers, those computed again, stages from it on."""
 
     replica: int
     domain: Domain
+    takes: tuple[int, ...] | None
     layers: int
     again: int
     ahead: int
@@ -151,7 +164,7 @@ def _uneven(plan: Plan, job: Job, stand: Stand) -> list[Section]:
             recompute = job.recompute if stage.recompute is None else stage.recompute
             layers = stage.layers[1] - stage.layers[0]
             again = min(layers, recompute) if isinstance(recompute, int) else layers * (recompute != "none")
-            for domain in stage.domains:
+            for domain, takes in zip(stage.domains, stage_deal(stage), strict=True):
                 terms = _Terms(
                     number=s,
                     width=len(domain.members[0].ranks),
@@ -160,7 +173,7 @@ def _uneven(plan: Plan, job: Job, stand: Stand) -> list[Section]:
                     exchange=stage.exchange or plan.exchange,
                 )
                 ahead, parts = len(replica.stages) - s, stage.ministages or 0
-                place = _Place(r, domain, layers, again, ahead, parts, stage.offloads("activations"))
+                place = _Place(r, domain, takes, layers, again, ahead, parts, stage.offloads("activations"))
                 found.setdefault(terms, []).append(place)
     number_of = {member.lead: number for number, member in enumerate(plan.members)}
     order = sorted(found, key=lambda terms: terms.number)
@@ -187,6 +200,7 @@ def _uneven(plan: Plan, job: Job, stand: Stand) -> list[Section]:
                 terms.exchange.parts,
             ),
             replicas=np.array([place.replica for place in found[terms]]),
+            takes=tuple(place.takes for place in found[terms]),
             parts=ModelPart(
                 layers=np.array([place.layers for place in found[terms]]),
                 again=np.array([place.again for place in found[terms]]),

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.hosts import NodeLoad
+from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.cost.plan_arrays import PlanArrays
@@ -39,7 +40,7 @@ class Timing:
 
     sections: list[Section]
     stages: list[StageCost]
-    pipelines: tuple[Pipeline, ...]
+    pipelines: tuple[Pipeline | MinistagePipeline, ...]
     replicas: tuple[Phases, ...]
     phases: Phases
     reductions: Reductions

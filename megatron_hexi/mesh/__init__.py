@@ -1,6 +1,7 @@
 """The uneven mesh as tables: places, rows at borders, pieces of weights, shares of state. No torch here."""
 
 from megatron_hexi.mesh.border import HeldRows, RowBlock, RowMessage, border_messages, held_rows, row_messages
+from megatron_hexi.mesh.deal import stage_deal
 from megatron_hexi.mesh.pieces import Box, Cell, MinistageId, Piece, cell_contains, cell_size, cut_pieces
 from megatron_hexi.mesh.places import Mesh, Place
 from megatron_hexi.mesh.residence import ROWS_ON_DEVICE, Keeping, Sweep, keeping, sweeps
@@ -29,5 +30,6 @@ __all__ = [
     "keeping",
     "make_buckets",
     "row_messages",
+    "stage_deal",
     "sweeps",
 ]

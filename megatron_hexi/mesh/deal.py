@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
+
+from megatron_hexi.plan.model import Stage
 
 
 def deal(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -25,3 +28,13 @@ def deal(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         first = min(free, key=lambda n: (Fraction(len(dealt[n]), counts[n]), -counts[n], n))
         dealt[first].append(micro_batch)
     return tuple(tuple(one) for one in dealt)
+
+
+def stage_deal(stage: Stage) -> tuple[tuple[int, ...] | None, ...]:
+    """Which micro-batches each domain of a stage takes, ascending; ``None``: some samples of all."""
+    if not stage.is_dealt:
+        return (None,) * len(stage.domains)
+    return _dealt(tuple(domain.micro_batches or 0 for domain in stage.domains))
+
+
+_dealt = lru_cache(maxsize=64)(deal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_hexi.mesh.deal import deal
+from megatron_hexi.mesh.deal import stage_deal
 from megatron_hexi.plan import Domain, Member, Plan, Replica, Stage, Workload
 from megatron_hexi.plan.model import Range
 
@@ -52,11 +52,9 @@ class Mesh:
         for r, replica in enumerate(plan.replicas):
             for s, stage in enumerate(replica.stages):
                 first = 0
-                dealt = deal([domain.micro_batches or 0 for domain in stage.domains])
-                for d, domain in enumerate(stage.domains):
+                for d, (domain, own) in enumerate(zip(stage.domains, stage_deal(stage), strict=True)):
                     samples = (first, first + (domain.samples or micro_batch_size))
-                    first = 0 if stage.is_dealt else samples[1]
-                    own = dealt[d] if stage.is_dealt else None
+                    first = samples[1] if own is None else 0
                     for m, member in enumerate(domain.members):
                         for t, rank in enumerate(member.ranks):
                             found[rank] = Place(rank, r, s, d, m, t, samples, own)
@@ -103,14 +101,8 @@ class Mesh:
 
     def taking(self, replica: int, stage: int, micro_batch: int) -> int | None:
         """The number of the domain that takes a micro-batch; ``None``: all take some samples of it."""
-        return next(
-            (
-                place.domain
-                for place in (self.places[rank] for rank in self.stage_ranks(replica, stage))
-                if place.micro_batches is not None and micro_batch in place.micro_batches
-            ),
-            None,
-        )
+        domains = enumerate(stage_deal(self.plan.replicas[replica].stages[stage]))
+        return next((number for number, own in domains if own is not None and micro_batch in own), None)
 
     def lane(self, place: Place) -> tuple[int, ...]:
         """The ranks that exchange keys with a rank: its counterpart in each unit of its domain."""

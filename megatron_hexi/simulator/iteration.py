@@ -12,7 +12,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, Job, Phases, Timing
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
-from megatron_hexi.cost.pipeline import Pipeline
+from megatron_hexi.cost.replica_pipelines import replica_lanes
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.cost.stage import exposed_synchronisation
 from megatron_hexi.plan import Plan
@@ -66,15 +66,19 @@ def simulate(
         for section, replay, cost, count in zip(sections, replays, timing.stages, layers, strict=True)
     ]
     waits = exposed_synchronisation(sections, [stage.cost for stage in stages], timing.reductions)
+    lanes = replica_lanes(
+        sections, ((stage.replicas, stage.forward.tolist()) for stage in stages), timing.micro_batches
+    )
     replicas, steps = list[Phases](), list[PipelineSpan]()
     for replica, wait in enumerate(waits):
-        pipeline, forward = _pipeline(timing, stages, replica)
+        pipeline = timing.pipelines[replica]
         if isinstance(pipeline, MinistagePipeline):
-            pipeline = replace(pipeline, forward_s=np.array(forward))
+            pipeline = replace(pipeline, lanes=lanes[replica])
             spans, _ = replay_ministages(pipeline, replica)
-            alone = max(pipeline.stages, key=lambda stage: stage.total) * pipeline.micro_batches
-            found = alone + pipeline.waits(lambda one: replay_ministages(one, 0)[1])
+            found = pipeline.busiest + pipeline.waits(lambda one: replay_ministages(one, 0)[1])
         else:
+            pipeline = replace(pipeline, stages=tuple(lane.phases for (lane,) in lanes[replica]))
+            forward = [lane.forward_s for (lane,) in lanes[replica]]
             spans = replay_pipeline(pipeline, forward, replica)
             found = pipeline_phases(pipeline, forward, spans)
         replicas.append(found + Phases(gradients=wait))
@@ -125,26 +129,12 @@ def _replays(
     return replays
 
 
-def _pipeline(timing: Timing, stages: Sequence[StageTimes], replica: int) -> tuple[Pipeline, list[float]]:
-    """A replica's stages with their simulated times, and the forward passes' part of each."""
-    found: dict[int, tuple[Phases, float]] = {}
-    for section, times in zip(timing.sections, stages, strict=True):
-        for domain in np.flatnonzero(section.replicas == replica).tolist():
-            one = times.replicas[domain], float(times.forward[domain])
-            number = section.number
-            found[number] = max(found.get(number, one), one, key=lambda pair: pair[0].total)
-    ordered = [found[number] for number in range(len(found))]
-    pipeline = replace(timing.pipelines[replica], stages=tuple(phases for phases, _ in ordered))
-    return pipeline, [forward for _, forward in ordered]
-
-
 def _ranks(
     cluster: Cluster, timing: Timing, stages: Sequence[StageTimes], waits: Sequence[float], whole: float
 ) -> tuple[RankTimeline, ...]:
     ranks: list[RankTimeline] = []
     for number, (section, stage) in enumerate(zip(timing.sections, stages, strict=True)):
-        replica = section.replica
-        turns = timing.micro_batches[replica]
+        replica, turns = section.replica, section.turns(timing.micro_batches)
         work = {
             "token": turns * stage.token,
             "attention": turns * stage.attention,
@@ -193,7 +183,7 @@ def _links(
     capacity: dict[str, float] = {}
     most: dict[str, int] = defaultdict(int)
     for section, replay, stage in zip(timing.sections, replays, stages, strict=True):
-        carried = _carried(replay, stage.times * timing.micro_batches[section.replica])
+        carried = _carried(replay, stage.times * section.turns(timing.micro_batches))
         for link, name in enumerate(replay.table.names):
             sizes[name] += float(carried[link])
             capacity[name] = float(replay.table.capacity[link])

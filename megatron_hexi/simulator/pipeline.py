@@ -62,7 +62,7 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
                 start = max(free[stage], there)
                 end = start + seconds[stage][step.way]
                 begun[stage, step], done[stage, step] = start, end
-                spans.append(PipelineSpan(replica, stage, step.way, step.micro_batch, start, end))
+                spans.append(PipelineSpan(replica, stage, step.way, step.micro_batch, 0, start, end))
                 place[stage] += 1
                 free[stage] = end
     return sorted(spans, key=lambda span: (span.stage, span.start_s))

@@ -82,6 +82,8 @@ class PipelineSpan:
         stage: number of its stage.
         way: ``forward`` or ``backward``.
         micro_batch: number among those of the replica.
+        lane: number among the stage's domains that take whole micro-batches, by the first of these; 0 where
+            all share each.
         start_s: when it began.
         end_s: when it ended.
     """
@@ -90,6 +92,7 @@ class PipelineSpan:
     stage: int
     way: str
     micro_batch: int
+    lane: int
     start_s: float
     end_s: float
 

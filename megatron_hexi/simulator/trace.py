@@ -54,22 +54,24 @@ def chrome_trace(simulation: Simulation) -> dict[str, Any]:
 
 def _pipeline_events(simulation: Simulation) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    for replica in sorted({span.replica for span in simulation.pipeline if span.stage > 0}):
+    for replica in sorted({span.replica for span in simulation.pipeline if span.stage or span.lane}):
         process = len(simulation.ranks) + replica
         spans = [span for span in simulation.pipeline if span.replica == replica]
         events.append(_metadata("process_name", process, 0, {"name": f"replica {replica}: micro-batches"}))
         events.append(_metadata("process_sort_index", process, 0, {"sort_index": process}))
-        events += [
-            _metadata("thread_name", process, stage, {"name": f"stage {stage}"})
-            for stage in sorted({span.stage for span in spans})
-        ]
+        lanes = sorted({(span.stage, span.lane) for span in spans})
+        several = {stage for stage, lane in lanes if lane}
+        for thread, (stage, lane) in enumerate(lanes):
+            first = min(span.micro_batch for span in spans if (span.stage, span.lane) == (stage, lane))
+            name = f"stage {stage}" + (f", micro-batches {first}, …" if stage in several else "")
+            events.append(_metadata("thread_name", process, thread, {"name": name}))
         events += [
             {
                 "ph": "X",
                 "name": f"{span.way} {span.micro_batch}",
                 "cat": "pipeline",
                 "pid": process,
-                "tid": span.stage,
+                "tid": lanes.index((span.stage, span.lane)),
                 "ts": span.start_s * _MICRO,
                 "dur": (span.end_s - span.start_s) * _MICRO,
                 "args": {"way": span.way, "micro_batch": span.micro_batch},

@@ -121,6 +121,7 @@ HOLDERS = {
     "domains": ("domains", 5, ()),
     "ministages": ("ministages", 3, ()),
     "offload": ("offload", 3, ()),
+    "dealt": ("dealt", 3, ()),
 }
 FORMATS = {
     "fp32": (),

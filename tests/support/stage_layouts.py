@@ -62,6 +62,18 @@ LAYOUTS: dict[str, list[tuple[int, list[Any]]]] = {
             ([2, 4], "{ranks: [2]}", 2, EVERYTHING),
         ]),
     ],
+    # Whole micro-batches of a stage that keeps shares in host memory.
+    "dealt": [
+        (2, [
+            (
+                [0, 2],
+                "{ranks: [0], micro_batches: 1, state: 2}, {ranks: [1], micro_batches: 1}",
+                2,
+                EVERYTHING,
+            ),
+            ([2, 4], "{ranks: [2]}", 2),
+        ]),
+    ],
 }  # fmt: skip
 
 

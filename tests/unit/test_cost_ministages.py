@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from megatron_hexi.cluster import catalog, read_cluster
 from megatron_hexi.cost import CostModel, Job, Phases, find_shortage, read_model
 from megatron_hexi.cost.memory import GIB
-from megatron_hexi.cost.ministage_pipeline import MinistagePipeline, Passing
+from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline, Passing
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.mesh import sweeps
+from megatron_hexi.mesh.deal import deal
 from megatron_hexi.plan import read_plan
 from megatron_hexi.simulator import simulate
 from megatron_hexi.simulator.ministages import replay_ministages
@@ -26,16 +27,22 @@ from tests.support.plans import examples
 SECONDS = st.integers(1, 50).map(float)
 
 
-def longest_way(depth, micro_batches, ministages, forward, backward, logits, there, back):
-    """The last end of all passes, each after the one before it in its stage and the rows that it needs.
+def longest_way(
+    depth, micro_batches, ministages, forward, backward, logits, there, back, takes=None, slower=None
+):
+    """The last end of all passes, each after the one before it in its lane and the rows that it needs.
 
-    Rows travel once they are there and asked for: when the stage takes up the micro-batch before.
+    Rows travel once they are there and asked for: when the stage takes up the micro-batch before; where that
+    or the stage that sends is dealt, when its lane is done with it.
     """
     last = depth - 1, ministages - 1
+    takes = takes or [[list(range(micro_batches))]] * depth
+    slower = slower or [[1.0]] * depth
+    there, back = (np.reshape(way, (depth, -1)) * np.ones(micro_batches) for way in (there, back))
 
-    def order(stage):
+    def order(stage, batches):
         """What a stage does, in order: way, ministage, micro-batch."""
-        numbers, batches = range(ministages), range(micro_batches)
+        numbers = range(ministages)
         ways = [("forward", number) for number in numbers]
         if stage == depth - 1:
             ways[-1] = ("turn", ministages - 1)
@@ -43,36 +50,41 @@ def longest_way(depth, micro_batches, ministages, forward, backward, logits, the
         ways += [("backward", number) for number in reversed(numbers)]
         return [(way, number, batch) for way, number in ways for batch in batches]
 
-    orders = [order(stage) for stage in range(depth)]
+    orders = {
+        (stage, batch): order(stage, own) for stage in range(depth) for own in takes[stage] for batch in own
+    }
 
-    def seconds(stage, way):
+    def seconds(stage, way, batch):
+        (lane,) = (number for number, own in enumerate(takes[stage]) if batch in own)
         plain = {"forward": forward[stage], "backward": forward[stage] + backward[stage]}
-        return plain.get(way, forward[stage] + backward[stage] + logits)
+        return slower[stage][lane] * plain.get(way, forward[stage] + backward[stage] + logits)
 
     def fed_by(stage, way, number, batch):
         if way != "backward":
             if (stage, number) == (0, 0):
                 return None
             source, turn = (stage - 1, number) if stage else (depth - 1, number - 1)
-            return source, ("forward", turn, batch), there[stage - 1] if depth > 1 else 0.0
+            return source, ("forward", turn, batch), there[stage - 1][batch] if depth > 1 else 0.0
         source, turn = (stage + 1, number) if stage < depth - 1 else (0, number + 1)
         kind = "turn" if (source, turn) == last else "backward"
-        return source, (kind, turn, batch), back[stage] if depth > 1 else 0.0
+        return source, (kind, turn, batch), back[stage][batch] if depth > 1 else 0.0
 
     @functools.cache
     def begin(stage, task):
-        place = orders[stage].index(task)
-        free = end(stage, orders[stage][place - 1]) if place else 0.0
+        own = orders[stage, task[2]]
+        place = own.index(task)
+        free = end(stage, own[place - 1]) if place else 0.0
         feeder = fed_by(stage, *task)
         if feeder is None:
             return free
-        asked = begin(stage, orders[stage][place - 1]) if task[2] else free
+        ahead = place and own[place - 1][:2] == task[:2] and len(takes[stage]) == len(takes[feeder[0]]) == 1
+        asked = begin(stage, own[place - 1]) if ahead else free
         return max(free, max(end(*feeder[:2]), asked) + feeder[2])
 
     def end(stage, task):
-        return begin(stage, task) + seconds(stage, task[0])
+        return begin(stage, task) + seconds(stage, task[0], task[2])
 
-    return max(end(stage, orders[stage][-1]) for stage in range(depth))
+    return max(end(stage, own[-1]) for (stage, _), own in orders.items())
 
 
 def pipeline_of(depth, micro_batches, ministages, forward, backward, logits, there, back, passing=None):
@@ -82,12 +94,17 @@ def pipeline_of(depth, micro_batches, ministages, forward, backward, logits, the
         again = ministages - (stage == depth - 1)
         total = (ministages + again) * forward[stage] + ministages * backward[stage]
         stages.append(Phases(token=total, logits=logits if stage == depth - 1 else 0.0))
-    borders = [way if depth > 1 else way[:0] for way in (there, back)]
+    borders = [
+        np.repeat((way if depth > 1 else way[:0])[:, None], micro_batches, axis=1) for way in (there, back)
+    ]
     parts = np.full((depth, ministages), 1 / ministages)
     passing = passing or (Passing.nothing(ministages),) * depth
-    return MinistagePipeline(
-        tuple(stages), borders[0], borders[1], micro_batches, parts, ministages * forward, tuple(passing)
+    every = tuple(range(micro_batches))
+    lanes = tuple(
+        (Lane(every, phases, ministages * float(ahead)),)
+        for phases, ahead in zip(stages, forward, strict=True)
     )
+    return MinistagePipeline(lanes, borders[0], borders[1], parts, tuple(passing))
 
 
 SIZES = {"depth": st.integers(1, 4), "micro_batches": st.integers(1, 5), "ministages": st.integers(1, 4)}
@@ -104,6 +121,38 @@ def test_seconds_are_those_of_the_longest_way(data, depth, micro_batches, minist
     assert pipeline.seconds() == pytest.approx(expected)
     assert pipeline.phases.total == pytest.approx(expected)
     assert replay_ministages(pipeline, 0)[1] == pytest.approx(expected)
+
+
+@examples(60)
+@given(data=st.data(), **SIZES)
+def test_dealt_micro_batches_take_the_longest_way_through_the_lanes(data, depth, micro_batches, ministages):
+    def drawn(*shape):
+        count = int(np.prod(shape))
+        return np.reshape(data.draw(st.lists(SECONDS, min_size=count, max_size=count)), shape)
+
+    forward, backward, logits = drawn(depth), drawn(depth), data.draw(SECONDS)
+    there, back = drawn(depth, micro_batches), drawn(depth, micro_batches)
+    takes, slower = [], []
+    for _ in range(depth):
+        owners = data.draw(st.lists(st.integers(0, 2), min_size=micro_batches, max_size=micro_batches))
+        own = ([batch for batch, owner in enumerate(owners) if owner == lane] for lane in range(3))
+        takes.append([one for one in own if one])
+        slower.append(drawn(len(takes[-1])).tolist())
+    terms = depth, micro_batches, ministages, forward, backward, logits
+    plain = pipeline_of(*terms, np.zeros(depth), np.zeros(depth))
+    lanes = tuple(
+        tuple(
+            Lane(tuple(own), lane.phases * times, lane.forward_s * times)
+            for own, times in zip(takes[stage], slower[stage], strict=True)
+        )
+        for stage, (lane,) in enumerate(plain.lanes)
+    )
+    pipeline = replace(plain, lanes=lanes, there=there[: len(plain.there)], back=back[: len(plain.back)])
+    expected = longest_way(*terms, there, back, takes, slower)
+    assert pipeline.seconds() == pytest.approx(expected)
+    spans, end = replay_ministages(pipeline, 0)
+    assert end == pytest.approx(expected)
+    assert all(span.micro_batch in takes[span.stage][span.lane] for span in spans)
 
 
 @examples(60)
@@ -165,17 +214,18 @@ replicas:
 """
 TURNS = STAGE.replace("layers: [0, 32]", "layers: [0, 32]\n    ministages: 32")
 
+JOB = Job(model=read_model("llama3-8b"), seq_length=4096, micro_batch_size=4, global_batch_size=32)
+
 
 @pytest.fixture
 def estimate(tmp_path: Path):
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     cluster = read_cluster(tmp_path / "cluster.yaml")
-    one = Job(model=read_model("llama3-8b"), seq_length=4096, micro_batch_size=4, global_batch_size=32)
 
     def run(text: str, data_parallel: int = 1):
         (tmp_path / "plan.yaml").write_text(text)
         plan = read_plan(tmp_path / "plan.yaml")
-        job = replace(one, data_parallel=data_parallel)
+        job = replace(JOB, data_parallel=data_parallel)
         return plan, job, cluster, CostModel(job, cluster).estimate(plan)
 
     return run
@@ -219,6 +269,56 @@ def test_what_is_offloaded_leaves_the_device_for_the_host(estimate):
     assert host.activations == 31 * 8 * rows
     assert before.activations - after.activations == pytest.approx((31 * 8 - 2) * rows)
     assert after.total < 0.4 * before.total
+
+
+def test_a_domain_has_work_and_rows_of_the_micro_batches_that_it_takes(estimate):
+    counts = 4, 2, 1, 1
+    text = TURNS
+    for rank, count in enumerate(counts):
+        text = text.replace(f"ranks: [{rank}], samples: 1", f"ranks: [{rank}], micro_batches: {count}")
+    *_, turns = estimate(TURNS)
+    plan, job, cluster, dealt = estimate(text)
+    rows = 4 * 4096 * 4096 * 2
+    first, *others = dealt.ranks
+    one = first.memory.activations - 31 * 4 * rows
+    for rank, count in zip(dealt.ranks, counts, strict=True):
+        assert rank.memory.activations == pytest.approx(one + 31 * count * rows)
+        assert rank.token_s == pytest.approx(count / 4 * first.token_s)
+    # Four whole ones are twice as much work as a quarter of each of eight, and their products are larger.
+    assert 0.97 < first.token_s / turns.ranks[0].token_s / 2 < 1
+    assert dealt.phases.token == pytest.approx(first.token_s)
+    assert min(rank.idle_s for rank in others) > first.token_s / 2 * 0.9
+    simulation = simulate(plan, job, cluster)
+    assert simulation.iteration_s == pytest.approx(dealt.iteration_s, rel=0.002)
+    busy = {
+        lane: sum(span.end_s - span.start_s for span in simulation.pipeline if span.lane == lane)
+        for lane in range(4)
+    }
+    assert [busy[lane] / busy[3] for lane in range(4)] == pytest.approx(counts)
+
+
+def test_each_micro_batch_crosses_between_those_that_take_it(estimate, tmp_path):
+    """Two GPUs of one node feed one there and one behind the network."""
+    text = (
+        STAGE.partition("  stages:")[0]
+        + """\
+  stages:
+  - {layers: [0, 16], ministages: 1, domains: [{ranks: [0], micro_batches: 8}]}
+  - layers: [16, 32]
+    ministages: 1
+    domains: [{ranks: [1], micro_batches: 6}, {ranks: [2], micro_batches: 2}]
+"""
+    )
+    (tmp_path / "split.yaml").write_text(text)
+    near = CLUSTER.replace("gpus: 4}", "gpus: 2}, {name: far, gpu: H100-SXM-80GB, gpus: 1}")
+    (tmp_path / "far.yaml").write_text(near)
+    timing = CostModel(JOB, read_cluster(tmp_path / "far.yaml")).timing(read_plan(tmp_path / "split.yaml"))
+    (pipeline,) = timing.pipelines
+    far = deal([6, 2])[1]
+    rows = 4 * 4096 * 4096 * 2
+    times = pipeline.there[0]
+    assert times[list(far)] == pytest.approx(rows / 5e9, rel=0.01)
+    assert max(np.delete(times, far)) < 0.2 * rows / 5e9
 
 
 def test_what_replicas_hold_in_common_waits_whole_on_the_host(estimate):
