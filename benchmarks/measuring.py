@@ -4,13 +4,15 @@ One training on two ranks and the CPU, of `scripts/testbed/gpt-small.args`, look
 iterations (`--hexi-replan-interval`) and measures every second one (`--hexi-metrics-interval 2`): measured
 iterations and others alternate, so that whatever else the machine does slows both alike. An iteration lasts
 from its begin to the next one's, measuring included; each measured one is held against the two beside it.
-Iterations that post and read the times of all ranks are told apart.
+Beside other programs that comparison is as noisy as they are. So what one wait costs is timed too, by itself,
+and counted as often as an iteration waits, and so is what a rank does before each step to follow its plan.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -29,13 +31,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RANKS, LOOKS = 2, 20
 #: Iterations that warm up.
 WARM_UP = 20
+#: By how many one is timed.
+_WAITS = 10_000
 CLUSTER = """\
 name: two
 nodes: [{name: node, gpu: cpu-core, gpus: 2}]
 """
 
 
-def run(folder: Path, tokens: int, iterations: int) -> list[float]:
+def run(folder: Path, tokens: int, iterations: int) -> dict[str, Any]:
     """Train.
 
     Args:
@@ -44,7 +48,7 @@ def run(folder: Path, tokens: int, iterations: int) -> list[float]:
         iterations: to be timed.
 
     Returns:
-        The seconds of each iteration on rank 0, the warm-up included.
+        What rank 0 saw, as `train` writes it; iterations of the warm-up included.
     """
     devices = (ROOT / "scripts/testbed/four-equal.yaml").read_text().split("\nnetwork:", 1)[1]
     (folder / "cluster.yaml").write_text(f"{CLUSTER}network:{devices}")
@@ -69,57 +73,71 @@ def run(folder: Path, tokens: int, iterations: int) -> list[float]:
         *("--hexi-cluster", str(folder / "cluster.yaml"), "--hexi-replan-interval", str(LOOKS)),
         *("--hexi-metrics-interval", "2"),
     ]
-    begun = folder / "begun.json"
+    seen = folder / "seen.json"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    subprocess.run(
-        [*launch, "-m", "benchmarks.measuring", "--rank", str(begun), *words], check=True, cwd=ROOT
-    )
-    return list(numpy.diff(json.loads(begun.read_text())))
+    subprocess.run([*launch, "-m", "benchmarks.measuring", "--rank", str(seen), *words], check=True, cwd=ROOT)
+    found: dict[str, Any] = json.loads(seen.read_text())
+    return found
 
 
-def train(begun: Path) -> None:
+def train(found: Path) -> None:
     """One rank: our own entry point, which notes when each iteration begins."""
     from megatron_hexi import pretrain_gpt
     from megatron_hexi.megatron.replanning import Replanner
+    from megatron_hexi.runtime.waiting import waits_begun
 
-    times: list[float] = []
+    begun: list[float] = []
+    looks: list[float] = []
     original = Replanner.before_step
 
     def before_step(self: Replanner, iteration: int) -> None:
-        times.append(time.perf_counter())
+        begun.append(time.perf_counter())
         original(self, iteration)
+        looks.append(time.perf_counter() - begun[-1])
 
     setattr(Replanner, "before_step", before_step)  # noqa: B010
     pretrain_gpt.main()
-    import torch.distributed as dist
+    if os.environ["RANK"] == "0":
+        waits = waits_begun() / len(begun)
+        seen = {"begun": begun, "looks": looks, "waits": waits, "wait_s": _wait_s()}
+        found.write_text(json.dumps(seen))
 
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        begun.write_text(json.dumps(times))
+
+def _wait_s() -> float:
+    """Seconds that a measured wait takes longer than one that is not."""
+    from megatron_hexi.runtime.waiting import StepMeter, waiting
+
+    def seconds(is_measured: bool) -> float:
+        with StepMeter().step(is_measured):
+            begun = time.perf_counter()
+            for _ in range(_WAITS):
+                with waiting("attention"):
+                    pass
+            return (time.perf_counter() - begun) / _WAITS
+
+    return statistics.median(seconds(True) - seconds(False) for _ in range(9))
 
 
-def compare(seconds: Sequence[float]) -> dict[str, Any]:
-    """What measuring costs, from the seconds of iterations 1, 2, … of which every second one is measured."""
-    quiet = {
-        number: value
-        for number, value in enumerate(seconds, 1)
-        # The first look asks the planner, which is another process; posting falls into the one after.
-        if number > WARM_UP and (number - 1) % LOOKS not in (0, 1)
-    }
+def compare(seen: dict[str, Any]) -> dict[str, Any]:
+    """What measuring costs, as parts of an iteration; every second one is measured, from 1 on."""
+    seconds = dict(enumerate(numpy.diff(seen["begun"]), 1))
+    # Posting and reading the times of all ranks falls into the two after a look.
+    quiet = {n: value for n, value in seconds.items() if n > WARM_UP and (n - 1) % LOOKS not in (0, 1)}
     ratios = [
-        value / statistics.mean((quiet[number - 1], quiet[number + 1]))
-        for number, value in quiet.items()
-        if number % 2 == 0 and number - 1 in quiet and number + 1 in quiet
+        value / statistics.mean((quiet[n - 1], quiet[n + 1]))
+        for n, value in quiet.items()
+        if n % 2 == 0 and n - 1 in quiet and n + 1 in quiet
     ]
-    generator = numpy.random.default_rng(0)
-    medians = numpy.median(generator.choice(ratios, (2000, len(ratios))), axis=1)
+    medians = numpy.median(numpy.random.default_rng(0).choice(ratios, (2000, len(ratios))), axis=1)
     middle = statistics.median(quiet.values())
-    looks = [value for number, value in enumerate(seconds, 1) if number > WARM_UP and number not in quiet]
     return {
         "iteration_s": middle,
-        "pairs": len(ratios),
-        "measuring": statistics.median(ratios) - 1,
+        "waits": seen["waits"],
+        "wait_us": seen["wait_s"] * 1e6,
+        "waits_part": seen["waits"] * seen["wait_s"] / middle,
+        "looks_part": statistics.mean(seen["looks"][WARM_UP:]) / middle,
+        "measured_beside_others": statistics.median(ratios) - 1,
         "from_to": [float(value) - 1 for value in numpy.quantile(medians, [0.025, 0.975])],
-        "looking": (statistics.median(looks) - middle) * 2 / LOOKS / middle,
     }
 
 
