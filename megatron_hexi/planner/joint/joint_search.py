@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import ceiling_tokens_per_s
@@ -43,9 +44,8 @@ class JointSearch:
         self._pools = Pools(cluster, [speeds[id(node.device)] for node in cluster.nodes])
         self._timer = LayerTimer(request, cluster, self._pools, micro_batch_size)
         tables = StageTables(request, self._timer)
-        search = PipelineSearch(request, tables)
-        self._columns = ReplicaColumns(request, self._timer, search, self._micro_batches)
-        self._assembly = Assembly(request, tables, search, cluster)
+        self._pipelines = PipelineSearch(request, tables)
+        self._assembly = Assembly(request, tables, self._pipelines, cluster)
 
     @property
     def trials(self) -> int:
@@ -55,25 +55,15 @@ class JointSearch:
     def run(self, tell: Progress, *, fewest: bool = False) -> Iterator[Candidate]:
         """The best plan of each class of replicas, as long as it may be the best of all.
 
-        Between replicas of other tensor-parallel sizes gradients would have to be cut anew, which costs more
-        than other sizes bring: there all have the same.
-
         Args:
             tell: told how far it is.
             fewest: only plans of the fewest replicas, which need least memory.
         """
-        classes = [some for some in map(self._replicas, _CLASSES) if len(some)]
-        if fewest:
-            del classes[1:]
-        found: list[Packed] = []
-        for number, replicas in enumerate(classes):
-            tell("replicas and pipelines", number, len(classes))
-            for width in [None] if replicas[0] == 1 else self._timer.widths:
-                columns = self._columns.find(_class_of(replicas[0]), width)
-                whole = [column for column in columns if len(column.pipe.stages) == 1]
-                for some in (columns, whole):
-                    found += self._best(some, replicas, _RIVALS if replicas[-1] == 1 else 1)
+        found = self._part(1).find(tell, fewest=fewest)
+        if not fewest and "data_parallel" not in self._request.fixed:
+            found += self._repeated(tell)
         found.sort(key=lambda packed: (len(packed.columns) > 1, packed.seconds))
+        found = list({_name(packed): packed for packed in reversed(found)}.values())[::-1]
         best: tuple[tuple[float, float], Packed] | None = None
         for number, packed in enumerate(found[:_FINALISTS]):
             tell("finalists", number, min(len(found), _FINALISTS) + 1)
@@ -89,11 +79,72 @@ class JointSearch:
         if polished is not None:
             yield polished
 
+    def _repeated(self, tell: Progress) -> list[Packed]:
+        """Replicas of one part of the fleet and the batch, as often as there are equal parts.
+
+        Of a large fleet only some choices of GPUs are looked at; a part is small enough for more.
+        """
+        parts = math.gcd(self._micro_batches, *(len(pool.nodes) for pool in self._pools.pools))
+        for copies in (number for number in range(parts, 1, -1) if parts % number == 0):
+            found = self._part(copies).find(tell)
+            if found:
+                return [
+                    replace(one, columns=one.columns * copies, micro_batches=one.micro_batches * copies)
+                    for one in found
+                ]
+        return []
+
+    def _part(self, copies: int) -> _Part:
+        micro_batches, pools = self._micro_batches // copies, self._pools.part(copies)
+        columns = ReplicaColumns(self._request, self._timer, pools, self._pipelines, micro_batches)
+        return _Part(self._request, columns, pools, micro_batches, copies, self._timer.widths)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """One of so many equal parts of the fleet and the batch.
+
+    Args:
+        request: what is planned.
+        columns: of its replicas.
+        pools: its nodes.
+        micro_batches: of an iteration.
+        copies: parts that there are.
+        widths: tensor-parallel sizes.
+    """
+
+    request: Request
+    columns: ReplicaColumns
+    pools: Pools
+    micro_batches: int
+    copies: int
+    widths: Sequence[int]
+
+    def find(self, tell: Progress, *, fewest: bool = False) -> list[Packed]:
+        """The best sets of replicas of each class.
+
+        Between replicas of other tensor-parallel sizes gradients would have to be cut anew, which costs more
+        than other sizes bring: there all have the same.
+        """
+        classes = [some for some in map(self._replicas, _CLASSES) if len(some)]
+        if fewest:
+            del classes[1:]
+        found: list[Packed] = []
+        for number, replicas in enumerate(classes):
+            tell("replicas and pipelines", number, len(classes))
+            shards = _class_of(replicas[0] * self.copies)
+            for width in [None] if replicas[0] == 1 else self.widths:
+                columns = self.columns.find(_class_of(replicas[0]), shards, width)
+                whole = [column for column in columns if len(column.pipe.stages) == 1]
+                for some in (columns, whole):
+                    found += self._best(some, replicas, _RIVALS if replicas[-1] == 1 else 1)
+        return found
+
     def _replicas(self, shards: int) -> range:
         """Numbers of replicas of a class; none where another is fixed, or there is no batch for them."""
-        most = min(self._micro_batches, sum(self._pools.totals))
-        if "data_parallel" in self._request.fixed:
-            fixed = self._request.job.data_parallel
+        most = min(self.micro_batches, sum(self.pools.totals))
+        if "data_parallel" in self.request.fixed:
+            fixed = self.request.job.data_parallel
             return range(fixed, fixed + 1) if _class_of(fixed) == shards and fixed <= most else range(0)
         end = most if shards == _CLASSES[-1] else min(most, 2 * shards - 1)
         return range(shards, end + 1)
@@ -112,7 +163,7 @@ class JointSearch:
         """The best set of columns, all of them timed."""
         least = 0.0
         for _ in range(_ROUNDS):
-            packed = pack(columns, self._micro_batches, self._pools.totals, replicas, least)
+            packed = pack(columns, self.micro_batches, self.pools.totals, replicas, least)
             if packed is None:
                 return None
             rough = {id(column): column for column in packed.columns if not column.pipe.timed}
@@ -120,10 +171,16 @@ class JointSearch:
                 return packed
             least = packed.least_s
             columns = [column for column in columns if id(column) not in rough]
-            columns += [timed for timed in map(self._columns.timed, rough.values()) if timed is not None]
+            columns += [timed for timed in map(self.columns.timed, rough.values()) if timed is not None]
         known = [column for column in columns if column.pipe.timed]
-        return pack(known, self._micro_batches, self._pools.totals, replicas, least)
+        return pack(known, self.micro_batches, self.pools.totals, replicas, least)
 
 
 def _class_of(replicas: int) -> int:
     return max(shards for shards in _CLASSES if shards <= replicas)
+
+
+def _name(packed: Packed) -> tuple[object, ...]:
+    """The same for replicas of the same stages."""
+    stages = (tuple(stage[:3] for stage in column.pipe.stages) for column in packed.columns)
+    return (*zip(stages, packed.micro_batches, strict=True),)

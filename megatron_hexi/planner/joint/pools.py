@@ -5,9 +5,10 @@ What a stage takes is decided here in numbers of GPUs; `placing` finds the GPUs.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -96,6 +97,15 @@ class Pools:
     def totals(self) -> Counts:
         """GPUs that there are."""
         return tuple(pool.gpus for pool in self.pools)
+
+    def part(self, copies: int) -> Pools:
+        """Of so many equal parts the first: as many nodes of each pool."""
+        part = copy.copy(self)
+        part.pools = tuple(
+            replace(pool, nodes=pool.nodes[: len(pool.nodes) // copies]) for pool in self.pools
+        )
+        part.totals = tuple(pool.gpus for pool in part.pools)
+        return part
 
     def aligned(self, pool: int, count: int) -> bool:
         """Whether stages of so many of a pool's GPUs fill nodes: whole ones, or a whole part of one."""

@@ -65,39 +65,46 @@ class ReplicaColumns:
     Args:
         request: what is planned.
         timer: of layers.
+        pools: what there is, all of the fleet or a part of it.
         search: for pipelines.
         micro_batches: of an iteration.
     """
 
     def __init__(
-        self, request: Request, timer: LayerTimer, search: PipelineSearch, micro_batches: int
+        self,
+        request: Request,
+        timer: LayerTimer,
+        pools: Pools,
+        search: PipelineSearch,
+        micro_batches: int,
     ) -> None:
-        self._request, self._pools = request, timer.pools
+        self._request, self._pools = request, pools
         self._search, self._micro_batches = search, micro_batches
         self._sync = Synchronisation(timer)
-        self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(timer.pools.pools))]
+        self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(pools.pools))]
         self._choices = self._find_choices()
         self._least_alone = _LEAST_ALONE if len(self._choices) > _WITH_PIPELINES[0] else 0.0
         self._pipelines = cache(search.best)
 
-    def find(self, shards: int, width: int | None) -> list[Column]:
+    def find(self, replicas: int, shards: int, width: int | None) -> list[Column]:
         """All of them.
 
         Args:
-            shards: replicas that a plan has at least, and that share optimizer state.
+            replicas: that a part has at least.
+            shards: replicas that share optimizer state, of all parts.
             width: tensor-parallel size of all stages; ``None``: each its own.
         """
         found: list[Column] = []
-        choices = [counts for counts in self._choices if self._take(counts, shards)]
-        several = shards > 1
+        choices = [counts for counts in self._choices if self._take(counts, replicas)]
+        several = replicas > 1
         # Pipelines differ little by who shares their optimizer state: those of two replicas do for more.
         sharing = min(shards, 2)
         few = [counts for counts in choices if not several or sum(map(bool, counts)) <= _MOST_KINDS]
         for counts in self._some(few, _WITH_PIPELINES[several]):
-            pipes = self._pipelines(counts, self._take(counts, shards), sharing, width)
+            pipes = self._pipelines(counts, self._take(counts, replicas), sharing, width)
             found += self.columns(counts, pipes, sharing, 1)
         for counts in self._some(choices, _WITH_ONE_STAGE[several]):
-            pipes = self._search.alone(counts, self._take(counts, shards), shards, width)
+            pipes = self._search.alone(counts, self._take(counts, replicas), shards, width)
             found += self.columns(counts, pipes, shards, 2)
         return found
 
@@ -144,15 +151,19 @@ class ReplicaColumns:
         together = sum(count * speed for count, speed in zip(self._pools.totals, self._speeds, strict=True))
         return sum(count * speed for count, speed in zip(counts, self._speeds, strict=True)) / together
 
-    def _take(self, counts: Counts, shards: int) -> int:
-        """Micro-batches that a replica will take, about, beside so many; 0: it is none of them."""
+    def _take(self, counts: Counts, replicas: int) -> int:
+        """Micro-batches that a replica will take, about, of so many; 0: it is none of them."""
         share, all_of_them = self._share(counts), self._micro_batches
-        if shards == 1:
+        if replicas == 1:
             return all_of_them if share > self._least_alone else 0
         mixed = sum(map(bool, counts)) > _MOST_KINDS and not self._is_even_part(counts)
         if mixed or share * all_of_them < _LEAST_SHARE:
             return 0
-        return max(1, min(round(share * all_of_them), all_of_them - shards + 1)) if share <= 2 / shards else 0
+        return (
+            max(1, min(round(share * all_of_them), all_of_them - replicas + 1))
+            if share <= 2 / replicas
+            else 0
+        )
 
     def _find_choices(self) -> list[Counts]:
         """GPUs that could hold the model, many kinds first."""
