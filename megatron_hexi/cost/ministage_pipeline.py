@@ -185,7 +185,7 @@ class MinistagePipeline:
                     posted = begun if self.posts_ahead(stage, before) else begun + step
             border, before = self.border_s(stage, sweep), stage
             clock.end(sweep)
-        return max(max(*clock.free, clock.left) for clock in clocks)
+        return float(max(max(*clock.free, clock.left) for clock in clocks))
 
 
 class _Clock:
