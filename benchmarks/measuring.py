@@ -1,6 +1,6 @@
 """`python -m benchmarks.measuring`: what an iteration takes longer where the waits in it are measured.
 
-One training on two ranks and the CPU, of `scripts/testbed/gpt-small.args`, looks at its plan every 20
+One training on two ranks and the CPU, of a small model, looks at its plan every 20
 iterations (`--hexi-replan-interval`) and measures every second one (`--hexi-metrics-interval 2`): measured
 iterations and others alternate, so that whatever else the machine does slows both alike. An iteration lasts
 from its begin to the next one's, measuring included; each measured one is held against the two beside it.
@@ -19,13 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 
+from benchmarks.measured.scenarios import Scenario, words
 from megatron_hexi.plan import proportional_plan, write_plan
-from megatron_hexi.plan.model import Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS, LOOKS = 2, 20
@@ -33,10 +34,6 @@ RANKS, LOOKS = 2, 20
 WARM_UP = 20
 #: By how many one is timed.
 _WAITS = 10_000
-CLUSTER = """\
-name: two
-nodes: [{name: node, gpu: cpu-core, gpus: 2}]
-"""
 
 
 def run(folder: Path, tokens: int, iterations: int) -> dict[str, Any]:
@@ -50,32 +47,19 @@ def run(folder: Path, tokens: int, iterations: int) -> dict[str, Any]:
     Returns:
         What rank 0 saw, as `train` writes it; iterations of the warm-up included.
     """
-    devices = (ROOT / "scripts/testbed/four-equal.yaml").read_text().split("\nnetwork:", 1)[1]
-    (folder / "cluster.yaml").write_text(f"{CLUSTER}network:{devices}")
-    workload = Workload(tokens, heads=4, kv_heads=1, head_dim=128, layers=4)
-    write_plan(proportional_plan(workload, [[[1.0] * RANKS]]), folder / "plan.yaml")
-    words = [
-        *(ROOT / "scripts/testbed/gpt-small.args").read_text().split("\n", 1)[1].split(),
-        *("--seq-length", str(tokens), "--max-position-embeddings", str(tokens), "--mock-data"),
-        *("--micro-batch-size", "1", "--global-batch-size", "1", "--tokenizer-type", "NullTokenizer"),
-        *(
-            "--train-iters",
-            str(WARM_UP + iterations),
-            "--lr",
-            "1e-4",
-            "--eval-iters",
-            "0",
-            "--eval-interval",
-            "100000",
-        ),
-        *("--attention-dropout", "0", "--hidden-dropout", "0"),
-        *("--log-interval", "100000", "--hexi-platform", "cpu", "--hexi-plan", str(folder / "plan.yaml")),
-        *("--hexi-cluster", str(folder / "cluster.yaml"), "--hexi-replan-interval", str(LOOKS)),
-        *("--hexi-metrics-interval", "2"),
-    ]
+    scenario = Scenario("measuring", "four-equal", tokens, decides="nothing", sizes=(4, 256, 1024))
+    plan = proportional_plan(scenario.job.workload(), [[[1.0] * RANKS]])
+    write_plan(replace(plan, gpus=tuple(range(RANKS))), folder / "plan.yaml")
+    options = scenario.arguments(WARM_UP + iterations) | {
+        "--log-interval": 100_000,
+        "--hexi-plan": folder / "plan.yaml",
+        "--hexi-cluster": ROOT / scenario.file,
+        "--hexi-replan-interval": LOOKS,
+        "--hexi-metrics-interval": 2,
+    }
     seen = folder / "seen.json"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    subprocess.run([*launch, "-m", "benchmarks.measuring", "--rank", str(seen), *words], check=True, cwd=ROOT)
+    subprocess.run([*launch, "-m", "benchmarks.measuring", "--rank", str(seen), *words(options)], check=True, cwd=ROOT)
     found: dict[str, Any] = json.loads(seen.read_text())
     return found
 
@@ -141,9 +125,9 @@ def compare(seen: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run from the command line."""
-    given = list(sys.argv[1:] if words is None else words)
+    given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["--rank"]:
         sys.argv = [sys.argv[0], *given[2:]]
         train(Path(given[1]))
