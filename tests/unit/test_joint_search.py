@@ -442,7 +442,7 @@ def test_no_gpu_is_given_twice_and_ranks_keep_the_runtime_s_rules(seed):
     names = [("a", "DOUBLE", 4), ("b", "PLAIN", 4), ("c", "DOUBLE", 4), ("d", "PLAIN", 8), ("e", "PLAIN", 4)]
     random.shuffle(names)
     known = cluster(names)
-    pools = Pools(known, [known.nodes[number].device.memory_gb_s for number in range(len(known.nodes))])
+    pools = Pools.of(known, [known.nodes[number].device.memory_gb_s for number in range(len(known.nodes))])
     replicas = random_shapes(random, pools)
     if not replicas:
         return
@@ -482,5 +482,5 @@ def test_ends_of_pipelines_stand_at_the_ends():
     assert number_ranks(known, {Place(0, 1, 2): [0], Place(0, 0, 2): [1]}) == [1, 0]
     # Both ends are on one node, and it cannot be first and last.
     assert number_ranks(known, {first: [0], last: [1], middle: [2, 3]}) == []
-    pools = Pools(known, [1.0] * 3)
+    pools = Pools.of(known, [1.0] * 3)
     assert find_gpus(pools, [[Shape((1,), 1), Shape((4,), 1), Shape((1,), 1)]]) is None

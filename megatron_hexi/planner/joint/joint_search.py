@@ -41,7 +41,7 @@ class JointSearch:
         job = replace(request.job, micro_batch_size=micro_batch_size)
         self._request, self._micro_batches = request, job.global_batch_size // micro_batch_size
         speeds = {id(node.device): ceiling_tokens_per_s(job, [node.device]) for node in cluster.nodes}
-        self._pools = Pools(cluster, [speeds[id(node.device)] for node in cluster.nodes])
+        self._pools = Pools.of(cluster, [speeds[id(node.device)] for node in cluster.nodes])
         self._timer = LayerTimer(request, cluster, self._pools, micro_batch_size)
         tables = StageTables(request, self._timer)
         self._pipelines = PipelineSearch(request, tables)
@@ -59,11 +59,14 @@ class JointSearch:
             tell: told how far it is.
             fewest: only plans of the fewest replicas, which need least memory.
         """
-        found = self._part(1).find(tell, fewest=fewest)
-        if not fewest and "data_parallel" not in self._request.fixed:
+        whole = self._part(1)
+        found = whole.find(tell, fewest=fewest)
+        if not (fewest or whole.columns.looks_at_all or "data_parallel" in self._request.fixed):
             found += self._repeated(tell)
-        found.sort(key=lambda packed: (len(packed.columns) > 1, packed.seconds))
-        found = list({_name(packed): packed for packed in reversed(found)}.values())[::-1]
+        unique: dict[tuple[object, ...], Packed] = {}
+        for packed in sorted(found, key=lambda packed: (len(packed.columns) > 1, packed.seconds)):
+            unique.setdefault(_name(packed), packed)
+        found = list(unique.values())
         best: tuple[tuple[float, float], Packed] | None = None
         for number, packed in enumerate(found[:_FINALISTS]):
             tell("finalists", number, min(len(found), _FINALISTS) + 1)

@@ -5,7 +5,6 @@ What a stage takes is decided here in numbers of GPUs; `placing` finds the GPUs.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -65,33 +64,31 @@ class Shape(NamedTuple):
 
 
 class Pools:
-    """The pools of a cluster, the fastest GPUs first.
+    """The pools of a cluster.
 
     Args:
         cluster: the cluster.
-        speeds: what each node's GPU does of the job's work at its best, by node.
+        pools: the fastest GPUs first.
     """
 
-    def __init__(self, cluster: Cluster, speeds: Sequence[float]) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, pools: Sequence[Pool]) -> None:
+        self.cluster, self.pools = cluster, tuple(pools)
+
+    @classmethod
+    def of(cls, cluster: Cluster, speeds: Sequence[float]) -> Pools:
+        """All of a cluster.
+
+        Args:
+            cluster: the cluster.
+            speeds: what each node's GPU does of the job's work at its best, by node.
+        """
         levels = cluster.fast_domains()
         # The last partition is everything, unless there is no level above the node.
         sites = levels[-2].parts if len(levels) > 2 else ()
-        site_of = {gpu: number for number, part in enumerate(sites) for gpu in part}
-        found = self._found(site_of, speeds)
-        self.pools = found if len(found) <= _MOST_POOLS else self._found({}, speeds)
-
-    def _found(self, site_of: dict[int, int], speeds: Sequence[float]) -> tuple[Pool, ...]:
-        alike: dict[tuple[int, int, float, float, int], list[int]] = {}
-        for number, node in enumerate(self.cluster.nodes):
-            name = (id(node.device), len(node.ranks), node.bandwidth, node.latency_s)
-            alike.setdefault((*name, site_of.get(node.ranks[0], 0)), []).append(number)
-        pools = [
-            Pool(self.cluster.nodes[nodes[0]].device, size, tuple(nodes), site)
-            for (_, size, _, _, site), nodes in alike.items()
-        ]
-        first = [(-speeds[pool.nodes[0]], pool.device.name, -pool.gpus, pool.nodes[0]) for pool in pools]
-        return tuple(pools[place] for place in sorted(range(len(pools)), key=first.__getitem__))
+        found = _alike(cluster, {gpu: number for number, part in enumerate(sites) for gpu in part})
+        found = found if len(found) <= _MOST_POOLS else _alike(cluster, {})
+        found.sort(key=lambda pool: (-speeds[pool.nodes[0]], pool.device.name, -pool.gpus, pool.nodes[0]))
+        return cls(cluster, found)
 
     @cached_property
     def totals(self) -> Counts:
@@ -100,12 +97,8 @@ class Pools:
 
     def part(self, copies: int) -> Pools:
         """Of so many equal parts the first: as many nodes of each pool."""
-        part = copy.copy(self)
-        part.pools = tuple(
-            replace(pool, nodes=pool.nodes[: len(pool.nodes) // copies]) for pool in self.pools
-        )
-        part.totals = tuple(pool.gpus for pool in part.pools)
-        return part
+        parts = (replace(pool, nodes=pool.nodes[: len(pool.nodes) // copies]) for pool in self.pools)
+        return Pools(self.cluster, list(parts))
 
     def aligned(self, pool: int, count: int) -> bool:
         """Whether stages of so many of a pool's GPUs fill nodes: whole ones, or a whole part of one."""
@@ -166,3 +159,15 @@ class Pools:
 
     def _nodes_of(self, shape: Shape) -> list[int]:
         return [math.ceil(shape.counts[pool] / self.pools[pool].size) for pool in shape.kinds]
+
+
+def _alike(cluster: Cluster, site_of: dict[int, int]) -> list[Pool]:
+    """Nodes by what they are, and by the site of their first GPU."""
+    alike: dict[tuple[int, int, float, float, int], list[int]] = {}
+    for number, node in enumerate(cluster.nodes):
+        name = (id(node.device), len(node.ranks), node.bandwidth, node.latency_s)
+        alike.setdefault((*name, site_of.get(node.ranks[0], 0)), []).append(number)
+    return [
+        Pool(cluster.nodes[nodes[0]].device, size, tuple(nodes), site)
+        for (_, size, _, _, site), nodes in alike.items()
+    ]

@@ -84,6 +84,8 @@ class ReplicaColumns:
         self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(pools.pools))]
         self._choices = self._find_choices()
         self._least_alone = _LEAST_ALONE if len(self._choices) > _WITH_PIPELINES[0] else 0.0
+        #: Whether each choice of GPUs gets pipelines.
+        self.looks_at_all = len(self._choices) <= min(_WITH_PIPELINES)
         self._pipelines = cache(search.best)
 
     def find(self, replicas: int, shards: int, width: int | None) -> list[Column]:
