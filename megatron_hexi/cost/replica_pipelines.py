@@ -58,7 +58,7 @@ def replica_pipelines(
         passing: what comes and goes of a replica's stage that runs in ministages.
     """
     pipelines: list[Pipeline | MinistagePipeline] = []
-    for number, (replica, own) in enumerate(zip(plan.replicas, lanes, strict=False)):
+    for number, (replica, own) in enumerate(zip(plan.replicas, lanes, strict=True)):
         count = sum(len(lane.takes) for lane in own[0])
         none = np.zeros((len(own) - 1, count))
         there, back = (none, none) if borders is None else (borders[0][number], borders[1][number])

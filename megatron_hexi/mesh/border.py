@@ -9,7 +9,8 @@ sends a part. No rank leads, nothing is broadcast, and no size must divide anoth
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_hexi.mesh.places import Mesh, Place
@@ -153,21 +154,46 @@ def row_messages(sources: Sequence[HeldRows], targets: Sequence[HeldRows]) -> tu
     Returns:
         One message a pair at most, by source and target; pairs that share nothing have none.
     """
+    cuts = sorted({end for source in sources for end in source.samples})
+    held: dict[Range, _Held] = {}
     blocks: dict[tuple[int, int], list[RowBlock]] = {}
     for turn, target in enumerate(targets):
-        for samples in _pieces([target.samples], [source.samples for source in sources]):
-            holders = [source for source in sources if _contains(source.samples, samples)]
+        for samples in _cut(target.samples, cuts):
+            if samples not in held:
+                held[samples] = _Held([one for one in sources if _contains(one.samples, samples)])
             by_holders: dict[tuple[int, ...], list[Range]] = {}
-            for span in _pieces(target.positions, [span for one in holders for span in one.positions]):
-                owners = tuple(
-                    one.rank for one in holders if any(_contains(held, span) for held in one.positions)
-                )
-                assert owners, f"nobody holds positions {span} of samples {samples}"
-                by_holders.setdefault(owners, []).append(span)
+            for span in target.positions:
+                for owners, part in held[samples].by_holders(span):
+                    assert owners, f"nobody holds positions {part} of samples {samples}"
+                    by_holders.setdefault(owners, []).append(part)
             for owners, spans in by_holders.items():
-                for owner, part in _dealt(merge_segments(spans), owners, turn):
-                    blocks.setdefault((owner, target.rank), []).append(RowBlock(part, samples))
+                for owner, own in _dealt(merge_segments(spans), owners, turn):
+                    blocks.setdefault((owner, target.rank), []).append(RowBlock(own, samples))
     return tuple(RowMessage(*pair, tuple(found)) for pair, found in sorted(blocks.items()))
+
+
+class _Held:
+    """Who holds which positions, as an index: messages of a thousand ranks are found in their number.
+
+    Args:
+        holders: of the same samples.
+    """
+
+    def __init__(self, holders: Sequence[HeldRows]) -> None:
+        #: Where holders change, and the ranks that hold the positions from there on.
+        self._ends = sorted({end for one in holders for span in one.positions for end in span})
+        owners: list[list[int]] = [[] for _ in self._ends]
+        for one in holders:
+            for first, last in one.positions:
+                for place in range(bisect_left(self._ends, first), bisect_left(self._ends, last)):
+                    owners[place].append(one.rank)
+        self._owners = [tuple(ranks) for ranks in owners]
+
+    def by_holders(self, span: Range) -> Iterator[tuple[tuple[int, ...], Range]]:
+        """A range of positions, cut where holders change, with these; nobody where none holds it."""
+        for part in _cut(span, self._ends):
+            place = bisect_right(self._ends, part[0]) - 1
+            yield self._owners[place] if place >= 0 else (), part
 
 
 def _dealt(
@@ -181,14 +207,10 @@ def _dealt(
             yield owners[(number + turn) % count], slice_segments(spans, start, stop)
 
 
-def _pieces(spans: Sequence[Range], cutters: Iterable[Range]) -> list[Range]:
-    """The spans, cut wherever a cutter begins or ends."""
-    cuts = sorted({end for cutter in cutters for end in cutter})
-    pieces: list[Range] = []
-    for start, stop in spans:
-        ends = [start, *(cut for cut in cuts if start < cut < stop), stop]
-        pieces.extend(itertools.pairwise(ends))
-    return [piece for piece in pieces if piece[0] < piece[1]]
+def _cut(span: Range, ends: Sequence[int]) -> Iterator[Range]:
+    """A range, cut at the ends inside it; `ends` ascend."""
+    inside = ends[bisect_right(ends, span[0]) : bisect_left(ends, span[1])]
+    return (part for part in itertools.pairwise((span[0], *inside, span[1])) if part[0] < part[1])
 
 
 def _contains(outer: Range, inner: Range) -> bool:

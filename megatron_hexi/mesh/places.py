@@ -49,6 +49,7 @@ class Mesh:
         self.micro_batch_size = micro_batch_size
         self.sequence_parallel = sequence_parallel
         found: dict[int, Place] = {}
+        self._members: dict[int, Member] = {}
         for r, replica in enumerate(plan.replicas):
             for s, stage in enumerate(replica.stages):
                 first = 0
@@ -58,6 +59,7 @@ class Mesh:
                     for m, member in enumerate(domain.members):
                         for t, rank in enumerate(member.ranks):
                             found[rank] = Place(rank, r, s, d, m, t, samples, own)
+                            self._members[rank] = member
         #: By rank.
         self.places = tuple(found[rank] for rank in range(len(found)))
 
@@ -75,7 +77,7 @@ class Mesh:
 
     def member(self, place: Place) -> Member:
         """The unit of a rank."""
-        return self.domain(place).members[place.member]
+        return self._members[place.rank]
 
     def workload(self, place: Place) -> Workload:
         """The workload with the tensor-parallel size of a rank's unit."""
