@@ -181,10 +181,6 @@ class CostModel:
             self._optimizer_times(section, owned, present)
             for section, owned, present in zip(sections, reductions.owned, reductions.present, strict=True)
         ]
-        step = max(float(times.max()) for times in optimizer)
-        replicas = tuple(
-            pipeline.phases + Phases(gradients=wait) for pipeline, wait in zip(pipelines, waits, strict=True)
-        )
         held = [
             Holdings.of(section.arrays, section.turns(micro_batches), cost.layer.flights)
             for section, cost in zip(sections, costs, strict=True)
@@ -205,8 +201,6 @@ class CostModel:
             sections=sections,
             stages=costs,
             pipelines=pipelines,
-            replicas=replicas,
-            phases=max(replicas, key=lambda phases: phases.total) + Phases(optimizer=step),
             reductions=reductions,
             synchronisation=waits,
             optimizer=optimizer,

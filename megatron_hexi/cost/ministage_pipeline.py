@@ -41,6 +41,11 @@ class Passing:
         return replace(self, copies_in=0 * self.copies_in, copies_out=0 * self.copies_out, rows=0.0)
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether anything comes from host memory, or goes there."""
+        return self.rows > 0 or bool(self.copies_in.any() or self.copies_out.any())
+
+    @property
     def fetches(self) -> Floats:
         """Until the weights are there."""
         return self.copies_in + self.gathers
@@ -115,13 +120,14 @@ class MinistagePipeline:
         Args:
             seconds_of: a pipeline's seconds; asked of this one, and of it without what passes.
         """
-        work = self.busiest.total
-        near = replace(self, passing=tuple(one.without_host() for one in self.passing))
-        still = replace(self, passing=tuple(Passing.nothing(len(one.sums)) for one in self.passing))
-        times = seconds_of(still), seconds_of(near), seconds_of(self)
-        return Phases(
-            bubble=max(0.0, times[0] - work), gradients=times[1] - times[0], offload=times[2] - times[1]
-        )
+        work, passing = self.busiest.total, self.passing
+        near = still = here = seconds_of(self)
+        if any(one.is_on_host for one in passing):
+            near = still = seconds_of(replace(self, passing=tuple(one.without_host() for one in passing)))
+        if any(one.gathers.any() or one.sums.any() for one in passing):
+            nothing = tuple(Passing.nothing(len(one.sums)) for one in passing)
+            still = seconds_of(replace(self, passing=nothing))
+        return Phases(bubble=max(0.0, still - work), gradients=near - still, offload=here - near)
 
     def order(self) -> Iterator[tuple[int, Sweep]]:
         """Stage and sweep, one after the other, so that what a sweep needs comes before it."""
@@ -171,21 +177,24 @@ class MinistagePipeline:
         micro-batch behind, or ahead.
         """
         clocks = [_Clock(*own) for own in zip(self.lanes, self.passing, strict=True)]
-        sent, border, before = np.zeros(self.there.shape[1]), np.zeros(self.there.shape[1]), 0
+        # Lists: sums of numpy's own numbers are slower.
+        sent, border, before = [0.0] * self.there.shape[1], [0.0] * self.there.shape[1], 0
         for stage, sweep in self.order():
             clock = clocks[stage]
             asked = list(clock.free)
             clock.begin(sweep)
+            is_ahead = self.posts_ahead(stage, before)
             for number, lane in enumerate(self.lanes[stage]):
-                posted = asked[number]
+                free, posted = clock.free[number], asked[number]
                 step = max(self.step_s(stage, lane, sweep), self.rows_s(stage, sweep))
                 for micro_batch in lane.takes:
-                    begun = max(clock.free[number], max(sent[micro_batch], posted) + border[micro_batch])
-                    clock.free[number] = sent[micro_batch] = begun + step
-                    posted = begun if self.posts_ahead(stage, before) else begun + step
-            border, before = self.border_s(stage, sweep), stage
+                    begun = max(free, max(sent[micro_batch], posted) + border[micro_batch])
+                    sent[micro_batch] = free = begun + step
+                    posted = begun if is_ahead else free
+                clock.free[number] = free
+            border, before = self.border_s(stage, sweep).tolist(), stage
             clock.end(sweep)
-        return float(max(max(*clock.free, clock.left) for clock in clocks))
+        return max(max(*clock.free, clock.left) for clock in clocks)
 
 
 class _Clock:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -125,9 +126,6 @@ def uneven_reductions(
     busy = np.zeros((2, len(mesh.places)))
     placing, travel = _Placing(job, mesh), _Travel(job, mesh)
     for bucket in weights.buckets():
-        for slab in bucket.slabs:
-            count = slab.stop - slab.start
-            owned[slab.owner] += count * weights.density[slab.key, weights.width[slab.owner]]
         holders = np.array(bucket.holders)
         params, least = weights.size(bucket), _least_share(bucket)
         gpus, width = _ring(mesh, holders, weights.width, lead, gpu)
@@ -135,8 +133,8 @@ def uneven_reductions(
             rings.seconds(gpus, params * size, width, least)
             for size in (GRADIENT_BYTES[job.precision], job.element_bytes)
         ]
-        for rank in bucket.holders:
-            whole, own = weights.on(rank, bucket.pieces), weights.on(rank, bucket.slabs)
+        for rank, whole, own in weights.of(bucket):
+            owned[rank] += own
             kept = placing.add(bucket, rank, whole, own)
             travel.add(kept, rank, seconds, whole if kept.whole else own)
         if kept.whole:  # for all of its holders, or for none (`mesh.keeping`)
@@ -237,18 +235,21 @@ class _Placing:
     def at_peak(self) -> Present:
         """What is where when weights and gradients take most on the device."""
         here, added = self._counts["weights"].copy(), self._counts["gradients"].copy()
+        found: dict[tuple[object, ...], tuple[float, float]] = {}
         for rank, sizes in enumerate(self._by_number):
             if not sizes:
                 continue
             place = self._mesh.places[rank]
-            gives_loss = self._mesh.is_last_stage(place)
-            sums = [
-                [sum(sizes[number] for number in numbers) for numbers in (sweep.weights, sweep.gradients)]
-                for sweep in sweeps(self._mesh.stage(place).ministages or 1, gives_loss)
-            ]
-            most = max(sums, key=lambda pair: self._element * pair[0] + self._gradient * pair[1])
-            here[rank] += most[0]
-            added[rank] += most[1]
+            count, gives_loss = self._mesh.stage(place).ministages or 1, self._mesh.is_last_stage(place)
+            name = count, gives_loss, tuple(sizes.items())
+            if name not in found:
+                sums = [
+                    (sum(sizes[number] for number in one.weights), sum(sizes[n] for n in one.gradients))
+                    for one in sweeps(count, gives_loss)
+                ]
+                found[name] = max(sums, key=lambda pair: self._element * pair[0] + self._gradient * pair[1])
+            here[rank] += found[name][0]
+            added[rank] += found[name][1]
         return Present(**{**self._counts, "weights": here, "gradients": added})
 
 
@@ -294,9 +295,17 @@ class _Weights:
 
     def buckets(self) -> tuple[Bucket, ...]:
         """Every set of holders, in the order in which ranks reduce them."""
-        state = {place.rank: self._mesh.member(place).state for place in self._mesh.places}
-        boxes = [[self._box(place, held) for held in self._held(place)] for place in self._mesh.places]
-        return make_buckets(cut_pieces(boxes), state, None)
+        places = self._mesh.places
+        # Ranks of a stage that hold the same part of each box are many.
+        found: dict[tuple[int, int, int, int], tuple[Box, ...]] = {}
+        boxes, state = [], []
+        for place in places:
+            name = place.replica, place.stage, place.tp_rank, self.width[place.rank]
+            if name not in found:
+                found[name] = tuple(self._box(place, held) for held in self._held(place))
+            boxes.append(found[name])
+            state.append(self._mesh.member(place).state)
+        return _buckets(tuple(boxes), tuple(state))
 
     def size(self, bucket: Bucket) -> float:
         """Weights of a bucket, as its holder with most copies counts them."""
@@ -305,10 +314,16 @@ class _Weights:
             piece.size * max(self.density[piece.key, width] for width in widths) for piece in bucket.pieces
         )
 
-    def on(self, rank: int, parts: Sequence[Piece | Slab]) -> float:
-        """Weights of some parts on a rank; of slabs those that it owns."""
-        own = [part for part in parts if isinstance(part, Piece) or part.owner == rank]
-        return sum(cell_size(part.cell) * self.density[part.key, self.width[rank]] for part in own)
+    def of(self, bucket: Bucket) -> Iterator[tuple[int, float, float]]:
+        """Each holder of a bucket, weights of it there, and those whose state it owns."""
+        whole = {
+            width: sum(piece.size * self.density[piece.key, width] for piece in bucket.pieces)
+            for width in {self.width[rank] for rank in bucket.holders}
+        }
+        own = dict.fromkeys(bucket.holders, 0.0)
+        for slab in bucket.slabs:
+            own[slab.owner] += cell_size(slab.cell) * self.density[slab.key, self.width[slab.owner]]
+        return ((rank, whole[self.width[rank]], own[rank]) for rank in bucket.holders)
 
     def _params(self, key: str, width: int) -> int:
         """Weights of one row on one rank."""
@@ -345,6 +360,12 @@ class _Weights:
         cell = (0, elements), held.rows, (first, first + chunks)
         ministage = None if held.ministage is None else (place.replica, place.stage, held.ministage)
         return Box(held.key, cell, (elements, held.of, self._chunks), held.depth, ministage)
+
+
+@lru_cache(maxsize=4)
+def _buckets(boxes: tuple[tuple[Box, ...], ...], state: tuple[int, ...]) -> tuple[Bucket, ...]:
+    """Of the boxes and the shares of each rank; plans that differ in recomputation or offload have the same."""
+    return make_buckets(cut_pieces(boxes), dict(enumerate(state)), None)
 
 
 def _least_share(bucket: Bucket) -> float:

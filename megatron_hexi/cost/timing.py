@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -27,8 +28,6 @@ class Timing:
         sections: the units, by what they are timed with.
         stages: what the stages of each section do for one micro-batch.
         pipelines: the stages of each replica.
-        replicas: where each replica's time goes, the optimizer aside.
-        phases: of the slowest replica, with the optimizer.
         reductions: what all ranks do together.
         synchronisation: what each replica waits for gradients and weights, s.
         optimizer: the optimizer's step of each section's units, s, [U].
@@ -41,8 +40,6 @@ class Timing:
     sections: list[Section]
     stages: list[StageCost]
     pipelines: tuple[Pipeline | MinistagePipeline, ...]
-    replicas: tuple[Phases, ...]
-    phases: Phases
     reductions: Reductions
     synchronisation: list[float]
     optimizer: list[Floats]
@@ -50,6 +47,18 @@ class Timing:
     memory: list[dict[str, Floats]]
     host_memory: list[dict[str, Floats]]
     host_loads: tuple[NodeLoad, ...]
+
+    @cached_property
+    def replicas(self) -> tuple[Phases, ...]:
+        """Where each replica's time goes, the optimizer aside; worked out when it is asked for."""
+        both = zip(self.pipelines, self.synchronisation, strict=True)
+        return tuple(pipeline.phases + Phases(gradients=wait) for pipeline, wait in both)
+
+    @cached_property
+    def phases(self) -> Phases:
+        """Of the slowest replica, with the optimizer."""
+        step = max(float(times.max()) for times in self.optimizer)
+        return max(self.replicas, key=lambda phases: phases.total) + Phases(optimizer=step)
 
     @property
     def arrays(self) -> PlanArrays:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from megatron_hexi.mesh.shares import Bucket
@@ -43,6 +44,7 @@ class Sweep:
         return self.way != "forward"
 
 
+@lru_cache(maxsize=64)
 def sweeps(ministages: int, gives_loss: bool, forward_only: bool = False) -> tuple[Sweep, ...]:
     """What a stage does in an iteration, in order.
 
@@ -108,8 +110,7 @@ def keeping(bucket: Bucket, rank: int, offload: Collection[Offload]) -> Keeping:
         offload: what the plan offloads of its stage.
     """
     ministage = bucket.ministage_of(rank)
-    in_step = len(bucket.holders) > 1 and len(set(bucket.used_in)) == 1
     on_host, stepped_on_host = "parameters" in offload, "optimizer" in offload
-    if ministage is None or not (in_step or on_host):
+    if ministage is None or not (bucket.in_step or on_host):
         return Keeping(None, True, False, stepped_on_host, stepped_on_host)
-    return Keeping(ministage, not in_step, on_host, stepped_on_host, stepped_on_host)
+    return Keeping(ministage, not bucket.in_step, on_host, stepped_on_host, stepped_on_host)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_hexi.mesh.pieces import Cell, MinistageId, Piece, cell_size
 from megatron_hexi.plan.model import Range
@@ -66,8 +67,17 @@ class Bucket:
 
     def ministage_of(self, holder: int) -> int | None:
         """The number of the only ministage in which a holder uses it; ``None``: it has none."""
-        used_in = self.used_in[self.holders.index(holder)]
+        used_in = self._use_of[holder]
         return None if used_in is None else used_in[2]
+
+    @cached_property
+    def in_step(self) -> bool:
+        """Whether it has several holders, and all use it in one and the same ministage."""
+        return len(self.holders) > 1 and len(set(self.used_in)) == 1
+
+    @cached_property
+    def _use_of(self) -> dict[int, MinistageId | None]:
+        return dict(zip(self.holders, self.used_in, strict=True))
 
     def run(self, owner: int) -> Range:
         """The elements of one owner; empty where it has none."""

@@ -277,8 +277,8 @@ class Replica:
 
     def ministage_layers(self, stage: int) -> tuple[Range, ...]:
         """The model's layers of each ministage of a stage; of a stage that runs whole, all it has."""
-        turns = range(self.ministages or 1)
-        sizes = (one.ministage_sizes[turn] for turn in turns for one in self.stages)
+        turns = zip(*(one.ministage_sizes for one in self.stages), strict=True)
+        sizes = itertools.chain.from_iterable(turns)
         ranges = itertools.pairwise(itertools.accumulate(sizes, initial=0))
         return tuple(itertools.islice(ranges, stage, None, len(self.stages)))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -60,6 +61,7 @@ class Savings:
     def __init__(self, request: Request, cluster: Cluster) -> None:
         self._request, self._cluster = request, cluster
         self._models: dict[Job, CostModel] = {}
+        self._timed = cache(self._time)
         self.trials = 0
 
     def best(self, candidate: Candidate) -> Candidate:
@@ -103,7 +105,7 @@ class Savings:
         )
         return self._timed(replace(plan, replicas=replicas), replace(job, recompute="none"))
 
-    def _timed(self, plan: Plan, job: Job) -> Candidate:
+    def _time(self, plan: Plan, job: Job) -> Candidate:
         if job not in self._models:
             self._models[job] = CostModel(job, self._cluster)
         self.trials += 1
