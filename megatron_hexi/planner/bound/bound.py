@@ -42,7 +42,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -58,7 +58,9 @@ from megatron_hexi.planner.bound.options import MODES, Places, Unit, ranges
 from megatron_hexi.planner.request import Request
 
 #: The bound is found to this part; rounding of floats adds up to much less than the margin.
-_PRECISION, _MARGIN = 2e-3, 1e-9
+_PRECISION, _MARGIN = 4e-3, 1e-9
+#: The first time that is tried is so much longer than the least; each of those that follow, four times as much.
+_RISE = 0.04
 #: So many times the least time: only memory decides.
 _LONG = 1e9
 #: Sequences of a micro-batch and of a replica, from the least of a range to the most.
@@ -106,13 +108,13 @@ def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
         low, high = program.ceiling_s * (1 - _MARGIN), least.iteration_s
         if low >= high or not program.carries(min(high, _LONG * low)):
             continue
-        needs = ""
+        needs, step = "", _RISE
         while high > low * (1 + _PRECISION):
-            middle = min(2 * low, math.sqrt(low * high))
+            middle = min(low * (1 + step), math.sqrt(low * high))
             if program.carries(middle):
                 high = middle
             else:
-                low, needs = middle, program.needs
+                low, needs, step = middle, program.needs, 4 * step
         least = Bound(low, f"all GPUs at their best rates take {program.ceiling_s:.4g} s{needs}")
     return least
 
@@ -292,15 +294,16 @@ class _Program:
         """Whether the batch may be done in a time; if not, it cannot be done."""
         number, option, columns = self._columns(iteration_s)
         share, kind, count = self._places.share[option], self._kind[option], len(self._shares)
-        rows = np.arange(count * _OWN).reshape(count, _OWN)
-        at = np.hstack([rows, np.full((count, 1), count * _OWN)])[share]
+        rows = np.hstack([np.arange(count * _OWN).reshape(count, _OWN), np.full((count, 1), count * _OWN)])
         part, chosen = kind * count + share, np.flatnonzero(np.isin(number, self._useful))
+        master, new = _Master(self._least, self._shares, len(self._gpus)), chosen
         for _ in range(_ROUNDS):
-            solved = self._solve(kind[chosen], at[chosen], columns[chosen])
+            solved = master.solve(kind[new], rows[share[new]], columns[new])
             if solved is None or solved.done >= 1:
                 break
             self._useful = number[chosen[solved.used]]
-            worth = np.einsum("vr,vr->v", columns, solved.rows[at])
+            # At the prices of each range; faster than with each column's own prices beside it.
+            worth = (columns @ solved.rows[rows].T)[np.arange(len(share)), share]
             top = np.zeros(len(self._gpus))
             np.maximum.at(top, kind, worth)
             rest = max(0.0, float((1 + self._shares @ solved.rows).max())) - float(self._least @ solved.rows)
@@ -318,35 +321,53 @@ class _Program:
             chosen = np.concatenate([chosen, new])
         return True
 
-    def _solve(self, kind: Ints, at: Ints, columns: Floats) -> _Solved | None:
-        """Over some columns, by GLOP; ``None``: it gave up."""
-        solver = pywraplp.Solver.CreateSolver("GLOP")
+
+class _Master:
+    """The program over columns that were added so far, for GLOP.
+
+    Args:
+        least: of each row.
+        shares: what a range's part of the batch gives to all rows, [ranges, rows].
+        kinds: of GPUs; all columns of one together are its GPUs once.
+    """
+
+    def __init__(self, least: Floats, shares: Floats, kinds: int) -> None:
+        self._solver = solver = pywraplp.Solver.CreateSolver("GLOP")
         solver.Objective().SetMaximization()
-        rows = [solver.Constraint(least, solver.infinity()) for least in self._least.tolist()]
-        kinds = [solver.Constraint(-solver.infinity(), 1) for _ in self._gpus]
+        self._rows = [solver.Constraint(value, solver.infinity()) for value in least.tolist()]
+        self._kinds = [solver.Constraint(-solver.infinity(), 1) for _ in range(kinds)]
+        self._columns: list[Any] = []
+        for share in shares.tolist():
+            self._variable(1, enumerate(share))
+        for row in range(len(least) - 3, len(least)):  # what is missing, at a price that none can pay
+            self._variable(-10, [(row, 1)])
 
-        def add(worth: float, entries: dict[int, float]) -> Any:
-            variable = solver.NumVar(0, solver.infinity(), "")
-            solver.Objective().SetCoefficient(variable, worth)
-            for row, value in entries.items():
-                if abs(value) > _MARGIN:  # less only makes it unstable
-                    rows[row].SetCoefficient(variable, value)
-            return variable
+    def _variable(self, worth: float, entries: Iterable[tuple[int, float]]) -> Any:
+        variable = self._solver.NumVar(0, self._solver.infinity(), "")
+        if worth:
+            self._solver.Objective().SetCoefficient(variable, worth)
+        for row, value in entries:
+            if abs(value) > _MARGIN:  # less only makes it unstable
+                self._rows[row].SetCoefficient(variable, value)
+        return variable
 
-        for share in self._shares.tolist():
-            add(1, dict(enumerate(share)))
-        for row in range(len(rows) - 3, len(rows)):  # what is missing, at a price that none can pay
-            add(-10, {row: 1})
-        shares = [
-            add(0, dict(zip(*one, strict=True))) for one in zip(at.tolist(), columns.tolist(), strict=True)
-        ]
-        for number, variable in zip(kind.tolist(), shares, strict=True):
-            kinds[number].SetCoefficient(variable, 1)
-        if solver.Solve() != solver.OPTIMAL:
+    def solve(self, kind: Ints, at: Ints, columns: Floats) -> _Solved | None:
+        """With some more columns; ``None``: GLOP gave up.
+
+        Args:
+            kind: of GPUs of each.
+            at: its rows, [V, rows].
+            columns: what it gives to these.
+        """
+        for number, *one in zip(kind.tolist(), at.tolist(), columns.tolist(), strict=True):
+            variable = self._variable(0, zip(*one, strict=True))
+            self._kinds[number].SetCoefficient(variable, 1)
+            self._columns.append(variable)
+        if self._solver.Solve() != self._solver.OPTIMAL:
             return None
-        row_prices, kind_prices = (np.abs([one.dual_value() for one in which]) for which in (rows, kinds))
-        used = np.flatnonzero([variable.solution_value() > _MARGIN for variable in shares])
-        return _Solved(solver.Objective().Value(), row_prices, kind_prices, used)
+        rows, kinds = (np.abs([one.dual_value() for one in which]) for which in (self._rows, self._kinds))
+        used = np.flatnonzero([variable.solution_value() > _MARGIN for variable in self._columns])
+        return _Solved(self._solver.Objective().Value(), rows, kinds, used)
 
 
 def _name_needs(rows: Floats) -> str:
