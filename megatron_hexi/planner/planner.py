@@ -26,6 +26,8 @@ from megatron_hexi.planner.search.solver import SEED
 
 #: Layouts that are changed to save memory; where none fits, of those for GPUs with so many times the memory.
 _ROOMIER, _STARTS = (2.0, 4.0), 3
+#: On so many GPUs one stage of all layers is looked at.
+_ALONE = 64
 #: On so many GPUs it takes a part of the search's own time to see whether any baseline is faster.
 _CHECKED = 32
 
@@ -143,7 +145,8 @@ def _saved(
 def _one_stage(request: Request, cluster: Cluster, tell: Progress) -> tuple[list[Candidate], int]:
     """All layers on all GPUs, if these had more memory: the last ministage of such a stage runs only once."""
     alone = frozenset({"pipeline_parallel", "data_parallel"})
-    if any(getattr(request.job, name) != 1 for name in alone & request.fixed):
+    is_ruled_out = any(getattr(request.job, name) != 1 for name in alone & request.fixed)
+    if is_ruled_out or len(cluster.ranks) > _ALONE:
         return [], 0
     job = replace(request.job, pipeline_parallel=1, data_parallel=1)
     one = replace(request, job=job, fixed=request.fixed | alone)

@@ -9,6 +9,7 @@ get whole layers, exactly: the least time of the slowest stage, by bisection ove
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -20,7 +21,7 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.planner.joint.blocks import Block, Blocks
 from megatron_hexi.planner.joint.pipes import Pipe, Stage, least_longest
 from megatron_hexi.planner.joint.pools import Counts, Shape
-from megatron_hexi.planner.joint.stage_tables import DEEPEST, StageTables, Table
+from megatron_hexi.planner.joint.stage_tables import DEEPEST, UNDER_WAY, StageTables, Table
 from megatron_hexi.planner.request import Request
 
 #: Steps of the grid of times: 3 %, refined by the exact layers afterwards.
@@ -64,6 +65,7 @@ class PipelineSearch:
         self._bytes = tokens * job.model.hidden_size * job.element_bytes
         self._grid = self._times()
         self._carry = cache(self._block_layers)
+        self._carried = cache(self._stage_layers)
         self.between = cache(self._seconds_between)
 
     def best(self, counts: Counts, micro_batches: int, shards: int, width: int | None) -> list[Pipe]:
@@ -176,15 +178,12 @@ class PipelineSearch:
                 continue
             layers = np.zeros(len(self._grid))
             for place in range(depth):
-                ahead = behind + place + 1
+                under_way = UNDER_WAY[bisect.bisect_left(UNDER_WAY, min(most, behind + place + 1))]
                 first, last = is_first and place == depth - 1, is_last and place == 0
-                table = self._tables.table(shape, min(most, ahead), first, last, shards, False)
-                if table is None:
+                carried = self._carried(shape, under_way, first, last, shards)
+                if carried is None:
                     break
-                # To another block's stage the way is taken to be as long as to one of the same.
-                way = 0.0 if last else self.between(shape, shape)
-                carried = np.searchsorted(table.seconds, self._grid - way, side="right")
-                layers = layers + np.where(carried == 0, _NEVER, carried)
+                layers = layers + carried
             else:
                 old = found.get(depth)
                 index = np.full(len(self._grid), number)
@@ -194,6 +193,18 @@ class PipelineSearch:
                     better = layers > old[0]
                     found[depth] = np.where(better, layers, old[0]), np.where(better, index, old[1])
         return found
+
+    def _stage_layers(
+        self, shape: Shape, under_way: int, is_first: bool, is_last: bool, shards: int
+    ) -> Floats | None:
+        """What a stage carries, [times]. Arguments as of `StageTables.table`."""
+        table = self._tables.table(shape, under_way, is_first, is_last, shards, False)
+        if table is None:
+            return None
+        # To another block's stage the way is taken to be as long as to one of the same.
+        way = 0.0 if is_last else self.between(shape, shape)
+        carried = np.searchsorted(table.seconds, self._grid - way, side="right")
+        return np.where(carried == 0, _NEVER, carried)
 
     def _candidates(
         self, blocks: Sequence[Counts], micro_batches: int, shards: int, width: int | None
