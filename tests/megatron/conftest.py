@@ -14,7 +14,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from megatron_hexi.megatron.options import refused
-from tests.megatron.forked import Forks
+from tests.megatron.forked import ENTRY, Forks
 from tests.megatron.launch import TrainingLog
 from tests.megatron.test_uneven_training import MODEL
 
@@ -66,7 +66,7 @@ class References(Protocol):
     """Takes a model's arguments; gives weights to start from, and the training without a plan."""
 
     def __call__(
-        self, model: tuple[str, ...], iterations: int = 10, ranks: int = 1
+        self, model: tuple[str, ...], iterations: int = 10, ranks: int = 1, entry: str = ENTRY
     ) -> tuple[Path, TrainingLog]: ...
 
 
@@ -108,10 +108,13 @@ def references(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Refere
         return folder / "weights"
 
     @functools.cache
-    def reference(model: tuple[str, ...], iterations: int = 10, ranks: int = 1) -> tuple[Path, TrainingLog]:
+    def reference(
+        model: tuple[str, ...], iterations: int = 10, ranks: int = 1, entry: str = ENTRY
+    ) -> tuple[Path, TrainingLog]:
         start = weights(model)
         words: list[str | Path] = [*job(model)]
         words += ["--train-iters", str(iterations), "--log-interval", "1", "--load", start, "--finetune"]
-        return start, forks.train(tmp_path_factory.mktemp("reference"), ranks=ranks, args=words)
+        folder = tmp_path_factory.mktemp("reference")
+        return start, forks.train(folder, ranks=ranks, args=words, entry=entry)
 
     return reference

@@ -44,7 +44,7 @@ EVERYTHING = "offload: [parameters, optimizer, activations]"
 def test_a_model_that_fits_nowhere_else_trains_with_offload(
     forks: Forks, references: References, tmp_path: Path
 ):
-    weights, whole = references(MODEL, 2)
+    weights, whole = references(MODEL, 2, entry="tests.megatron.exact_norm")
     metrics, path = tmp_path / "metrics.jsonl", tmp_path / "plan.yaml"
 
     def run(replica: str, terms: str) -> Outcome:
