@@ -55,8 +55,8 @@ class Workload:
         hidden_size: width of the model.
         value_dim: size of one head's values, where it is not `head_dim`.
         padded_vocabulary: rows of the embedding, padding included.
-        tensor_parallel: ranks of a member. Not in the file: it follows from the members (0 where they
-            differ).
+        tensor_parallel: not in the file: ranks of a member, 0 where members differ. Head ranges count the
+            heads of one of them.
     """
 
     seq_length: Positive

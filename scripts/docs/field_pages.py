@@ -128,6 +128,8 @@ def _spell_section(section: _Section, kind: type[Any], found: Mapping[str, _Sect
     for field, schema in section.schema["properties"].items():
         if field not in arguments:
             raise SystemExit(f"{kind.__module__}.{kind.__name__}: Args: does not say what {field} is; add it")
+        if arguments[field].startswith("not in the file"):
+            continue
         name = f"**{code(field)}**" if field in required else code(field)
         rows.setdefault((_type(schema, found) + _default(schema), arguments[field]), []).append(name)
     cells = ((", ".join(names), value, what) for (value, what), names in rows.items())
