@@ -35,11 +35,10 @@ class CurveEntry:
     """A curve of what is achieved: `points`, and either `source` or `estimate`.
 
     Args:
-        points: pairs of a size (rows of a matrix product, tokens of a sequence) and TFLOP/s, sizes ascending.
+        points: a size (rows of a matrix product, tokens of a sequence) and TFLOP/s, sizes ascending.
         source: who measured it.
-        estimate: that nobody did, and how the figures were derived.
-        half: size at which half the rate is reached, for what lies below the first point; an estimate by kind
-            of work if not given.
+        estimate: how it was derived instead.
+        half: size at which half the rate is reached, below the first point; else an estimate.
     """
 
     points: Points
@@ -55,8 +54,8 @@ class PassesEntry:
     """The two directions.
 
     Args:
-        forward: the forward pass.
-        backward: the backward pass, which counts 2.5 times its FLOPs.
+        forward: of the forward pass.
+        backward: counted as 2.5 times its FLOPs.
     """
 
     forward: CurveEntry | None = None
@@ -74,7 +73,7 @@ class AttentionEntry:
         full: without a mask.
         like: a GPU whose curves of this kernel are taken.
         times: how many times as fast as those.
-        estimate: why that should be right.
+        estimate: why.
     """
 
     causal: PassesEntry | None = None
@@ -92,11 +91,11 @@ class LinkEntry:
 
     Args:
         kind: for people: NVLink4, PCIe5, …
-        bandwidth_gb_s: achieved by each GPU, out and in each.
+        bandwidth_gb_s: achieved by each GPU.
         latency_us: of one message.
         nominal_gb_s: by datasheet.
         source: who measured it.
-        estimate: that nobody did, and how the figures were derived.
+        estimate: how it was derived instead.
     """
 
     kind: Text
@@ -111,15 +110,14 @@ class LinkEntry:
 
 @dataclass(frozen=True)
 class HostEntry:
-    """The memory of a GPU's node.
+    """The memory of a GPU's node, as `host` of a node.
 
     Args:
-        usable_gib: what a job may pin of it for each GPU of the node.
-        bandwidth_gb_s: of copies between the GPU and pinned memory, a direction, while all GPUs of
-            the node copy.
-        memory_gb_s: what that memory itself gives the processes of each GPU, while all use it.
+        usable_gib: what a job may pin for each GPU of the node.
+        bandwidth_gb_s: of copies between the GPU and pinned memory.
+        memory_gb_s: of that memory itself.
         source: who measured it.
-        estimate: that nobody did, and how the figures were derived.
+        estimate: how it was derived instead.
     """
 
     usable_gib: Memory
@@ -136,11 +134,11 @@ class NominalEntry:
     """Datasheet rates, dense, TFLOP/s.
 
     Args:
-        bf16: in bf16; nothing where the GPU lacks it, and likewise below.
-        fp16: in fp16.
-        fp8: in fp8.
-        tf32: in tf32.
-        fp32: in fp32.
+        bf16: left out where the GPU lacks it.
+        fp16: left out where the GPU lacks it.
+        fp8: left out where the GPU lacks it.
+        tf32: left out where the GPU lacks it.
+        fp32: left out where the GPU lacks it.
     """
 
     bf16: Rate | None = None
@@ -163,12 +161,12 @@ class DeviceEntry:
         capability: CUDA compute capability, major and minor.
         nominal: rates by datasheet.
         link: to the GPUs of its node.
-        host: its node's memory; without it nothing is planned to lie there.
+        host: its node's memory; without it plans do not offload.
         matmul: matrix products, against rows.
         matmul_fp8: the same in fp8.
         attention: each kernel's curves, against tokens, with heads of 128.
-        source: where its own figures come from.
-        note: what a user should know besides.
+        source: of its figures.
+        note: for people.
     """
 
     memory_gb: Memory | None = None

@@ -32,11 +32,11 @@ _ONE_OR_MANY = re.compile(r"(?P<base>.+)-(?P<first>\d+)(\.\.(?P<last>\d+))?")
 
 @dataclass(frozen=True)
 class Intra:
-    """Links inside a node, in place of the catalogue's: each GPU's own, out and in.
+    """Links inside a node, in place of the catalogue's.
 
     Args:
-        bandwidth_gb_s: of each GPU, out and in each.
-        latency_us: of one message; the catalogue's if not given.
+        bandwidth_gb_s: of each GPU.
+        latency_us: else the catalogue's.
     """
 
     bandwidth_gb_s: Rate
@@ -47,12 +47,12 @@ class Intra:
 
 @dataclass(frozen=True)
 class NodeHost:
-    """Memory of the node itself; what is left out is as the catalogue says of nodes with such GPUs.
+    """Memory of the node itself, in place of the catalogue's.
 
     Args:
-        usable_gib: what a job may pin of it, of the whole node.
-        bandwidth_gb_s: of copies between each GPU and pinned memory, a direction, while all GPUs copy.
-        memory_gb_s: what that memory itself gives the processes of each GPU, while all use it.
+        usable_gib: what a job may pin on the whole node.
+        bandwidth_gb_s: of copies between each GPU and pinned memory, while all GPUs copy.
+        memory_gb_s: of that memory itself, for the processes of each GPU, while all use it.
     """
 
     usable_gib: Memory | None = None
@@ -71,10 +71,10 @@ class NodeEntry:
         gpu: a GPU of the catalogue, or of ``devices:``.
         gpus: how many of it each node has.
         count: how many nodes.
-        memory_gb: of each GPU as sold, in place of the catalogue's; the usable part keeps its share.
+        memory_gb: of each GPU as sold; the usable part keeps its share.
         speed: factor on all its curves (0.8: throttled to four fifths).
         intra: links inside the node.
-        host: the node's own memory, where plans may keep what a GPU has no room for.
+        host: the node's own memory, for offload.
     """
 
     name: Name
@@ -94,8 +94,8 @@ class Network:
     """Between nodes.
 
     Args:
-        bandwidth_gb_s: of what `per` says, out and in each.
-        latency_us: of a message from node to node.
+        bandwidth_gb_s: of what `per` says.
+        latency_us: from node to node.
         per: ``node``: all GPUs of a node share its link; ``gpu``: each GPU has a card of its own.
     """
 
@@ -112,10 +112,10 @@ class Level:
 
     Args:
         name: for people.
-        groups: nodes of each group, as ``h100`` (all of that name), ``h100-0`` or ``h100-0..3``; each node
-            once, each group made of whole groups of the level before.
-        bandwidth_gb_s: of what leaves a group for another one, and of what enters.
-        latency_us: added to a message that crosses, on top of the levels inside.
+        groups: nodes of each group: ``h100`` (all of that name), ``h100-0`` or ``h100-0..3``; each node
+            once, in whole groups of the level before.
+        bandwidth_gb_s: of what leaves a group, and of what enters.
+        latency_us: added to the levels inside.
         per: ``group``: shared by all of the group; ``node`` or ``gpu``: each has so much of its own.
     """
 
@@ -133,7 +133,7 @@ class Matrix:
     """Measured between every two nodes, with all their GPUs sending; a row sends, a column receives.
 
     Args:
-        nodes: ``h100-0``, … in the order of rows and columns; every node once.
+        nodes: ``h100-0``, …, every node once, in the order of rows and columns.
         bandwidth_gb_s: a row for each node; the diagonal is not read.
         latency_us: likewise.
     """
@@ -151,11 +151,11 @@ class ClusterFile:
 
     Args:
         name: for people.
-        nodes: entries of nodes that are alike; ranks are numbered in this order.
+        nodes: ranks are numbered in this order.
         network: between nodes.
-        levels: above the node, from inside out: racks, fabrics, sites.
-        matrix: in place of `network` and `levels`, measured.
-        devices: your own GPUs and measured curves; fields left out stay the catalogue's.
+        levels: above the node, from inside out.
+        matrix: in place of `network` and `levels`.
+        devices: your own GPUs and measured curves.
     """
 
     name: Name

@@ -43,21 +43,20 @@ FORMAT_VERSION: Final = 2
 
 @dataclass(frozen=True)
 class Workload:
-    """The model and the sequence that a plan was made for; a job that differs is refused.
+    """The model and the sequence that a plan was made for; a job that differs in a given field is refused.
 
     Args:
         seq_length: tokens of one sequence (S).
         heads: query heads of a layer, over all tensor-parallel ranks.
-        kv_heads: key and value heads of a layer; divides `heads` (equal: MHA, fewer: GQA, one: MQA).
+        kv_heads: KV heads of a layer; divides `heads`.
         head_dim: size of one head (D).
-        causal: whether a token sees itself and earlier tokens only, or all.
-        layers: transformer layers of the model; ``None`` where the plan does not care.
-        hidden_size: width of the model; ``None`` where the plan does not care.
-        value_dim: size of one head's values, where it is not `head_dim` (multi-latent attention).
-        padded_vocabulary: rows of the embedding, padding included; ``None`` where the plan does not care.
-        tensor_parallel: ranks of a member, over which each head-wise weight is cut evenly; head ranges count
-            the heads of one of them. Not in the file: it follows from the members. 0 where they differ:
-            `Plan.workload_of` says it of a domain.
+        causal: whether tokens see earlier tokens only, or all.
+        layers: transformer layers of the model.
+        hidden_size: width of the model.
+        value_dim: size of one head's values, where it is not `head_dim`.
+        padded_vocabulary: rows of the embedding, padding included.
+        tensor_parallel: not in the file: ranks of a member, 0 where members differ. Head ranges count the
+            heads of one of them.
     """
 
     seq_length: Positive
@@ -99,9 +98,9 @@ class Member:
     """One unit's part.
 
     Args:
-        ranks: its tensor-parallel ranks, ascending, by their numbers in the job. In a domain each is higher
-            than its counterpart in units that begin with a lower one. Of a stage that the job repeats
-            (`Stage.layers`): their numbers in the first stage.
+        ranks: its tensor-parallel ranks in the job, ascending; in a stage without `layers`, those of the
+            first pipeline stage. Of two units of a domain, the one that begins lower has the lower rank in
+            every place.
         tokens: size of its shard (T); may be 0.
         heads: its query heads in attention, of one of its ranks; may be empty.
         state: its share of the optimizer's state, relative to the others that hold the same weights.
@@ -136,9 +135,9 @@ class Group:
     """An A2A group: its tokens, ascending, are cut into consecutive shards in member order.
 
     Args:
-        segments: positions of the sequence that it holds, ascending; the groups of a domain partition them.
-        members: its ranks; their shards add up to its tokens, and their head ranges partition the heads.
-        name: for people; may be empty.
+        segments: positions that it holds, ascending; the groups of a domain partition the sequence.
+        members: its units; their shards add up to its tokens, and their head ranges partition the heads.
+        name: for people.
     """
 
     name: str = field(default="", kw_only=True)
@@ -157,15 +156,12 @@ class Group:
 class Domain:
     """The units that share the sequences of some samples.
 
-    In the file a domain of one unit, which holds all tokens and heads, is written by its ranks:
-    ``ranks: [4, 5]``.
+    A domain of one unit is written by its ranks in the file: ``ranks: [4, 5]``.
 
     Args:
-        groups: its A2A groups. Keys and values travel between them, round in this order.
-        samples: how many of each micro-batch it takes; ``None``: all.
-        micro_batches: how many whole micro-batches of an iteration it takes, where the domains of a stage
-            share these in place of samples; each next one goes to the domain that is predicted to be free
-            first. ``None``: all.
+        groups: its A2A groups; keys and values travel round in this order.
+        samples: how many of each micro-batch it takes; else all.
+        micro_batches: in place of `samples`: how many whole micro-batches of an iteration it takes.
     """
 
     groups: tuple[Group, ...]
@@ -186,9 +182,8 @@ class Exchange:
 
     Args:
         window: KV blocks in flight ahead of the one in use.
-        parts: in how many parts, by KV heads, the blocks of the first step travel at most: before the first
-            part there is only the own group's block to hide it; the others hide behind it. With more than
-            one, the all-to-alls of queries and outputs travel in two, each half behind the other's work.
+        parts: in how many parts, by KV heads, the blocks of the first step travel at most. With more than
+            one, the all-to-alls of queries and outputs travel in two.
     """
 
     window: Positive = 1
@@ -203,20 +198,15 @@ class Stage:
 
     Args:
         domains: its units, by the samples that they take.
-        layers: its transformer layers; ``None``, for the only stage of its replica: all of the model's, and
-            each pipeline stage of the job repeats it, on the ranks that follow.
-        recompute: what its backward pass computes again; ``None``: as the job says.
-        exchange: how keys and values travel in it; ``None``: as the plan says.
-        ministages: in how many parts it runs, of as many layers as they divide evenly, the larger ones first.
-            The stages of a replica take turns: the first layers of the model are the first ministage of the
-            first stage, the next that of the second, and so on round; `layers` then only says how many.
-            All micro-batches pass one ministage before the next, forward and then backward. Only its input
-            is kept, and its backward pass begins by running it again; `recompute` says what is kept of that.
-            ``None``: it runs whole, in 1F1B.
-        offload: what of it waits in host memory while it is not used. `parameters`: weights and gradients of
-            ministages that do not run. `optimizer`: the optimizer's fp32 weights and state, whose step is
-            computed on the host then. `activations`: rows that entered a ministage, until its backward pass.
-            ``None``: nothing.
+        layers: its transformer layers. Left out for the only stage of a replica: each pipeline stage of the
+            job repeats it, on the ranks that follow.
+        recompute: what its backward pass computes again; else as the job says.
+        exchange: how keys and values travel in it; else as the plan says.
+        ministages: in how many parts it runs; `layers` then only says how many layers it has in all. Else it
+            runs whole, in 1F1B.
+        offload: what waits in host memory while it is not used. `parameters`: weights and gradients of
+            ministages that do not run. `optimizer`: its fp32 weights and state; its step is computed on
+            the host. `activations`: rows that entered a ministage, until its backward pass.
     """
 
     domains: tuple[Domain, ...]
@@ -262,7 +252,7 @@ class Replica:
 
     Args:
         stages: its pipeline stages.
-        micro_batches: micro-batches of one global batch that it takes; ``None``: an equal share.
+        micro_batches: micro-batches of one global batch that it takes; else an equal share.
     """
 
     stages: tuple[Stage, ...]
@@ -298,9 +288,9 @@ class Plan:
         replicas: who does what.
         exchange: how keys and values travel, in stages that do not say it.
         job: how the job must run.
-        gpus: the cluster's GPU, numbered in the order of the cluster file, on which each rank of the job
-            must be started; ``None``: all of the cluster, in that order. The runtime cannot check it.
-        rates: of its units, by which a job may deal each batch anew; ``None``: it cannot.
+        gpus: the GPU on which each rank must be started, numbered in the order of the cluster file; else
+            all, in that order. The runtime cannot check it.
+        rates: of its units, for ``--hexi-batch-shares``.
         estimate: what the planner expects.
         provenance: where the plan comes from.
         version: of the file format.

@@ -27,21 +27,19 @@ Offload = Literal["parameters", "optimizer", "activations"]
 
 @dataclass(frozen=True)
 class JobTerms:
-    """How the job must run that the plan is for; ``None`` where the plan does not care.
-
-    Megatron's arguments are set by it, and a job that says something else is refused.
+    """How the job must run: given fields set Megatron's arguments; a job that says something else is refused.
 
     Args:
-        micro_batch_size: sequences that go through a replica at once (B): --micro-batch-size.
-        global_batch_size: sequences of an iteration: --global-batch-size.
-        pipeline_parallel: stages, of a plan that leaves them to the job: --pipeline-model-parallel-size.
-        precision: --bf16, --fp16, or neither of them.
-        recompute: what the backward pass computes again: --recompute-granularity.
+        micro_batch_size: --micro-batch-size.
+        global_batch_size: --global-batch-size.
+        pipeline_parallel: --pipeline-model-parallel-size, of a plan without stages of its own.
+        precision: --bf16, --fp16, or neither.
+        recompute: --recompute-granularity; a number: so many first layers.
         optimizer: --optimizer.
         distributed_optimizer: --use-distributed-optimizer.
         overlap_gradients: --overlap-grad-reduce and --overlap-param-gather.
         sequence_parallel: --sequence-parallel, where units have several ranks.
-        kernel: attention kernel of each kind of GPU, by its name in the cluster file: --hexi-kernel.
+        kernel: --hexi-kernel, by the GPU's name in the cluster file.
     """
 
     micro_batch_size: Positive | None = None
@@ -60,14 +58,13 @@ class JobTerms:
 
 @dataclass(frozen=True)
 class UnitRates:
-    """What each unit takes and has room for: by it documents are dealt anew, batch by batch.
+    """What each unit takes and has room for, in the order of ranks: by it documents are dealt anew.
 
     Args:
-        row_s: seconds of one token outside attention, forward and backward, of one layer; by unit, in the
-            order of ranks.
-        pair_s: seconds of one pair of query and key in all heads of a unit's rank, likewise.
+        row_s: seconds of one token outside attention, forward and backward, of one layer.
+        pair_s: likewise, of one pair of query and key in all heads of a unit's rank.
         room: tokens that a unit has memory for.
-        attended: for how many of these a token of its group counts, in whose attention it has all heads.
+        attended: for how many of these a token of its group counts, if the unit has all heads.
     """
 
     row_s: tuple[Rate, ...]
@@ -86,9 +83,9 @@ class Estimate:
         iteration_s: seconds of an iteration.
         tokens_per_s: tokens of an iteration over these seconds.
         lower_bound_s: no plan takes less, under the cost model.
-        gap: how much longer than that this plan takes, as a part of it (0.01: 1 %).
-        memory_gib: at the peak, GiB on the GPU of each rank.
-        against: tokens/s predicted for other layouts, by name.
+        gap: how much longer this plan takes, as a part of it (0.01: 1 %).
+        memory_gib: peak of each rank, GiB.
+        against: tokens/s predicted for other layouts.
     """
 
     iteration_s: Real | None = None
@@ -107,11 +104,11 @@ class Provenance:
 
     Args:
         planner: the program that made it, with its version.
-        solver: likewise, what solved it.
+        solver: likewise.
         seed: of the solver.
-        cluster: name of the cluster that it is for.
-        cluster_digest: SHA-256 (hex) of that cluster.
-        model: the model that it is for, as ``--model`` takes it.
+        cluster: name of the cluster.
+        cluster_digest: its SHA-256 (hex).
+        model: as ``--model`` takes it.
         created: when.
     """
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
 from megatron_hexi.cli.main import app
 from megatron_hexi.errors import EXIT_NO_PLAN, EXIT_USER_ERROR
 from megatron_hexi.testbed.lab import UntrueError
-from scripts.docs.markdown import GENERATED_FROM, code, one_line, paragraphs, table
+from scripts.docs.markdown import GENERATED_FROM, code, one_line, paragraphs, slug, table
 
 _HEAD = f"""\
 # The command `hexi`
@@ -18,7 +18,7 @@ _HEAD = f"""\
 {GENERATED_FROM.format(source="the Typer app in megatron_hexi/cli")}
 
 `hexi COMMAND --help` shows the same in a terminal; `hexi --version` prints the version. Documents asked for
-with `--json` go to standard output, everything said besides to standard error.
+with `--json` go to standard output, everything said besides to standard error. Bold options are required.
 
 ## Exit codes
 
@@ -40,15 +40,41 @@ _EXIT_CODES = (
 )
 
 
+class _Row(NamedTuple):
+    """An option, bold if required; its value after a blank; its meaning, with its default."""
+
+    name: str
+    value: str
+    meaning: str
+
+
 def commands_page() -> str:
     """The page, in Markdown."""
     parts = [_HEAD, table(("code", "meaning"), _EXIT_CODES)]
+    told: dict[_Row, str] = {}
     for name, command in commands():
         parts.append(f"\n## {name}\n\n{paragraphs(command.help)}\n")
-        parts.append(f"\n```\n{_usage(name, command)}\n```\n\n")
-        parts.append(table(("option", "value", "default", "meaning"), map(_row, command.params)))
+        parts.append(f"\n```\n{_usage(name, command)}\n```\n")
+        parts.append(_options(name, [_row(parameter) for parameter in command.params], told))
         parts.append(f"\n{_example(command.epilog)}\n")
     return "".join(parts)
+
+
+def _options(name: str, rows: list[_Row], told: dict[_Row, str]) -> str:
+    """The options of a command; those that an earlier one has too by a link to it.
+
+    Args:
+        name: of the command.
+        rows: of its options.
+        told: the command whose table has a row, of those so far; this one's are added.
+    """
+    own = [row for row in rows if told.setdefault(row, name) == name]
+    cells = ((row.name + row.value, row.meaning) for row in own)
+    text = f"\n{table(('option', 'meaning'), cells)}" if own else ""
+    for other in dict.fromkeys(told[row] for row in rows if row not in own):
+        options = ", ".join(row.name for row in rows if told[row] == other)
+        text += f"\nAs for [`{other}`](#{slug(other)}): {options}.\n"
+    return text
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -75,22 +101,21 @@ def _needed(parameter: Any) -> str:
     return str(parameter.metavar)
 
 
-def _row(parameter: Any) -> tuple[str, str, str, str]:
+def _row(parameter: Any) -> _Row:
     is_option = parameter.opts[0].startswith("-")
     names = [*parameter.opts, *parameter.secondary_opts]
     name = ", ".join(map(code, names)) if is_option else code(parameter.metavar)
     flag = getattr(parameter, "is_flag", False)
-    value = "" if flag or not is_option else code(parameter.metavar or parameter.name.upper())
-    return name, value, _default(parameter, flag=flag), one_line(parameter.help)
+    value = "" if flag or not is_option else f" {code(parameter.metavar or parameter.name.upper())}"
+    name = f"**{name}**" if parameter.required else name
+    return _Row(name, value, one_line(parameter.help) + _default(parameter, flag=flag))
 
 
 def _default(parameter: Any, *, flag: bool) -> str:
-    if parameter.required:
-        return "**required**"
-    if flag or parameter.default is None:
+    if parameter.required or flag or parameter.default is None:
         return ""
     values = parameter.default if isinstance(parameter.default, (list, tuple)) else [parameter.default]
-    return ", ".join(code(str(value)) for value in values)
+    return f" Default {', '.join(code(str(value)) for value in values)}."
 
 
 def _example(epilog: str) -> str:

@@ -29,7 +29,8 @@ _PLAN = f"""\
 {GENERATED_FROM.format(source="megatron_hexi/plan/model.py and terms.py")}
 
 `hexi plan` and `hexi proportion` write plans, and `hexi validate` checks one; [concepts](../concepts.md)
-explains what they mean. Ranges are half open: `[0, 400]` is 0 to 399. Unknown fields are refused.
+explains what they mean. Ranges are half open: `[0, 400]` is 0 to 399. Bold fields are required; unknown ones
+are refused.
 """
 
 _CLUSTER = f"""\
@@ -38,7 +39,7 @@ _CLUSTER = f"""\
 {GENERATED_FROM.format(source="megatron_hexi/cluster/model.py and entries.py")}
 
 [The cluster file](../cluster-file.md) explains it by examples. GB are 10^9 bytes, GiB 2^30; bandwidths are a
-direction; rates are TFLOP/s. Unknown fields are refused.
+direction, latencies of one message; rates are TFLOP/s. Bold fields are required; unknown ones are refused.
 """
 
 _SCENARIO = f"""\
@@ -47,11 +48,11 @@ _SCENARIO = f"""\
 {GENERATED_FROM.format(source="megatron_hexi/scenario/model.py")}
 
 `hexi simulate --scenario` plays one ([scenarios](../scenarios.md)). Durations are `90s`, `30m`, `1h30m` or
-`7d`; times are since the start. Unknown fields are refused.
+`7d`; times are since the start. Bold fields are required; unknown ones are refused.
 """
 
 #: Where the word for a type takes its plural.
-_PLURAL = re.compile(r"^(list|name|(?:whole )?number)")
+_PLURAL = re.compile(r"^(list|name|pair|(?:positive )?(?:integer|number))")
 _ARGUMENT = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
 
 
@@ -123,13 +124,16 @@ def _values(schema: Mapping[str, Any]) -> Any:
 def _spell_section(section: _Section, kind: type[Any], found: Mapping[str, _Section]) -> str:
     meaning, arguments = _docstring(kind)
     required = section.schema.get("required", ())
-    rows = []
+    rows: dict[tuple[str, str], list[str]] = {}
     for field, schema in section.schema["properties"].items():
         if field not in arguments:
             raise SystemExit(f"{kind.__module__}.{kind.__name__}: Args: does not say what {field} is; add it")
-        default = "**required**" if field in required else _default(schema)
-        rows.append((code(field), _type(schema, found), default, arguments[field]))
-    fields = table(("field", "value", "default", "meaning"), rows)
+        if arguments[field].startswith("not in the file"):
+            continue
+        name = f"**{code(field)}**" if field in required else code(field)
+        rows.setdefault((_type(schema, found) + _default(schema), arguments[field]), []).append(name)
+    cells = ((", ".join(names), value, what) for (value, what), names in rows.items())
+    fields = table(("field", "value", "meaning"), cells)
     heading = section.heading if section.heading == "The file" else code(section.heading)
     return f"\n## {heading}\n\n{meaning}\n\n{fields}"
 
@@ -152,9 +156,9 @@ def _default(schema: Mapping[str, Any]) -> str:
         case None | "" | [] | dict():
             return ""
         case str(word):
-            return code(word)
+            return f", default {code(word)}"
         case value:
-            return code(json.dumps(value))
+            return f", default {code(json.dumps(value))}"
 
 
 def _type(schema: Mapping[str, Any], found: Mapping[str, _Section]) -> str:
@@ -167,18 +171,18 @@ def _type(schema: Mapping[str, Any], found: Mapping[str, _Section]) -> str:
     if "const" in schema:
         return code(json.dumps(schema["const"]))
     if "enum" in schema:
-        return " or ".join(code(value) for value in schema["enum"])
+        return ", ".join(code(value) for value in schema["enum"])
     match schema["type"]:
         case "array":
             return _list(schema, found)
         case "object":
             return f"by name: {_type(_values(schema), found)}"
         case "integer":
-            return f"whole number{_limits(schema)}"
+            return "positive integer" if schema.get("minimum") == 1 else f"integer{_limits(schema)}"
         case "number":
-            return f"number{_limits(schema)}"
+            return "positive number" if schema.get("exclusiveMinimum") == 0 else f"number{_limits(schema)}"
         case "boolean":
-            return "`true` or `false`"
+            return "boolean"
         case "string":
             is_time = schema.get("format") == "duration"
             return "duration" if is_time else "name" if "pattern" in schema else "text"
@@ -188,7 +192,8 @@ def _type(schema: Mapping[str, Any], found: Mapping[str, _Section]) -> str:
 
 def _list(schema: Mapping[str, Any], found: Mapping[str, _Section]) -> str:
     if "prefixItems" in schema:
-        return f"[{', '.join(_type(item, found) for item in schema['prefixItems'])}]"
+        first, second = (_type(item, found) for item in schema["prefixItems"])
+        return f"pair of {_PLURAL.sub(r'\1s', first, count=1)}" if first == second else f"[{first}, {second}]"
     return f"list of {_PLURAL.sub(r'\1s', _type(schema['items'], found), count=1)}"
 
 

@@ -11,8 +11,10 @@ GENERATED_FROM = "<!-- Made from {source}: python -m scripts.docs -->"
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; cells are Markdown, in which bars are escaped."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |\n" for cells in lines)
+    first, *others = (
+        f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |\n" for cells in (head, *rows)
+    )
+    return "".join([first, "|---" * len(head), "|\n", *others])
 
 
 def code(text: str) -> str:

@@ -78,6 +78,6 @@ def _actions() -> list[Action]:
 
 
 def _row(action: Action) -> tuple[str, str, str, str]:
-    value = " or ".join(map(code, action.choices)) if action.choices else code(str(action.metavar))
-    default = "" if action.default is None else code(str(action.default))
+    value = " or ".join(map(code, action.choices or ())) or code(str(action.metavar or ""))
+    default = "" if action.default is None or action.nargs == 0 else code(str(action.default))
     return code(action.option_strings[0]), value, default, one_line(action.help or "")

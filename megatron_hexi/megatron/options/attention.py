@@ -21,7 +21,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown("--qk-l2-norm", "qk-l2-norm-groups"),
         shown("--attention-output-gate, --add-qkv-bias", "gated-attention-groups"),
         given("--attention-dropout", DRAWS, "give --attention-dropout 0"),
-        shown("--window-size", "windows-groups", "keys that no query of another group sees do not travel"),
+        shown("--window-size", "windows-groups"),
         Refused(
             "--window-size",
             lambda args: args.window_size is not None and args.window_size[1] != 0,
@@ -30,11 +30,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "with a second number other than 0",
         ),
         shown("--window-attn-skip-freq", "alternating-windows-groups"),
-        shown("--softmax-type off-by-one, learnable", "sinks-groups"),
+        shown("--softmax-type off-by-one|learnable", "sinks-groups"),
         shown(
             "--multi-latent-attention",
             "latent-groups",
-            "a plan has head_dim, of keys, and value_dim: `hexi proportion --v-head-dim`",
+            "plan with `hexi proportion --v-head-dim`",
         ),
         Refused(
             "--multi-latent-attention",
@@ -83,23 +83,22 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown(
             "--reset-position-ids, --eod-mask-loss",
             "learned-positions-groups",
-            "positions count from the document's start where they are learned; rotary ones never do",
+            "learned positions count from the document's start; rotary ones never do",
         ),
         shown(
             "--dataloader-inter-document-masking",
             "documents-groups",
-            "each document is cut over all groups, so that each has its part of the work",
+            "each document is cut over all groups",
         ),
         shown(
             "--hexi-batch-shares",
             "documents-dealt-groups",
-            "documents go to groups whole where they can; without pipeline stages, experts and multi-token "
-            "prediction",
+            "without pipeline stages, experts and multi-token prediction",
         ),
         Supported(
             "--sft",
             "tests/megatron/test_conversations.py::test_packed_conversations_train_as_on_one_rank[windows-sinks]",
-            "conversations are cut as documents are",
+            "each document is cut over all groups",
         ),
         before_0_19("--sft", lambda args: args.sft),
         with_fused_rotary("--dataloader-inter-document-masking"),

@@ -32,7 +32,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "seq_aux_loss with --micro-batch-size above 1",
             versions="<0.19",
         ),
-        shown("--moe-token-dispatcher-type allgather, experts on one rank", "experts-gathered-groups"),
+        shown("--moe-token-dispatcher-type allgather with experts on one rank", "experts-gathered-groups"),
         Refused(
             "--moe-token-dispatcher-type",
             lambda args: bool(args.num_experts) and _gathers_or_is_flexible(args),

@@ -11,7 +11,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Supported(
             "other numbers of ranks, other shares of the batch, ranks in any order",
             _UNEQUAL.format("two-and-one"),
-            "all ranks form one context-parallel group of Megatron's; no rank computes another's sequences",
         ),
         Supported("--tensor-model-parallel-size, --sequence-parallel", _UNEQUAL.format("sequence-parallel")),
         Supported("--pipeline-model-parallel-size", _UNEQUAL.format("pipeline")),

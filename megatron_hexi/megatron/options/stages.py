@@ -29,7 +29,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--sequence-parallel holds for units of several ranks",
         ),
         Supported(
-            "--recompute-granularity full, selective",
+            "--recompute-granularity full|selective",
             _JOBS + "test_stages_recompute_each_in_its_own_way",
             "or as each stage of the plan says",
         ),
@@ -40,7 +40,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Supported(
             "--use-distributed-optimizer, --overlap-grad-reduce",
             _JOBS + "test_gradients_are_summed_behind_the_backward_pass",
-            "state is cut by the plan's shares with or without it; weights are handed out in the step",
         ),
         Supported("--bf16", _JOBS + "test_bf16_is_no_further_from_fp32_than_one_rank_is"),
         Supported(

@@ -20,7 +20,7 @@ _CAPTURE = "the exchange between groups is not captured yet"
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     "Batches": (
-        shown("--global-batch-size", "accumulation-replicas", "gradients of several micro-batches add up"),
+        shown("--global-batch-size", "accumulation-replicas"),
         shown(
             "--step-batch-size-schedule",
             "batch-schedule-groups",
@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         shown("--recompute-granularity full", "recompute-full-groups"),
         shown("--recompute-method block", "recompute-block-groups"),
         shown("--recompute-granularity selective", "recompute-selective-groups"),
-        shown("--recompute-modules core_attn, mlp, moe", "recompute-modules-groups"),
+        shown("--recompute-modules core_attn|mlp|moe", "recompute-modules-groups"),
         shown("--distribute-saved-activations", "saved-activations-groups"),
         given("--fine-grained-activation-offloading", UNSHOWN),
         given("--cpu-offloading-num-layers", UNSHOWN),
@@ -62,7 +62,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "with --pipeline-model-parallel-size above 1, --dataloader-inter-document-masking or --sft",
         ),
         given("--hidden-dropout", DRAWS, "give --hidden-dropout 0"),
-        shown("--hybrid-layer-pattern of attention (*) and MLP (-) layers", "hybrid-model-groups"),
+        shown("--hybrid-layer-pattern of * and -", "hybrid-model-groups"),
         before_0_19("--hybrid-layer-pattern", lambda args: bool(_hybrid_layers(args))),
         Refused(
             "--hybrid-layer-pattern",
@@ -116,7 +116,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Supported(
             "stock Megatron",
             "tests/megatron/test_checkpoints.py::test_stock_megatron_loads_what_a_plan_saved",
-            "where this package cannot be imported: nothing of it is in a checkpoint",
+            "loads what a plan saved, without this package",
         ),
     ),
 }
