@@ -62,14 +62,14 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--hexi-batch-shares",
         action="store_true",
-        help="deal documents, rows and heads anew in every batch, by the rates of hexi plan --batch-shares; with "
-        "--dataloader-inter-document-masking or --sft",
+        help="deal documents, rows and heads anew in every batch, by the rates of hexi plan --batch-shares; "
+        "with --dataloader-inter-document-masking or --sft",
     )
     group.add_argument(
         "--hexi-metrics",
         metavar="PATH",
-        help="write one JSON line an iteration: loss, gradient norm, learning rate, seconds, processor seconds; "
-        "with {rank} in PATH every rank writes its own file",
+        help="write one JSON line an iteration: loss, gradient norm, learning rate, seconds, processor "
+        "seconds; with {rank} in PATH every rank writes its own file",
     )
     group.add_argument(
         "--hexi-metrics-interval",
@@ -81,8 +81,8 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(
         "--hexi-record",
         metavar="PATH",
-        help="write each iteration's seconds and loss, and each rank's busy and waiting time, for hexi report; "
-        "a restarted job appends",
+        help="write each iteration's seconds and loss, and each rank's busy and waiting time, for hexi "
+        "report; a restarted job appends",
     )
     group.add_argument(
         "--hexi-replan-interval",

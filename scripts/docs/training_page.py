@@ -12,8 +12,8 @@ _HEAD = f"""\
 
 {GENERATED_FROM.format(source="megatron_hexi/megatron/arguments.py and scripts/docs/training_page.py")}
 
-Without `--hexi-plan`, Megatron trains as it does without this package. Megatron's own flags: [its options under a
-plan](../options.md).
+Without `--hexi-plan`, Megatron trains as it does without this package. Megatron's own flags:
+[its options under a plan](../options.md).
 
 ## Flags
 
