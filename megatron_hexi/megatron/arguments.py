@@ -43,12 +43,12 @@ def argument_patches(platform: Platform) -> tuple[Patch, ...]:
 def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the argument group ``hexi`` to a parser."""
     group = parser.add_argument_group("hexi", "uneven context x head parallelism")
-    group.add_argument("--hexi-plan", metavar="PATH", help="the plan to train by; none: Megatron as it is")
+    group.add_argument("--hexi-plan", metavar="PATH", help="the plan to train by")
     group.add_argument(
         PLATFORM_FLAG,
         choices=PLATFORM_NAMES,
         default="auto",
-        help="where to train; auto: on the GPU where there is one, else on the CPU with gloo",
+        help="where to train; auto (default): on the GPU where there is one, else on the CPU with gloo",
     )
     group.add_argument(
         "--hexi-kernel",
@@ -56,40 +56,40 @@ def add_hexi_arguments(parser: ArgumentParser) -> ArgumentParser:
         default="auto",
         metavar="NAME|GPU=NAME,…",
         help="the attention kernel of a plan, or one for each kind of GPU (H100=cudnn,A100=flash-attn-2): "
-        f"{', '.join(KERNEL_NAMES[1:])}; auto: what the plan was made for, where that is installed, or the "
-        "fastest that is and takes the model",
+        f"{', '.join(KERNEL_NAMES[1:])}; auto (default): the plan's, where that is installed, or the fastest "
+        "that is and takes the model",
     )
     group.add_argument(
         "--hexi-batch-shares",
         action="store_true",
-        help="deal documents, rows and heads anew in every batch, by its documents and the rates that "
-        "hexi plan --batch-shares writes into the plan; with --dataloader-inter-document-masking or --sft",
+        help="deal documents, rows and heads anew in every batch, by the rates of hexi plan --batch-shares; "
+        "with --dataloader-inter-document-masking or --sft",
     )
     group.add_argument(
         "--hexi-metrics",
         metavar="PATH",
-        help="write one JSON line an iteration: loss, gradient norm, learning rate, seconds and processor "
-        "seconds, at full precision; with {rank} in PATH every rank writes a file of its own",
+        help="write one JSON line an iteration: loss, gradient norm, learning rate, seconds, processor "
+        "seconds; with {rank} in PATH every rank writes its own file",
     )
     group.add_argument(
         "--hexi-metrics-interval",
         type=int,
         metavar="N",
-        help="measure in every N-th iteration how long ranks wait (seconds are always measured); none: so "
-        "that measuring takes less than a thousandth of the time, and often enough for re-planning",
+        help="measure in every N-th iteration how long ranks wait; default: so that it takes less than a "
+        "thousandth of the time",
     )
     group.add_argument(
         "--hexi-record",
         metavar="PATH",
-        help="write down a run under a plan for hexi report: whenever Megatron logs, each iteration's "
-        "seconds and loss, and each rank's busy and waiting time; a restarted job goes on in the same file",
+        help="write each iteration's seconds and loss, and each rank's busy and waiting time, for hexi "
+        "report; a restarted job appends",
     )
     group.add_argument(
         "--hexi-replan-interval",
         type=int,
         metavar="N",
         help="look every N iterations whether another cut of the plan fits the ranks' present speeds better, "
-        "and swap to it between two iterations; needs --hexi-cluster; none: keep the plan",
+        "and swap to it; needs --hexi-cluster; default: keep the plan",
     )
     group.add_argument(
         "--hexi-replan-threshold",

@@ -44,7 +44,7 @@ class Throttled:
     Args:
         gpus: one GPU (``h100-0/3``), those of nodes (``h100-0``, ``h100-0..3``, ``h100``), or of a kind
             (``H100-SXM-80GB``).
-        speed: factor on all their curves.
+        speed: factor on their curves, at most 1.
         at: when it begins.
         until: when it ends; with the scenario if not given.
     """
@@ -62,10 +62,9 @@ class Congested:
     """Links at a part of their bandwidth for a time, both ways.
 
     Args:
-        link: what nodes have to the network (``h100-0``, ``h100``), what joins a node's GPUs
-            (``h100-0 inside``), or what leaves a group of a level (``rack 0``; ``rack h100-0`` where each
-            node or GPU has its own).
-        bandwidth: factor on it.
+        link: from nodes to the network (``h100-0``, ``h100``), inside a node (``h100-0 inside``), or out of a
+            group of a level (``rack 0``; ``rack h100-0`` where each node or GPU has its own).
+        bandwidth: factor, at most 1.
         at: when it begins.
         until: when it ends; with the scenario if not given.
     """
@@ -85,7 +84,7 @@ class Lost:
     Args:
         nodes: ``h100-0``, ``h100-0..3`` or ``h100``.
         at: when they fail.
-        until: when they are back; never if not given.
+        until: when they are back; default never.
     """
 
     nodes: Text
@@ -100,9 +99,9 @@ class RandomThrottles:
     """GPUs that throttle, each by itself.
 
     Args:
-        mean_time_between: of one GPU, from the end of a throttle to the next one; exponentially distributed.
-        lasts: how long each takes.
-        speed: factor on all curves.
+        mean_time_between: of one GPU, from the end of a throttle to the next; exponentially distributed.
+        lasts: duration of each.
+        speed: factor, at most 1.
     """
 
     mean_time_between: Span
@@ -118,8 +117,8 @@ class RandomCongestion:
 
     Args:
         mean_time_between: of one node, from the end of a congestion to the next; exponentially distributed.
-        lasts: how long each takes.
-        bandwidth: factor on it.
+        lasts: duration of each.
+        bandwidth: factor, at most 1.
     """
 
     mean_time_between: Span
@@ -146,7 +145,7 @@ class RandomFailures:
 
 @dataclass(frozen=True)
 class Random:
-    """Events that are drawn, so that days can be stated in a few lines. The same seed draws the same.
+    """Events that are drawn; the same seed draws the same.
 
     Args:
         seed: of the draws.
@@ -168,10 +167,8 @@ class Recovery:
     """What a lost node costs a job.
 
     Args:
-        checkpoint_every: iterations between checkpoints; what was done since the last one is done again.
-            Writing one is taken to cost nothing.
-        restart: from the loss, or from a node's return, until the job trains again: noticing it, starting
-            processes, loading the checkpoint.
+        checkpoint_every: iterations between checkpoints; those since the last one are done again.
+        restart: from the loss, or from a node's return, until the job trains again.
     """
 
     checkpoint_every: Iterations = 100
@@ -187,8 +184,7 @@ class Replanning:
     Args:
         interval: as --hexi-replan-interval.
         threshold: as --hexi-replan-threshold.
-        reaction: iterations from the last one that was looked at to the swap: one in which all ranks post
-            their times, one for the planner, two so that all ranks read the order.
+        reaction: iterations from the last one that was looked at to the swap.
         swap: what a swap takes.
     """
 
@@ -205,12 +201,12 @@ class Scenario:
     """What happens to a cluster while a job runs on it.
 
     Args:
-        lasts: how long it is.
-        throttled: GPUs that are slower for a while. Where several hold at once, their factors multiply.
-        congested: links, likewise.
-        lost: nodes.
-        random: events that are drawn besides.
-        recovery: what a lost node costs.
+        lasts: its duration.
+        throttled: slower GPUs; where several hold at once, their factors multiply.
+        congested: slower links, likewise.
+        lost: lost nodes.
+        random: events that are drawn.
+        recovery: costs of a lost node.
         replanning: of the policy that re-plans.
     """
 

@@ -152,6 +152,8 @@ def _spell(text: str) -> str:
 
 
 def _default(schema: Mapping[str, Any]) -> str:
+    if schema.get("format") == "duration" and "default" in schema:
+        return f", default {code(f'{schema["default"]:g}s')}"
     match schema.get("default"):
         case None | "" | [] | dict():
             return ""

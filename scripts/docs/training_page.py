@@ -12,8 +12,8 @@ _HEAD = f"""\
 
 {GENERATED_FROM.format(source="megatron_hexi/megatron/arguments.py and scripts/docs/training_page.py")}
 
-Without `--hexi-plan`, Megatron trains as it does without this package. What a plan does with Megatron's own
-options is in [its options under a plan](../options.md).
+Without `--hexi-plan`, Megatron trains as it does without this package. Megatron's own flags:
+[its options under a plan](../options.md).
 
 ## Flags
 
@@ -22,50 +22,38 @@ options is in [its options under a plan](../options.md).
 _VARIABLES_HEAD = """
 ## Environment variables
 
-torchrun sets those in the first four rows. Under `srun`, where they are not set, they are taken from SLURM's.
+torchrun sets the first four rows; else they are taken from SLURM's.
 
 """
 
 #: Name, and what it is read for.
 VARIABLES = (
-    ("RANK, WORLD_SIZE", "number of the process, and how many there are"),
+    ("RANK, WORLD_SIZE", "number of the process, and of processes"),
     ("LOCAL_RANK", "which GPU of its node a rank takes"),
-    ("LOCAL_WORLD_SIZE", "ranks on this node; on the CPU, what Megatron is told of GPUs"),
+    ("LOCAL_WORLD_SIZE", "ranks on this node"),
     ("MASTER_ADDR, MASTER_PORT", "where rank 0 is reached"),
-    (
-        "GROUP_RANK, GROUP_WORLD_SIZE",
-        "number of the node under `megatron_hexi.elastic`, and how many there are",
-    ),
-    (
-        "TORCHELASTIC_USE_AGENT_STORE",
-        "whether torchrun or rank 0 hosts the job's store",
-    ),
+    ("GROUP_RANK, GROUP_WORLD_SIZE", "number of the node, and of nodes, under `megatron_hexi.elastic`"),
+    ("TORCHELASTIC_USE_AGENT_STORE", "whether torchrun or rank 0 hosts the job's store"),
     ("SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_GTIDS", "in place of the first four variables"),
     (
         "HEXI_HOSTS, SLURMD_NODENAME",
-        "a file of `hexi place`, and this host's line in it: in place of `RANK` and `MASTER_ADDR`",
+        "a file of `hexi place`, and this host in it: in place of `RANK` and `MASTER_ADDR`",
     ),
-    (
-        "SLURM_HET_JOB_ID, SLURM_JOB_ID",
-        "in place of `MASTER_PORT`: a port that two jobs on a node are unlikely to share",
-    ),
+    ("SLURM_HET_JOB_ID, SLURM_JOB_ID", "in place of `MASTER_PORT`, which is made from it"),
     (
         "SLURM_JOB_NODELIST_HET_GROUP_0, SLURM_STEP_NODELIST, SLURM_NODELIST, SLURM_JOB_NODELIST",
-        "in place of `MASTER_ADDR`: the first host of the first that is set",
+        "in place of `MASTER_ADDR`: the first host of the first one set",
     ),
-    (
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "set to 1, if not set, with tensor or context parallelism: Megatron asks for it before Blackwell",
-    ),
-    ("CC", "the C compiler that Triton builds its launchers with; else gcc or clang on the path"),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "set to 1, if not set, with tensor or context parallelism"),
+    ("CC", "Triton's C compiler; else gcc or clang on the path"),
     ("GLOO_SOCKET_IFNAME, NCCL_*, CUDA_VISIBLE_DEVICES", "read by the libraries; `hexi doctor` judges them"),
-    ("OMP_NUM_THREADS", "read by torch; 1 a rank on the CPU, where ranks share cores"),
+    ("OMP_NUM_THREADS", "read by torch; give 1 on the CPU, where ranks share cores"),
 )
 
 
 def training_page() -> str:
     """The page, in Markdown."""
-    flags = table(("flag", "value", "default", "meaning"), map(_row, _actions()))
+    flags = table(("flag", "meaning"), map(_row, _actions()))
     rows = [(", ".join(map(code, names.split(", "))), meaning) for names, meaning in VARIABLES]
     return _HEAD + flags + _VARIABLES_HEAD + table(("variable", "meaning"), rows)
 
@@ -77,7 +65,7 @@ def _actions() -> list[Action]:
     return parser._actions  # argparse has no public way to list them
 
 
-def _row(action: Action) -> tuple[str, str, str, str]:
-    value = " or ".join(map(code, action.choices or ())) or code(str(action.metavar or ""))
-    default = "" if action.default is None or action.nargs == 0 else code(str(action.default))
-    return code(action.option_strings[0]), value, default, one_line(action.help or "")
+def _row(action: Action) -> tuple[str, str]:
+    value = "|".join(action.choices) if action.choices else action.metavar
+    flag = action.option_strings[0]
+    return code(f"{flag} {value}" if value else flag), one_line(action.help or "")
