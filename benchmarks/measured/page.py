@@ -17,8 +17,8 @@ _INTRODUCTION = """# Measured
 Written by `python -m benchmarks.measured` (`--page`: from [measured.json](measured.json), which has every
 iteration, layout and version); do not edit. Megatron trains (`megatron_hexi.pretrain_gpt`, CPU platform,
 gloo, fp32) on mixed clusters that [`hexi testbed`](../testbed.md) emulates. `hexi probe` measures each
-cluster once; plan, baselines and predictions use its file alone (in *thin-links* and *little-memory* the cluster
-file). All layouts train in turn on the same data, and their losses must agree.
+cluster once; plan, baselines and predictions use its file alone (in *thin-links* and *little-memory* the
+cluster file). All layouts train in turn on the same data, and their losses must agree.
 
 - Speeds are *paced*: matrix products and attention run, then wait until the time of the cluster file's curve
   is over; other work is free within the head-room; networks, overlap, order of events and numbers are
