@@ -46,13 +46,11 @@ class Machines:
         nodes: GPU, nodes, GPUs of each.
         network: between nodes.
         sites: entries of `nodes` on each site, and GB/s between these; ``None``: there is one site.
-        source: where the cluster comes from.
     """
 
     nodes: tuple[tuple[str, int, int], ...]
     network: dict[str, Any]
     sites: tuple[tuple[tuple[int, ...], ...], float] | None = None
-    source: str = ""
 
     def cluster(self, name: str) -> Cluster:
         """As read from a file."""
@@ -74,8 +72,6 @@ class Machines:
             return read_cluster(path)
 
 
-_HEXISCALE = "HexiScale's, over Ethernet"
-_ZORSE = "Zorse's"
 CLUSTERS = {
     "a": Machines(((H100, 5, 8), (A100, 4, 8), (A800, 4, 8), (L40S, 3, 8)), CARDS),
     "b": Machines(((H100, 1, 8), (A100, 3, 8), (L40S, 2, 8)), CARDS),
@@ -84,23 +80,18 @@ CLUSTERS = {
     "e": Machines(((H100, 8, 8), (A100, 8, 8)), CARDS),
     "sites": Machines(((H100, 4, 8), (A100, 4, 8)), CARDS, (((0,), (1,)), 5.0)),
     "hexiscale-1": Machines(
-        (("RTX3080Ti-12GB", 1, 8), ("RTX3090-24GB", 1, 8), ("RTX4090-24GB", 3, 8)), ETHERNET, None, _HEXISCALE
+        (("RTX3080Ti-12GB", 1, 8), ("RTX3090-24GB", 1, 8), ("RTX4090-24GB", 3, 8)), ETHERNET
     ),
-    "hexiscale-2": Machines(
-        (("RTX3090-24GB", 1, 8), ("RTX4090-24GB", 1, 8), (A800, 1, 8)), ETHERNET, None, _HEXISCALE
-    ),
-    "hexiscale-3": Machines(
-        (("RTX3090-24GB", 1, 8), ("RTX4090-24GB", 4, 8), (A800, 1, 8)), ETHERNET, None, _HEXISCALE
-    ),
-    "zorse-a": Machines(((H100, 1, 4), (A100, 2, 8)), CARDS, None, _ZORSE),
+    "hexiscale-2": Machines((("RTX3090-24GB", 1, 8), ("RTX4090-24GB", 1, 8), (A800, 1, 8)), ETHERNET),
+    "hexiscale-3": Machines((("RTX3090-24GB", 1, 8), ("RTX4090-24GB", 4, 8), (A800, 1, 8)), ETHERNET),
+    "zorse-a": Machines(((H100, 1, 4), (A100, 2, 8)), CARDS),
     "zorse-b": Machines(
-        ((A100, 1, 8), ("A10G-24GB", 2, 8), ("V100-SXM2-16GB", 2, 8), ("T4-16GB", 6, 4)), CARDS, None, _ZORSE
+        ((A100, 1, 8), ("A10G-24GB", 2, 8), ("V100-SXM2-16GB", 2, 8), ("T4-16GB", 6, 4)), CARDS
     ),
     "zorse-c": Machines(
         (("A10G-24GB", 2, 8), ("T4-16GB", 12, 4), ("V100-SXM2-16GB", 2, 8), ("T4-16GB", 12, 4)),
         CARDS,
         (((0, 1), (2, 3)), 0.71),
-        _ZORSE + ": two regions",
     ),
 }
 K = 1024
@@ -205,38 +196,40 @@ def measure(name: str, request: Request, machines: Cluster) -> Row:
 
 _COLUMNS = (
     *("cell: cluster, model, context, batch", "plan, s", "best equal, s", "times as fast"),
-    *("in proportion, s", "HexiScale's planner, s", "Zorse's planner, s", "over the bound"),
-    "the plan: micro-batches x (stages; L: layers)",
+    *("in proportion, s", "HexiScale, s", "Zorse, s", "over the bound"),
 )
 _PAGE = """\
 # What choosing the whole layout is worth
 
 **Simulated: nothing on this page was measured on a GPU.** All of it is prediction by the
 [cost model](../cost-model.md), which also judged the search. Written by
-`python -m benchmarks.layouts --page`; do not edit.
+`python -m benchmarks.layouts --page`; do not edit. Without `--page` it prints each cell's plan, too.
 
 Against the best layout that Megatron can run with equal parts, by search over all of its flags, the
 [planner](../planner.md)'s plan is {least:.2f} to {most:.2f} times as fast, {middle:.2f} times in the median
 of the {count} cells where any equal layout fits.
 
 {head}
-|---|---:|---:|---:|---:|---:|---:|---:|---|
+|---|---:|---:|---:|---:|---:|---:|---:|
 {rows}
 
 Best equal: every rank the same tokens, heads, layers and batch, ring, Ulysses or USP inside, with the best
 tensor-parallel size, stages, replicas and recomputation. In proportion: tokens by speed, the rest likewise.
-HexiScale's and Zorse's planners: our readings of arXiv 2409.01143 and 2507.10392, by the same cost model;
+HexiScale and Zorse: the planners of arXiv 2409.01143 and 2507.10392 as we read them, by the same cost model;
 neither cuts the sequence, and Zorse's has no ministages, offloading or sharded parameters. -: nothing fits.
 Over the bound: how much longer than no layout can beat; traffic is not counted there.
 
 ## Where memory limits
 
-`python -m benchmarks.memory`. Without: the best layout without ministages, offload and shares of state. With
-the same: Zorse's layout with these.
+By `python -m benchmarks.memory`, which prints the plans, too. Without: the best layout without ministages,
+offload and shares of state. Zorse with: its layout with these.
 
 {memory}
 
 ## Clusters
+
+Nodes x GPUs of each; {gpu:g} GB/s a GPU between nodes, {node:g} GB/s a node in HexiScale's clusters, over
+Ethernet. Names say whose they are.
 
 {clusters}
 """
@@ -253,6 +246,8 @@ def page(rows: Sequence[Row], memory: str) -> str:
         head=f"| {' | '.join(_COLUMNS)} |",
         rows="\n".join(map(_line, rows)),
         memory=memory,
+        gpu=CARDS["bandwidth_gb_s"],
+        node=ETHERNET["bandwidth_gb_s"],
         clusters="\n".join(f"- {name}: {_spell(machines)}" for name, machines in CLUSTERS.items()),
     )
 
@@ -270,7 +265,7 @@ def _line(row: Row) -> str:
         cell(row.zorse_s, ".4g"),
         cell(row.gap, ".0%"),
     ]
-    return f"| {row.cell} | {' | '.join(values)} | {merge_stages(row.layout)} |"
+    return f"| {row.cell} | {' | '.join(values)} |"
 
 
 def merge_stages(layout: str) -> str:
@@ -285,10 +280,8 @@ def merge_stages(layout: str) -> str:
 
 
 def _spell(machines: Machines) -> str:
-    nodes = ", ".join(f"{count} x {size} {gpu}" for gpu, count, size in machines.nodes)
-    rate, per = machines.network["bandwidth_gb_s"], machines.network["per"]
-    sites = "" if machines.sites is None else f"; {machines.sites[1]} GB/s between its two sites"
-    return f"{nodes}; {rate} GB/s a {per}{sites}" + (f". {machines.source}" if machines.source else "")
+    nodes = ", ".join(f"{count}x{size} {gpu}" for gpu, count, size in machines.nodes)
+    return nodes + ("" if machines.sites is None else f"; {machines.sites[1]} GB/s between two sites")
 
 
 def rows(names: Sequence[str]) -> Iterator[Row]:
@@ -314,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in rows(given.clusters):
         found.append(row)
         if not given.json:
-            print(_line(row), flush=True)
+            print(f"{_line(row)} {merge_stages(row.layout)}", flush=True)
     if given.json:
         print(json.dumps([asdict(row) | {"gain": row.gain} for row in found], indent=2))
     if given.page:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.measured.picture import draw_scenarios
@@ -14,17 +14,21 @@ _INTRODUCTION = """# Measured
 
 **Measured on clusters emulated on one machine's CPUs; predictions stand beside.**
 
-Written by `python -m benchmarks.measured`; do not edit. Megatron trains (`megatron_hexi.pretrain_gpt`, CPU
-platform, gloo, fp32) on mixed clusters that [`hexi testbed`](../testbed.md) emulates. `hexi probe` measures
-each cluster once; plan, baselines and predictions use its file alone (in *thin-links* and *little-memory* the
-cluster file). All layouts train in turn on the same
-data, and their losses must agree.
+Written by `python -m benchmarks.measured` (`--page`: from [measured.json](measured.json), which has every
+iteration, layout and version); do not edit. Megatron trains (`megatron_hexi.pretrain_gpt`, CPU platform,
+gloo, fp32) on mixed clusters that [`hexi testbed`](../testbed.md) emulates. `hexi probe` measures each
+cluster once; plan, baselines and predictions use its file alone (in *thin-links* and *little-memory* the
+cluster file). All layouts train in turn on the same data, and their losses must agree.
 
-- Speeds *paced*: matrix products and attention run, then wait until the time of the cluster file's curve is
-  over; other work is free within the head-room; networks, overlap, order of events and numbers are real.
-- Speeds *quota*: ranks are slowed by CPU quotas; nothing is modelled.
+- Speeds are *paced*: matrix products and attention run, then wait until the time of the cluster file's curve
+  is over; other work is free within the head-room; networks, overlap, order of events and numbers are
+  real. In *by quotas* ranks are slowed by CPU quotas; nothing is modelled.
+- *ring*, *ulysses*, *usp* and *te-a2a+p2p* are uniform, equal parts for all ranks; *proportion* has tokens by
+  speed; *homogeneous* is the GPUs of one kind alone.
 - Ceiling: the sum of the probe's speeds, without communication.
 """
+#: What no figure says of a scenario.
+_REMARKS = {"thin-links": "why the equal pipeline takes longer than predicted is open."}
 
 
 def write_page(results: Mapping[str, ScenarioResult], folder: Path) -> None:
@@ -41,10 +45,11 @@ def write_page(results: Mapping[str, ScenarioResult], folder: Path) -> None:
         draw_scenarios(results).savefig(picture, dpi=110, metadata={"Software": None})
         text += [
             "![Tokens/s of each layout, measured and predicted](measured/layouts.png)\n",
-            "## In short\n",
+            *_scenarios(results.values()),
+            f"\n{accuracy(results)}\n",
+            *_layouts(results.values()),
         ]
-        text += [f"- {line}" for line in findings(results)]
-        text += [line for result in results.values() for line in _scenario(result)]
+        text += ["", *(line for result in results.values() for line in _remarks(result))]
     write_text_atomically(folder / "measured.md", "\n".join(text) + "\n")
 
 
@@ -65,13 +70,19 @@ def findings(results: Mapping[str, ScenarioResult]) -> list[str]:
             continue
         what = "the best uniform layout" if rival.uniform else "the best other layout; no uniform one fits"
         lines.append(f"{name}: {result.speed_up:.2f} times the tokens/s of {what} ({rival.name}), {ceiling}")
-    errors = [abs(one.error) for one in _every(results) if one.error is not None]
-    if errors:
-        lines.append(
-            f"iteration times are predicted within {max(errors):.1%} in {len(errors)} layouts, "
-            f"{statistics.median(errors):.1%} in the median (paced runs)"
-        )
-    return lines
+    return [*lines, accuracy(results)]
+
+
+def accuracy(results: Mapping[str, ScenarioResult]) -> str:
+    """How well paced runs are predicted."""
+    paced = (one for result in results.values() if result.speeds == "paced" for one in result.layouts)
+    errors = [abs(one.error) for one in paced if one.error is not None]
+    if not errors:
+        return "No paced run was measured."
+    return (
+        f"Iteration times of {len(errors)} layouts in paced runs are predicted within {max(errors):.1%}, "
+        f"{statistics.median(errors):.1%} in the median."
+    )
 
 
 def _comparison(one: Measured, other: Measured) -> str:
@@ -81,30 +92,38 @@ def _comparison(one: Measured, other: Measured) -> str:
     return f"{one.name} takes {times:.2f} times as long as {other.name}, {predicted:.2f} predicted"
 
 
-def _every(results: Mapping[str, ScenarioResult]) -> Iterator[Measured]:
-    for result in results.values():
-        if result.speeds == "paced":
-            yield from result.layouts
+def _scenarios(results: Iterable[ScenarioResult]) -> Iterator[str]:
+    yield "| scenario | scarce | tokens | attention | over the best uniform | of the ceiling | rounds apart |"
+    yield "|---|---|---:|---:|---:|---:|---:|"
+    for one in results:
+        batch = f"{one.batch} x " if one.batch > 1 else ""
+        gain = "-" if one.speed_up is None else f"{one.speed_up:.2f}"
+        part = "-" if one.of_ceiling is None else f"{one.of_ceiling:.1%}"
+        apart = f"{max(layout.spread for layout in one.layouts):.1%}"
+        work = f"{batch}{one.seq_length} | {one.attention_share:.0%}"
+        yield f"| {one.name} | {one.decides} | {work} | {gain} | {part} | {apart} |"
 
 
-def _scenario(result: ScenarioResult) -> Iterator[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    batch = f"{result.batch} sequences of " if result.batch > 1 else ""
-    yield f"\n## {result.name}\n"
-    yield (
-        f"Scarce: {result.decides}. {batch}{result.seq_length} tokens; attention is "
-        f"{result.attention_share:.0%} of the compute. Ceiling {result.ceiling_tokens_per_s:.0f} tokens/s. "
-        f"Speeds: {result.speeds}. {result.date}, {versions}.\n"
-    )
+def _layouts(results: Iterable[ScenarioResult]) -> Iterator[str]:
+    yield "| scenario | layout | iteration, s | predicted, s | error |"
+    yield "|---|---|---:|---:|---:|"
+    for result in results:
+        for one in result.layouts:
+            if one.median_s is None:
+                text = f"failed: {one.failed.splitlines()[0]} | {one.predicted_s:.4g} | |"
+            else:
+                text = f"{one.median_s:.4g} | {one.predicted_s:.4g} | {one.error:+.1%} |"
+            yield f"| {result.name} | {one.name} | {text}"
+
+
+def _remarks(result: ScenarioResult) -> Iterator[str]:
+    if result.missing:
+        reasons = "; ".join(f"{name}: {why}" for name, why in result.missing.items())
+        yield f"- *{result.name}* has no layout for {reasons}."
+    if result.name in _REMARKS:
+        yield f"- *{result.name}*: {_REMARKS[result.name]}"
     if result.speeds == "quota" and any(result.testbed.values()):
         yield _drift(result)
-    columns = ("layout", "GPUs", "tokens/s", "of the ceiling", "plan's gain", "iteration, s")
-    yield f"| {' | '.join((*columns, 'rounds apart', 'predicted, s', 'error'))} |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for layout in result.layouts:
-        yield _row(result, layout)
-    for name, why in result.missing.items():
-        yield f"| {name} | | none: {why} | | | | | | |"
 
 
 def _drift(result: ScenarioResult) -> str:
@@ -117,22 +136,9 @@ def _drift(result: ScenarioResult) -> str:
         for speed in moment["speeds"]
         if speed["gpu"] == 0
     ]
+    least, most = 1e3 * min(cycles), 1e3 * max(cycles)
     return (
-        f"The machine's own speed varied: the testbed's load took the first rank {1e3 * min(cycles):.1f} to "
-        f"{1e3 * max(cycles):.1f} ms a cycle. Compare times with each other only; predictions are by the "
-        "speed at the time of the probe.\n"
-    )
-
-
-def _row(result: ScenarioResult, layout: Measured) -> str:
-    text = f": {layout.text}" if layout.text else ""
-    uniform = " (uniform)" if layout.uniform else ""
-    head = f"| **{layout.name}**{uniform}{text} | {layout.gpus} |"
-    if layout.median_s is None:
-        return f"{head} failed: {layout.failed.splitlines()[0]} | | | | | {layout.predicted_s:.3f} | |"
-    gain = layout.median_s / result.plan.median_s if result.plan.median_s else float("nan")
-    rate = result.tokens_per_s(layout)
-    return (
-        f"{head} {rate:.0f} | {rate / result.ceiling_tokens_per_s:.1%} | {gain:.2f} | {layout.median_s:.3f} "
-        f"| {layout.spread:.1%} | {layout.predicted_s:.3f} | {layout.error:+.1%} |"
+        f"- *{result.name}*: the machine's own speed varied, {least:.1f} to {most:.1f} ms "
+        "a cycle of the testbed's load. Compare times with each other only; predictions are by the speed at "
+        "the time of the probe."
     )

@@ -18,6 +18,7 @@ from benchmarks.published.picture import draw
 from benchmarks.published.predict import Comparison, compare
 from benchmarks.published.summary import errors
 from benchmarks.published.tables import tables
+from benchmarks.published.variants import VARIANTS, changed, time_errors
 
 PAGE = Path(__file__).parents[2] / "docs" / "results"
 
@@ -51,6 +52,9 @@ def _print(results: Mapping[str, Sequence[Comparison]]) -> None:
     for what in ("time", "memory"):
         found = errors([row for rows in results.values() for row in rows if row.what == what])
         print(f"{what}: {found.rows} rows, median {found.median:.1%}, worst {found.worst:.1%}")
+    for variant in VARIANTS:
+        then = " ".join(f"{error:+.0%}" for error in time_errors(changed(variant)))
+        print(f"{variant.table}, {variant.text}: {then}")
 
 
 def _parser() -> argparse.ArgumentParser:

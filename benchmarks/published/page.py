@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
+from textwrap import fill
 
 from benchmarks.published.picture import draw
 from benchmarks.published.predict import Comparison, misfit
@@ -40,19 +42,21 @@ def _parts(results: Mapping[str, Sequence[Comparison]], words: Mapping[str, str]
     yield "\n".join(_overview(results))
     yield "## How rows are compared"
     yield words["comparison"].strip()
+    yield "## Sources, assumptions and errors"
     for table in tables():
-        yield f"## {table.title}"
-        yield f"Source: {table.source}. Assumed: {table.assumed}."
-        yield "\n".join(_rows(results[table.name]))
-        yield f"**Remaining error.** {words[table.name].strip()}"
+        url, _, place = table.source.partition(" ")
+        source = f"[{table.title}]({url}){place and ' '}{place}"
+        yield _wrapped(f"**{table.name}.** {source}. Assumed: {table.assumed}. {words[table.name]}")
     yield "## What each assumption is worth"
-    yield "Errors of time, row by row."
     yield "\n".join(_variants())
     yield "## What does not fit"
-    yield words["memory"].strip()
-    yield "\n".join(_misfits())
+    yield _wrapped(f"{words['memory']}{'; '.join(_misfits())}.")
     yield "## What bounds it"
     yield words["bounds"].strip()
+
+
+def _wrapped(text: str) -> str:
+    return fill(text, 140, break_long_words=False, break_on_hyphens=False)
 
 
 def _bounds(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
@@ -73,69 +77,37 @@ def _bounds(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
 
 
 def _overview(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
-    yield "| table | rows | median error | worst | mean, with signs | memory: median | worst |"
-    yield "|---|---:|---:|---:|---:|---:|---:|"
+    """A line for each table and unit, with its worst row."""
+    yield "| table | rows | median error | worst | published | predicted | in row |"
+    yield "|---|---:|---:|---:|---:|---:|---|"
     for table in tables():
-        time = errors([row for row in results[table.name] if row.what == "time"])
-        held = [row for row in results[table.name] if row.what == "memory"]
-        memory = f"{errors(held).median:.1%} | {errors(held).worst:.1%}" if held else "|"
-        numbers = f"{time.rows} | {time.median:.1%} | {time.worst:.1%} | {time.mean:+.1%}"
-        yield f"| {table.title} | {numbers} | {memory} |"
-
-
-def _rows(rows: Sequence[Comparison]) -> Iterator[str]:
-    """A line for each run: its time, and its memory where that was published too.
-
-    Runs that are a grid, named ``layout, 8 GPUs``, are a table with a column for each number of GPUs.
-    """
-    grid: dict[str, dict[str, Comparison]] = {}
-    for row in rows:
-        name, _, column = row.row.rpartition(", ")
-        grid.setdefault(name, {})[column] = row
-    columns = list(next(iter(grid.values())))
-    if len(grid) > 1 and len(columns) > 1 and all(list(cells) == columns for cells in grid.values()):
-        yield f"| {rows[0].unit}: published, predicted, error | {' | '.join(columns)} |"
-        yield "|---|" + "---|" * len(columns)
-        for name, cells in grid.items():
-            yield f"| {name} | {' | '.join(_figures(row).replace(' |', ',') for row in cells.values())} |"
-        return
-    runs: dict[str, list[list[Comparison]]] = {}
-    for row in rows:  # tables may have two runs of one name
-        of_name = runs.setdefault(row.row, [])
-        if not of_name or row.what in (one.what for one in of_name[-1]):
-            of_name.append([])
-        of_name[-1].append(row)
-    units = list(dict.fromkeys(row.unit for row in rows))
-    yield "| row | " + " | ".join(f"{unit}: published | predicted | error" for unit in units) + " |"
-    yield "|---|" + "---:|---:|---:|" * len(units)
-    for run in (run for of_name in runs.values() for run in of_name):
-        by_unit = {row.unit: row for row in run}
-        figures = (_figures(by_unit[unit]) if unit in by_unit else "| |" for unit in units)
-        yield f"| {run[0].row} | {' | '.join(figures)} |"
-
-
-def _figures(row: Comparison) -> str:
-    return f"{_number(row.published)} | {_number(row.predicted)} | {row.error:+.1%}"
+        for unit in dict.fromkeys(row.unit for row in results[table.name]):
+            rows = [row for row in results[table.name] if row.unit == unit]
+            found, worst = errors(rows), max(rows, key=lambda row: abs(row.error))
+            sizes = f"{len(rows)} | {found.median:.1%} | {worst.error:+.1%}"
+            figures = " | ".join(_number(value) for value in (worst.published, worst.predicted))
+            name = f"{table.name}, {unit.removesuffix(' a GPU')}"
+            yield f"| {name} | {sizes} | {figures} | {worst.row} |"
 
 
 def _variants() -> Iterator[str]:
-    yield "| table | as assumed | otherwise | errors then |"
-    yield "|---|---|---|---|"
-    for variant in VARIANTS:
-        then = changed(variant)
-        (now,) = (table for table in tables() if table.name == variant.table)
-        before, after = (" ".join(f"{error:+.0%}" for error in time_errors(one)) for one in (now, then))
-        yield f"| {now.name} | {before} | {variant.text} | {after} |"
+    yield "| otherwise | mean error, with signs: as assumed → then |"
+    yield "|---|---|"
+    for text in dict.fromkeys(variant.text for variant in VARIANTS):
+        found = []
+        for variant in (one for one in VARIANTS if one.text == text):
+            (now,) = (table for table in tables() if table.name == variant.table)
+            before, then = (fmean(time_errors(table)) for table in (now, changed(variant)))
+            found.append(f"{now.name} {before:+.0%}→{then:+.0%}")
+        yield f"| {text} | {', '.join(found)} |"
 
 
 def _misfits() -> Iterator[str]:
-    yield "| table | row | needs, GiB | usable, GiB |"
-    yield "|---|---|---:|---:|"
     for table in tables():
         for row in table.rows if table.kind == "training" else ():
             found = misfit(table, row)
             if found is not None:
-                yield f"| {found.table} | {found.row} | {found.needed:.1f} | {found.usable:.1f} |"
+                yield f"{found.table}, {found.row}: {found.needed:.1f} of {found.usable:.1f} GiB"
 
 
 def _number(value: float) -> str:
