@@ -59,7 +59,9 @@ def run(folder: Path, tokens: int, iterations: int) -> dict[str, Any]:
     }
     seen = folder / "seen.json"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    subprocess.run([*launch, "-m", "benchmarks.measuring", "--rank", str(seen), *words(options)], check=True, cwd=ROOT)
+    subprocess.run(
+        [*launch, "-m", "benchmarks.measuring", "--rank", str(seen), *words(options)], check=True, cwd=ROOT
+    )
     found: dict[str, Any] = json.loads(seen.read_text())
     return found
 

@@ -23,9 +23,7 @@ from megatron_hexi.mesh import (
     Bucket,
     Keeping,
     Mesh,
-    Piece,
     Place,
-    Slab,
     cell_size,
     cut_pieces,
     keeping,
@@ -364,7 +362,7 @@ class _Weights:
 
 @lru_cache(maxsize=4)
 def _buckets(boxes: tuple[tuple[Box, ...], ...], state: tuple[int, ...]) -> tuple[Bucket, ...]:
-    """Of the boxes and the shares of each rank; plans that differ in recomputation or offload have the same."""
+    """Of the boxes and shares of each rank; the same for plans that differ in recomputation or offload."""
     return make_buckets(cut_pieces(boxes), dict(enumerate(state)), None)
 
 

@@ -155,12 +155,12 @@ def row_messages(sources: Sequence[HeldRows], targets: Sequence[HeldRows]) -> tu
         One message a pair at most, by source and target; pairs that share nothing have none.
     """
     cuts = sorted({end for source in sources for end in source.samples})
-    held: dict[Range, _Held] = {}
+    held: dict[Range, _HolderIndex] = {}
     blocks: dict[tuple[int, int], list[RowBlock]] = {}
     for turn, target in enumerate(targets):
         for samples in _cut(target.samples, cuts):
             if samples not in held:
-                held[samples] = _Held([one for one in sources if _contains(one.samples, samples)])
+                held[samples] = _HolderIndex([one for one in sources if _contains(one.samples, samples)])
             by_holders: dict[tuple[int, ...], list[Range]] = {}
             for span in target.positions:
                 for owners, part in held[samples].by_holders(span):
@@ -172,8 +172,8 @@ def row_messages(sources: Sequence[HeldRows], targets: Sequence[HeldRows]) -> tu
     return tuple(RowMessage(*pair, tuple(found)) for pair, found in sorted(blocks.items()))
 
 
-class _Held:
-    """Who holds which positions, as an index: messages of a thousand ranks are found in their number.
+class _HolderIndex:
+    """Who holds which positions: messages of a thousand ranks are found in their number.
 
     Args:
         holders: of the same samples.

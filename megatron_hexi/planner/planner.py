@@ -27,7 +27,7 @@ from megatron_hexi.planner.search.solver import SEED
 #: Layouts that are changed to save memory; where none fits, of those for GPUs with so many times the memory.
 _ROOMIER, _STARTS = (2.0, 4.0), 3
 #: On so many GPUs one stage of all layers is looked at.
-_ALONE = 64
+_ALONE = 128
 #: On so many GPUs it takes a part of the search's own time to see whether any baseline is faster.
 _CHECKED = 32
 

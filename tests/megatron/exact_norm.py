@@ -1,4 +1,4 @@
-"""Our entry point with the gradients' norm in fp64: torch's fp32 norm of a million elements is off by 1e-5."""
+"""Our entry point with the gradients' norm in fp64: torch's in fp32 is off by 1e-5 for a million elements."""
 
 from __future__ import annotations
 

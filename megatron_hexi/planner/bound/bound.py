@@ -59,7 +59,7 @@ from megatron_hexi.planner.request import Request
 
 #: The bound is found to this part; rounding of floats adds up to much less than the margin.
 _PRECISION, _MARGIN = 4e-3, 1e-9
-#: The first time that is tried is so much longer than the least; each of those that follow, four times as much.
+#: The first time that is tried is so much longer than the least; each one after it four times as much.
 _RISE = 0.04
 #: So many times the least time: only memory decides.
 _LONG = 1e9

@@ -14,8 +14,6 @@ from megatron_hexi.planner.joint.pools import Counts, Pools, Shape
 
 #: Stages of a block whose stages mix kinds of GPU, at most.
 _DEEPEST_MIXED = 4
-#: Stages of a block of many GPUs: of each number between there is a stage that is nearly as large.
-_MANY, _DEPTHS = 64, (1, 2, 3, 4, 6, 8, 12, 16)
 #: Of a block's GPUs, so many may be left over when its stages are alike.
 _LEFT_OVER = 1 / 8
 #: Of so many pools every partition is tried; of more, some.
@@ -77,8 +75,6 @@ class Blocks:
                 for count, pool in zip(counts, pools, strict=True)
             ]
             for depth in range(1, self._deepest + 1):
-                if sum(counts) > _MANY and depth not in (*_DEPTHS, self._deepest):
-                    continue
                 if len(kinds) > 1 and depth > _DEEPEST_MIXED:
                     break
                 each = tuple(number // depth * width for number in units)

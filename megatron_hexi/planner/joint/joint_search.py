@@ -24,8 +24,8 @@ _CLASSES = (1, 2, 4, 8)
 _ROUNDS = 12
 #: Columns of mixed stages take up to so much longer than what is made of them.
 _NEAR = 1.1
-#: Plans that are put together; of those with one replica, for pipelines and for one stage, so many.
-_FINALISTS, _RIVALS = 12, 3
+#: Plans that are put together; so many for pipelines and for one stage, of one replica and of several.
+_FINALISTS, _RIVALS = 12, (3, 2)
 
 
 class JointSearch:
@@ -140,7 +140,7 @@ class _Part:
                 columns = self.columns.find(_class_of(replicas[0]), shards, width)
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
                 for some in (columns, whole):
-                    found += self._best(some, replicas, _RIVALS if replicas[-1] == 1 else 1)
+                    found += self._best(some, replicas, _RIVALS[replicas[-1] > 1])
         return found
 
     def _replicas(self, shards: int) -> range:
