@@ -56,20 +56,25 @@ class Race:
         """Find the best of each baseline."""
         fleets = {id(one.fleet): one.fleet for one in candidates}
         floors = {name: Floor(fleet) for name, fleet in fleets.items()}
-        roomy = [floors[id(one.fleet)].may_fit(one.layouts) for one in candidates]
-        if self._faster_than < inf:
-            candidates = [one for one, room in zip(candidates, roomy, strict=True) if room]
-            roomy = [True] * len(candidates)
-        least = [floors[id(one.fleet)].seconds(one.layouts) * (1 - _ROUNDING) for one in candidates]
-        for done, number in enumerate(sorted(range(len(candidates)), key=lambda number: least[number])):
-            self._tell("baselines", done, len(candidates))
-            one = candidates[number]
+        known: dict[tuple[object, ...], float] = {}
+        entrants: list[tuple[float, bool, Candidate]] = []
+        for one in candidates:  # of a layout those come first that compute less again
+            key, floor = (one.fleet.units, one.layouts), floors[id(one.fleet)]
+            if known.get(key, 0.0) >= self._faster_than:
+                continue
+            has_room = floor.may_fit(one.layouts)
+            if has_room or self._faster_than == inf:
+                known[key] = floor.seconds(one.layouts) * (1 - _ROUNDING)
+                entrants.append((known[key], has_room, one))
+        entrants.sort(key=lambda entrant: entrant[0])
+        for done, (least, has_room, one) in enumerate(entrants):
+            self._tell("baselines", done, len(entrants))
             key = one.fleet.units, one.layouts
-            known = max(least[number], self._least.get(key, 0.0))
+            least = max(least, self._least.get(key, 0.0))
             # What does not fit is of interest where nothing does.
             nothing_fits = any(self._limit(name) == inf for name in one.texts)
-            if self._may_win(one, known) and (roomy[number] or nothing_fits):
-                self._least[key] = self._time(one, known)
+            if self._may_win(one, least) and (has_room or nothing_fits):
+                self._least[key] = self._time(one, least)
 
     def _time(self, candidate: Candidate, least_s: float) -> float:
         """Each window that may be the layout's best; what it takes at least with more computed again."""
