@@ -121,18 +121,34 @@ class Exhaustive:
         self.timed = 0
 
     def run(self):
-        """(seconds, plan) of the best that fits."""
+        """(seconds, plan) of the best that fits.
+
+        Those that take longer at their GPUs' best rates than the best so far are not timed.
+        """
         best = math.inf, None
-        for stages in self._partitions():
-            for layers in self._layers(len(stages)):
-                for cut in itertools.product(*map(self._ways, stages)):
-                    for again in ("none", "full"):
-                        plan = self._plan(stages, layers, cut, again)
-                        timing = self._model.timing(plan)
-                        self.timed += 1
-                        if timing.fits and timing.phases.total < best[0]:
-                            best = timing.phases.total, plan
+        cuts = ((stages, layers) for stages in self._partitions() for layers in self._layers(len(stages)))
+        for least, stages, layers in sorted(
+            ((self._least_s(*cut), *cut) for cut in cuts), key=lambda one: one[0]
+        ):
+            if least > best[0]:
+                break
+            for cut in itertools.product(*map(self._ways, stages)):
+                for again in ("none", "full"):
+                    plan = self._plan(stages, layers, cut, again)
+                    timing = self._model.timing(plan)
+                    self.timed += 1
+                    if timing.fits and timing.phases.total < best[0]:
+                        best = timing.phases.total, plan
         return best
+
+    def _least_s(self, stages, layers):
+        """Seconds at the best rates, of computing alone."""
+        parts = [(stop - first) / self._job.model.layers for first, stop in layers]
+        times = [
+            part * self._job.seq_length / sum(self._speeds[gpu] for gpu in stage)
+            for part, stage in zip(parts, stages, strict=True)
+        ]
+        return 0.999 * (sum(times) + (self._job.global_batch_size - 1) * max(times))
 
     def _partitions(self):
         seen = set()
