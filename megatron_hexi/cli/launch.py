@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megatron_hexi.argument_file import read_words
-from megatron_hexi.cli.options import AsJson, ClusterOption, PlanPath
+from megatron_hexi.cli.options import MODEL_OF_PLAN, AsJson, ClusterOption, PlanPath
 from megatron_hexi.cli.output import check_outputs, print_json, say
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import constant_flags, model_file, model_flags, read_model, read_terms
@@ -45,8 +45,7 @@ def launch(
         str | None,
         typer.Option(
             metavar="NAME|PATH",
-            help="A preset, a Hugging Face config.json, or a file of Megatron's arguments; the one that the "
-            "plan names if not given.",
+            help=MODEL_OF_PLAN,
         ),
     ] = None,
     out: Annotated[

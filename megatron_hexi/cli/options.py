@@ -66,6 +66,8 @@ PRESETS = (
     *("llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b"),
 )
 _MODEL = f"A preset ({', '.join(PRESETS)}), a Hugging Face config.json, or a file of Megatron's arguments"
+MODEL_OF_PLAN = f"{_MODEL}; the one that the plan names if not given."
+MODEL_OF_REPORT = f"{_MODEL}; only with --cluster, and the one that the plan names if not given."
 _JOB = "The job"
 #: Fields of bundles that are no terms of a `Job`.
 _NOT_TERMS = ("model", "data_parallel", "memory_margin")
@@ -130,7 +132,7 @@ class Training:
         str | None,
         _option(
             "precision",
-            f"Of weights and activations: {', '.join(PRECISIONS)} ({Job.precision}).",
+            f"Of weights and activations: {', '.join(PRECISIONS)}; {Job.precision} if not given.",
             metavar="TYPE",
         ),
     ] = None
@@ -205,13 +207,16 @@ class NewJob(Training):
 
     model: Annotated[
         str,
-        _option("model", f"{_MODEL}, whose job terms hold where no option is given.", metavar="NAME|PATH"),
+        _option("model", f"{_MODEL}; its job terms hold where no option is given.", metavar="NAME|PATH"),
     ]
     seq_length: Annotated[
         int | None, count_option("seq_length", "Tokens of one sequence, as 131072 or 128K.")
     ] = None
     global_batch_size: Annotated[
-        int | None, count_option("global_batch_size", f"Sequences of an iteration ({Job.global_batch_size}).")
+        int | None,
+        count_option(
+            "global_batch_size", f"Sequences of an iteration; {Job.global_batch_size} if not given."
+        ),
     ] = None
     tensor_parallel: Annotated[
         int | None,
@@ -295,7 +300,7 @@ class PlannedJob(Training):
     ] = None
     model: Annotated[
         str | None,
-        _option("model", f"{_MODEL}; the one that the plan names if not given.", metavar="NAME|PATH"),
+        _option("model", MODEL_OF_PLAN, metavar="NAME|PATH"),
     ] = None
     global_batch_size: Annotated[
         int | None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_hexi.cli.options import AsJson, PlannedJob, PlanPath
+from megatron_hexi.cli.options import MODEL_OF_REPORT, AsJson, PlannedJob, PlanPath
 from megatron_hexi.cli.output import check_outputs, print_json, print_report, progress_bar, say
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import Job, estimate
@@ -39,8 +39,7 @@ def report(
         str | None,
         typer.Option(
             metavar="NAME|PATH",
-            help="With --cluster: a preset, a Hugging Face config.json, or a file of Megatron's arguments; "
-            "the one that the plan names if not given.",
+            help=MODEL_OF_REPORT,
         ),
     ] = None,
     as_json: AsJson = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_hexi.megatron.options import OPTIONS
-from megatron_hexi.megatron.options.kinds import Refused, Supported
+from megatron_hexi.megatron.options.kinds import UNSHOWN, Refused, Supported
 
 _HEAD = """\
 # Megatron's options under a plan
@@ -16,8 +16,8 @@ _HEAD = """\
 Every option of Megatron 0.17 to 0.19 that meets context parallelism is supported, or refused by name before
 anything is allocated. Measured on the CPU: under uneven plans, supported options give the losses and gradient
 norms of the same job without context parallelism, to 1e-5 in fp32 (that job has `--calculate-per-token-loss`
-where tokens are masked out of the loss). `megatron_hexi/megatron/options/` names the test of each. Where a
-table names no remedy, train without the option.
+where tokens are masked out of the loss). `megatron_hexi/megatron/options/` names the test of each. Where no
+remedy is named, train without the option.
 """
 _UNSTATED = "train without it"
 
@@ -44,9 +44,10 @@ def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str
         if isinstance(option, Refused):
             reasons.setdefault((option.reason, option.remedy), []).append(_refused(option))
     if reasons:
-        yield ("\n" if notes else "") + "| refused | because |\n|---|---|"
+        yield ("\n" if notes else "") + "Refused:\n"
         for (reason, remedy), names in reasons.items():
-            yield f"| {', '.join(names)} | {reason}{'' if remedy == _UNSTATED else f'; {remedy}'} |"
+            why = "not tested yet" if reason == UNSHOWN else reason
+            yield f"- {', '.join(names)}: {why}{'' if remedy == _UNSTATED else f'; {remedy}'}"
 
 
 def _refused(option: Refused) -> str:

@@ -10,7 +10,7 @@ import typer
 from megatron_hexi.cli.main import app
 from megatron_hexi.errors import EXIT_NO_PLAN, EXIT_USER_ERROR
 from megatron_hexi.testbed.lab import UntrueError
-from scripts.docs.markdown import GENERATED_FROM, code, one_line, paragraphs, slug, table
+from scripts.docs.markdown import GENERATED_FROM, code, definitions, one_line, paragraphs, slug
 
 _HEAD = f"""\
 # The command `hexi`
@@ -41,39 +41,53 @@ _EXIT_CODES = (
 
 
 class _Row(NamedTuple):
-    """An option, bold if required; its value after a blank; its meaning, with its default."""
+    """An option, bold if required; the flag of its opposite; its value; its meaning, with its default."""
 
     name: str
+    opposite: str
     value: str
     meaning: str
+
+    @property
+    def kind(self) -> tuple[str, str, str]:
+        """What it has in common with one that only has another default: all before the last semicolon."""
+        return self.name.strip("*"), self.value, self.meaning.rpartition("; ")[0]
 
 
 def commands_page() -> str:
     """The page, in Markdown."""
-    parts = [_HEAD, table(("code", "meaning"), _EXIT_CODES)]
-    told: dict[_Row, str] = {}
+    parts = [_HEAD, definitions(_EXIT_CODES)]
+    told: dict[_Row, str] = {}  # in the order of commands
     for name, command in commands():
         parts.append(f"\n## {name}\n\n{paragraphs(command.help)}\n")
-        parts.append(f"\n```\n{_usage(name, command)}\n```\n")
+        parts.append(f"\n```\n{_usage(name, command)}\n{_example(command.epilog)}\n```\n")
         parts.append(_options(name, [_row(parameter) for parameter in command.params], told))
-        parts.append(f"\n{_example(command.epilog)}\n")
     return "".join(parts)
 
 
 def _options(name: str, rows: list[_Row], told: dict[_Row, str]) -> str:
-    """The options of a command; those that an earlier one has too by a link to it.
+    """The options of a command; those that an earlier one has too by a link to it, with their own default.
 
     Args:
         name: of the command.
         rows: of its options.
-        told: the command whose table has a row, of those so far; this one's are added.
+        told: the command that tells of a row, of those so far; this one's are added.
     """
-    own = [row for row in rows if told.setdefault(row, name) == name]
-    cells = ((row.name + row.value, row.meaning) for row in own)
-    text = f"\n{table(('option', 'meaning'), cells)}" if own else ""
-    for other in dict.fromkeys(told[row] for row in rows if row not in own):
-        options = ", ".join(row.name for row in rows if told[row] == other)
-        text += f"\nAs for [`{other}`](#{slug(other)}): {options}.\n"
+    own: list[tuple[str, str]] = []
+    shared: dict[str, list[str]] = {}
+    for row in rows:
+        like = (
+            row if row in told else next((one for one in told if one.kind == row.kind and row.kind[2]), None)
+        )
+        if like is None:
+            own.append((row.name + row.opposite + row.value, row.meaning))
+        else:
+            default = "" if like == row else f" ({row.meaning.rpartition('; ')[2].rstrip('.')})"
+            shared.setdefault(told[like], []).append(row.name + default)
+        told.setdefault(row, name)
+    text = f"\n{definitions(own)}" if own else ""
+    for other, options in shared.items():
+        text += f"\nAs for [`{other}`](#{slug(other)}): {', '.join(options)}.\n"
     return text
 
 
@@ -103,12 +117,12 @@ def _needed(parameter: Any) -> str:
 
 def _row(parameter: Any) -> _Row:
     is_option = parameter.opts[0].startswith("-")
-    names = [*parameter.opts, *parameter.secondary_opts]
-    name = ", ".join(map(code, names)) if is_option else code(parameter.metavar)
+    name = ", ".join(map(code, parameter.opts)) if is_option else code(parameter.metavar)
+    opposite = "".join(f", {code(flag)}" for flag in parameter.secondary_opts)
     flag = getattr(parameter, "is_flag", False)
     value = "" if flag or not is_option else f" {code(parameter.metavar or parameter.name.upper())}"
     name = f"**{name}**" if parameter.required else name
-    return _Row(name, value, one_line(parameter.help) + _default(parameter, flag=flag))
+    return _Row(name, opposite, value, one_line(parameter.help) + _default(parameter, flag=flag))
 
 
 def _default(parameter: Any, *, flag: bool) -> str:
@@ -122,4 +136,4 @@ def _example(epilog: str) -> str:
     before, _, example = epilog.partition("Example: ")
     if before or not example:
         raise SystemExit(f"a command's epilog is {epilog!r}; begin it with 'Example: '")
-    return f"Example:\n\n```\n{example}\n```"
+    return example

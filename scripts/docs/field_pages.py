@@ -21,7 +21,7 @@ from megatron_hexi.plan import Plan, terms
 from megatron_hexi.plan import model as plan_model
 from megatron_hexi.scenario import Scenario
 from megatron_hexi.scenario import model as scenario_model
-from scripts.docs.markdown import GENERATED_FROM, code, one_line, paragraphs, slug, table
+from scripts.docs.markdown import GENERATED_FROM, code, definitions, one_line, paragraphs, slug
 
 _PLAN = f"""\
 # Fields of the plan file
@@ -132,8 +132,7 @@ def _spell_section(section: _Section, kind: type[Any], found: Mapping[str, _Sect
             continue
         name = f"**{code(field)}**" if field in required else code(field)
         rows.setdefault((_type(schema, found) + _default(schema), arguments[field]), []).append(name)
-    cells = ((", ".join(names), value, what) for (value, what), names in rows.items())
-    fields = table(("field", "value", "meaning"), cells)
+    fields = definitions((f"{', '.join(names)} ({value})", what) for (value, what), names in rows.items())
     heading = section.heading if section.heading == "The file" else code(section.heading)
     return f"\n## {heading}\n\n{meaning}\n\n{fields}"
 

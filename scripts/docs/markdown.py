@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 #: Below the title of every generated page.
 GENERATED_FROM = "<!-- Made from {source}: python -m scripts.docs -->"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; cells are Markdown, in which bars are escaped."""
-    first, *others = (
-        f"| {' | '.join(cell.replace('|', '\\|') for cell in cells)} |\n" for cells in (head, *rows)
-    )
-    return "".join([first, "|---" * len(head), "|\n", *others])
+def definitions(rows: Iterable[tuple[str, str]]) -> str:
+    """A list of terms and what each means, in Markdown."""
+    return "".join(f"- {term}: {meaning}\n" for term, meaning in rows)
 
 
 def code(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Action, ArgumentParser
 
 from megatron_hexi.megatron.arguments import add_hexi_arguments
-from scripts.docs.markdown import GENERATED_FROM, code, one_line, table
+from scripts.docs.markdown import GENERATED_FROM, code, definitions, one_line
 
 _HEAD = f"""\
 # Flags and variables of training
@@ -22,7 +22,7 @@ Without `--hexi-plan`, Megatron trains as it does without this package. Megatron
 _VARIABLES_HEAD = """
 ## Environment variables
 
-torchrun sets the first four rows; else they are taken from SLURM's.
+torchrun sets those of the first four lines; else they are taken from SLURM's.
 
 """
 
@@ -53,9 +53,9 @@ VARIABLES = (
 
 def training_page() -> str:
     """The page, in Markdown."""
-    flags = table(("flag", "meaning"), map(_row, _actions()))
+    flags = definitions(map(_row, _actions()))
     rows = [(", ".join(map(code, names.split(", "))), meaning) for names, meaning in VARIABLES]
-    return _HEAD + flags + _VARIABLES_HEAD + table(("variable", "meaning"), rows)
+    return _HEAD + flags + _VARIABLES_HEAD + definitions(rows)
 
 
 def _actions() -> list[Action]:
