@@ -281,7 +281,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Plan:
-    """The one thing that the planner writes and the runtime reads.
+    """What the planner writes and the runtime reads.
 
     Args:
         workload: what it was made for.

@@ -18,7 +18,8 @@ _HEAD = f"""\
 {GENERATED_FROM.format(source="the Typer app in megatron_hexi/cli")}
 
 `hexi COMMAND --help` shows the same in a terminal; `hexi --version` prints the version. Documents asked for
-with `--json` go to standard output, everything said besides to standard error. Bold options are required.
+with `--json` go to standard output, everything said besides to standard error. Bold options are
+required; below each command's usage is an example.
 
 ## Exit codes
 

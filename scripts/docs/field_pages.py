@@ -130,9 +130,12 @@ def _spell_section(section: _Section, kind: type[Any], found: Mapping[str, _Sect
             raise SystemExit(f"{kind.__module__}.{kind.__name__}: Args: does not say what {field} is; add it")
         if arguments[field].startswith("not in the file"):
             continue
-        name = f"**{code(field)}**" if field in required else code(field)
-        rows.setdefault((_type(schema, found) + _default(schema), arguments[field]), []).append(name)
-    fields = definitions((f"{', '.join(names)} ({value})", what) for (value, what), names in rows.items())
+        name = _linked(code(field), schema, found)
+        name = f"**{name}**" if field in required else name
+        rows.setdefault((_type(schema) + _default(schema), arguments[field]), []).append(name)
+    fields = definitions(
+        (", ".join(names) + (f" ({value})" if value else ""), what) for (value, what), names in rows.items()
+    )
     heading = section.heading if section.heading == "The file" else code(section.heading)
     return f"\n## {heading}\n\n{meaning}\n\n{fields}"
 
@@ -162,22 +165,28 @@ def _default(schema: Mapping[str, Any]) -> str:
             return f", default {code(json.dumps(value))}"
 
 
-def _type(schema: Mapping[str, Any], found: Mapping[str, _Section]) -> str:
-    """A value's type in words."""
+def _linked(name: str, schema: Mapping[str, Any], found: Mapping[str, _Section]) -> str:
+    """A field's name, with a link to the section of the mappings that it holds."""
+    for inner, _ in _references(schema):
+        return f"[{name}](#{slug(found[inner].heading)})"
+    return name
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """A value's type in words; of a mapping, to which the name links, none."""
     if "$ref" in schema:
-        heading = found[schema["$ref"].rpartition("/")[2]].heading
-        return f"[{code(heading)}](#{slug(heading)})"
+        return ""
     if "anyOf" in schema:
-        return " or ".join(_type(choice, found) for choice in schema["anyOf"] if choice != {"type": "null"})
+        return " or ".join(_type(choice) for choice in schema["anyOf"] if choice != {"type": "null"})
     if "const" in schema:
         return code(json.dumps(schema["const"]))
     if "enum" in schema:
         return ", ".join(code(value) for value in schema["enum"])
     match schema["type"]:
         case "array":
-            return _list(schema, found)
+            return _list(schema)
         case "object":
-            return f"by name: {_type(_values(schema), found)}"
+            return f"by name: {_type(_values(schema))}".removesuffix(": ")
         case "integer":
             return "positive integer" if schema.get("minimum") == 1 else f"integer{_limits(schema)}"
         case "number":
@@ -191,11 +200,11 @@ def _type(schema: Mapping[str, Any], found: Mapping[str, _Section]) -> str:
             raise SystemExit(f"no words for the type {other} in {schema}; add them to {__name__}")
 
 
-def _list(schema: Mapping[str, Any], found: Mapping[str, _Section]) -> str:
+def _list(schema: Mapping[str, Any]) -> str:
     if "prefixItems" in schema:
-        first, second = (_type(item, found) for item in schema["prefixItems"])
+        first, second = (_type(item) for item in schema["prefixItems"])
         return f"pair of {_PLURAL.sub(r'\1s', first, count=1)}" if first == second else f"[{first}, {second}]"
-    return f"list of {_PLURAL.sub(r'\1s', _type(schema['items'], found), count=1)}"
+    return f"list of {_PLURAL.sub(r'\1s', _type(schema['items']), count=1)}".removesuffix(" of ")
 
 
 def _limits(schema: Mapping[str, Any]) -> str:
