@@ -67,7 +67,7 @@ PRESETS = (
 )
 _MODEL = f"A preset ({', '.join(PRESETS)}), a Hugging Face config.json, or a file of Megatron's arguments"
 MODEL_OF_PLAN = f"{_MODEL}; the one that the plan names if not given."
-MODEL_OF_REPORT = f"{_MODEL}; only with --cluster, and the one that the plan names if not given."
+MODEL_OF_REPORT = f"{_MODEL}; used with --cluster, by default the one that the plan names."
 _JOB = "The job"
 #: Fields of bundles that are no terms of a `Job`.
 _NOT_TERMS = ("model", "data_parallel", "memory_margin")

@@ -40,9 +40,9 @@ def place(
     """Find the hosts of a plan's ranks in this Slurm job.
 
     Reads the output of sinfo for all nodes from standard input (the example below).
-    Writes HOSTS, a line a rank in rank order, for HEXI_HOSTS; its lines by component of the job, HOSTS.0,
-    HOSTS.1 and so on, for srun --distribution=arbitrary --nodelist; and HOSTS.nodes, a line a host with the
-    name and the GPUs of its node in the cluster file, for megatron_hexi.elastic --nodes.
+    Writes HOSTS, a line a rank in rank order, for HEXI_HOSTS; HOSTS.0, HOSTS.1, …, its lines by component of
+    the job, for srun --distribution=arbitrary --nodelist; and HOSTS.nodes, a line a host with its node's name
+    and GPUs in the cluster file, for megatron_hexi.elastic --nodes.
     """
     components = allocated_hosts(os.environ)
     parts = [Path(f"{out}.{number}") for number in range(len(components))]

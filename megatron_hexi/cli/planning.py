@@ -71,8 +71,7 @@ def plan(
         bool,
         typer.Option(
             "--batch-shares",
-            help="Write the units' rates into the plan, by which a job with --hexi-batch-shares deals the "
-            "documents of each batch.",
+            help="Write the units' rates into the plan, for training with --hexi-batch-shares.",
         ),
     ] = False,
     as_json: AsJson = False,

@@ -30,7 +30,7 @@ def page() -> str:
 
 
 def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str]:
-    """Supported options, those with a note in lines of their own; refused ones, a row for each reason."""
+    """Supported options, those with a note in lines of their own; refused ones, a line for each reason."""
     yield f"\n## {title}\n"
     notes: dict[str, list[str]] = {}
     for option in options:
@@ -47,7 +47,8 @@ def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str
         yield ("\n" if notes else "") + "Refused:\n"
         for (reason, remedy), names in reasons.items():
             why = "not tested yet" if reason == UNSHOWN else reason
-            yield f"- {', '.join(names)}: {why}{'' if remedy == _UNSTATED else f'; {remedy}'}"
+            instead = "" if remedy == _UNSTATED else f"; {remedy.removesuffix(f', or {_UNSTATED}')}"
+            yield f"- {', '.join(names)}: {why}{instead}"
 
 
 def _refused(option: Refused) -> str:
