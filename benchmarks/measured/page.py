@@ -16,13 +16,12 @@ _INTRODUCTION = """# Measured
 
 Written by `python -m benchmarks.measured` (`--page`: from [measured.json](measured.json), which has every
 iteration, layout and version); do not edit. Megatron trains (`megatron_hexi.pretrain_gpt`, CPU platform,
-gloo, fp32) on mixed clusters that [`hexi testbed`](../testbed.md) emulates. `hexi probe` measures each
-cluster once; plan, baselines and predictions use its file alone (in *thin-links* and *little-memory* the
-cluster file). All layouts train in turn on the same data, and their losses must agree.
+gloo, fp32) on mixed clusters that [`hexi testbed`](../testbed.md) emulates. Plan, baselines and predictions
+use what `hexi probe` measures (in *thin-links* and *little-memory* the cluster file). All layouts train in
+turn on the same data, and their losses must agree.
 
-- Speeds are *paced*: matrix products and attention run, then wait until the time of the cluster file's curve
-  is over; other work is free within the head-room; networks, overlap, order of events and numbers are
-  real. In *by quotas* ranks are slowed by CPU quotas; nothing is modelled.
+- Speeds are [*paced*](../testbed.md#what-a-paced-figure-is-made-of): durations of matrix products and
+  attention are modelled, the rest is real. In *by quotas* CPU quotas slow ranks; nothing is modelled.
 - *ring*, *ulysses*, *usp* and *te-a2a+p2p* are uniform, equal parts for all ranks; *proportion* has tokens by
   speed; *homogeneous* is the GPUs of one kind alone.
 - Ceiling: the sum of the probe's speeds, without communication.
@@ -46,7 +45,7 @@ def write_page(results: Mapping[str, ScenarioResult], folder: Path) -> None:
         text += [
             "![Tokens/s of each layout, measured and predicted](measured/layouts.png)\n",
             *_scenarios(results.values()),
-            f"\n{accuracy(results)}\n",
+            f"\n{accuracy(results)} Seconds measured, predicted, and the error:\n",
             *_layouts(results.values()),
         ]
         text += ["", *(line for result in results.values() for line in _remarks(result))]
@@ -105,15 +104,24 @@ def _scenarios(results: Iterable[ScenarioResult]) -> Iterator[str]:
 
 
 def _layouts(results: Iterable[ScenarioResult]) -> Iterator[str]:
-    yield "| scenario | layout | iteration, s | predicted, s | error |"
-    yield "|---|---|---:|---:|---:|"
-    for result in results:
-        for one in result.layouts:
-            if one.median_s is None:
-                text = f"failed: {one.failed.splitlines()[0]} | {one.predicted_s:.4g} | |"
-            else:
-                text = f"{one.median_s:.4g} | {one.predicted_s:.4g} | {one.error:+.1%} |"
-            yield f"| {result.name} | {one.name} | {text}"
+    """A column for each name of a layout."""
+    rows = {result.name: dict(_figures(result)) for result in results}
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    yield f"| scenario | {' | '.join(names)} |"
+    yield f"|---|{'---|' * len(names)}"
+    for scenario, row in rows.items():
+        yield f"| {scenario} | {' | '.join(row.get(name, '') for name in names)} |"
+
+
+def _figures(result: ScenarioResult) -> Iterator[tuple[str, str]]:
+    for one in result.layouts:
+        if one.median_s is None:
+            text = f"{one.predicted_s:.4g} predicted, failed: {one.failed.splitlines()[0]}"
+        else:
+            text = f"{one.median_s:.4g}, {one.predicted_s:.4g}, {one.error:+.1%}"
+        # Baselines that are the same plan are one layout; those beside another are named by it.
+        for name in [one.name] if one.beside else one.name.split(", "):
+            yield name, text
 
 
 def _remarks(result: ScenarioResult) -> Iterator[str]:

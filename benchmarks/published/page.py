@@ -49,10 +49,9 @@ def _parts(results: Mapping[str, Sequence[Comparison]], words: Mapping[str, str]
         yield _wrapped(f"**{table.name}.** {source}. Assumed: {table.assumed}. {words[table.name]}")
     yield "## What each assumption is worth"
     yield "\n".join(_variants())
-    yield "## What does not fit"
-    yield _wrapped(f"{words['memory']}{'; '.join(_misfits())}.")
-    yield "## What bounds it"
+    yield "## Limits"
     yield words["bounds"].strip()
+    yield _wrapped(f"{words['memory']}{'; '.join(_misfits())}.")
 
 
 def _wrapped(text: str) -> str:
@@ -91,15 +90,14 @@ def _overview(results: Mapping[str, Sequence[Comparison]]) -> Iterator[str]:
 
 
 def _variants() -> Iterator[str]:
-    yield "| otherwise | mean error, with signs: as assumed → then |"
-    yield "|---|---|"
+    yield "Mean error with its sign, as assumed → otherwise:\n"
     for text in dict.fromkeys(variant.text for variant in VARIANTS):
         found = []
         for variant in (one for one in VARIANTS if one.text == text):
             (now,) = (table for table in tables() if table.name == variant.table)
             before, then = (fmean(time_errors(table)) for table in (now, changed(variant)))
             found.append(f"{now.name} {before:+.0%}→{then:+.0%}")
-        yield f"| {text} | {', '.join(found)} |"
+        yield f"- {text}: {', '.join(found)}"
 
 
 def _misfits() -> Iterator[str]:
