@@ -60,7 +60,7 @@ def _summary(results: Mapping[str, Result]) -> str:
             gap = statistics.median(one.ours.gap for one in cells if one.ours is not None)
             row = [
                 cluster or f"all {suite_name}s",
-                str(uniform.counted),
+                f"{uniform.counted}{f' of {uniform.counted + uniform.left_out}' if uniform.left_out else ''}",
                 f"{uniform.geometric:.2f}x",
                 f"{uniform.most:.2f}x",
                 f"{every.geometric:.2f}x",

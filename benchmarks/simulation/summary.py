@@ -34,7 +34,6 @@ class SpeedUps:
         counted: cells with a baseline that fits.
         left_out: cells where ours fits and none of them does.
         geometric: mean.
-        bound: what no plan's geometric mean can pass.
         least: of them.
         most: of them.
     """
@@ -42,7 +41,6 @@ class SpeedUps:
     counted: int
     left_out: int
     geometric: float
-    bound: float
     least: float
     most: float
 
@@ -83,16 +81,14 @@ def cells_of(results: Mapping[str, Result], **fields: object) -> list[tuple[Cell
 def speed_ups(results: Iterable[Result], over_all: bool = False) -> SpeedUps | None:
     """Over the strongest uniform baseline, or over the strongest of all; ``None``: nothing to compare."""
     fitting = [one for one in results if one.ours is not None]
-    every = [(one, one.speed_up_over_all if over_all else one.speed_up) for one in fitting]
-    found = [value for _, value in every if value is not None]
-    bounds = [value * (1 + one.ours.gap) for one, value in every if value is not None and one.ours]
+    every = (one.speed_up_over_all if over_all else one.speed_up for one in fitting)
+    found = [value for value in every if value is not None]
     if not found:
         return None
     return SpeedUps(
         counted=len(found),
         left_out=len(fitting) - len(found),
         geometric=statistics.geometric_mean(found),
-        bound=statistics.geometric_mean(bounds),
         least=min(found),
         most=max(found),
     )

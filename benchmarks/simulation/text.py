@@ -32,7 +32,7 @@ ASSUMED = """\
   with which some uniform layout fits."""
 
 SECTIONS = {
-    "short": "Means are geometric; cells in which no uniform layout fits are left out.",
+    "short": "Means are geometric, over the cells in which a uniform layout fits.",
     "speed-up.png": "Full lines: over the strongest uniform. Dotted: over all baselines.",
     "ceiling.png": "Part of the ceiling: the plan, the bound above it, the strongest uniform below.",
     "one-cluster.png": "One mixed cluster in full. Blue bars are uniform layouts.",

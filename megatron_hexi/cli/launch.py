@@ -43,10 +43,7 @@ def launch(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|PATH",
-            help=MODEL_OF_PLAN,
-        ),
+        typer.Option(metavar="NAME|PATH", help=MODEL_OF_PLAN),
     ] = None,
     out: Annotated[
         Path | None,

@@ -37,10 +37,7 @@ def report(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|PATH",
-            help=MODEL_OF_REPORT,
-        ),
+        typer.Option(metavar="NAME|PATH", help=MODEL_OF_REPORT),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

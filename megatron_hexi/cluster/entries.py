@@ -114,8 +114,8 @@ class HostEntry:
 
     Args:
         usable_gib: what a job may pin for each GPU of the node.
-        bandwidth_gb_s: of copies between the GPU and pinned memory.
-        memory_gb_s: of that memory itself.
+        bandwidth_gb_s: of copies between the GPU and pinned memory, while all GPUs of the node copy.
+        memory_gb_s: of that memory itself, for the processes of each GPU, while all use it.
         source: who measured it.
         estimate: how it was derived instead.
     """

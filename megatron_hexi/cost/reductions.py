@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -212,6 +212,7 @@ class _Placing:
         self._offload = [mesh.stage(place).offload or () for place in mesh.places]
         self._counts = {name: np.zeros(len(mesh.places)) for name in (one.name for one in fields(Present))}
         self._by_number: list[defaultdict[int, float]] = [defaultdict(float) for _ in mesh.places]
+        self._most = cache(self._most_at_once)  # ranks of a stage are alike
 
     def add(self, bucket: Bucket, rank: int, whole: float, own: float) -> Keeping:
         """Note a bucket that a rank holds, all of it and what it owns."""
@@ -233,22 +234,25 @@ class _Placing:
     def at_peak(self) -> Present:
         """What is where when weights and gradients take most on the device."""
         here, added = self._counts["weights"].copy(), self._counts["gradients"].copy()
-        found: dict[tuple[object, ...], tuple[float, float]] = {}
         for rank, sizes in enumerate(self._by_number):
-            if not sizes:
-                continue
-            place = self._mesh.places[rank]
-            count, gives_loss = self._mesh.stage(place).ministages or 1, self._mesh.is_last_stage(place)
-            name = count, gives_loss, tuple(sizes.items())
-            if name not in found:
-                sums = [
-                    (sum(sizes[number] for number in one.weights), sum(sizes[n] for n in one.gradients))
-                    for one in sweeps(count, gives_loss)
-                ]
-                found[name] = max(sums, key=lambda pair: self._element * pair[0] + self._gradient * pair[1])
-            here[rank] += found[name][0]
-            added[rank] += found[name][1]
+            if sizes:
+                place = self._mesh.places[rank]
+                count, gives_loss = self._mesh.stage(place).ministages or 1, self._mesh.is_last_stage(place)
+                most = self._most(count, gives_loss, tuple(sizes.items()))
+                here[rank] += most[0]
+                added[rank] += most[1]
         return Present(**{**self._counts, "weights": here, "gradients": added})
+
+    def _most_at_once(
+        self, ministages: int, gives_loss: bool, sizes: tuple[tuple[int, float], ...]
+    ) -> tuple[float, float]:
+        """Weights and gradients of the sweep with most bytes, of a stage's ministages by number."""
+        of = defaultdict(float, sizes)
+        sums = (
+            (sum(of[number] for number in one.weights), sum(of[number] for number in one.gradients))
+            for one in sweeps(ministages, gives_loss)
+        )
+        return max(sums, key=lambda pair: self._element * pair[0] + self._gradient * pair[1])
 
 
 class _Held(NamedTuple):

@@ -35,10 +35,10 @@ def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str
     notes: dict[str, list[str]] = {}
     for option in options:
         if isinstance(option, Supported):
-            notes.setdefault(option.note, []).extend(option.flags.split(", "))
+            notes.setdefault(option.note, []).append(option.flags)
     if "" in notes:
-        yield f"Supported: {_marked(_joined(notes.pop('')))}.\n"
-    yield from (f"- {_marked(_joined(flags))}: {note}" for note, flags in notes.items())
+        yield f"Supported: {', '.join(map(_marked, notes.pop('')))}.\n"
+    yield from (f"- {', '.join(map(_marked, flags))}: {note}" for note, flags in notes.items())
     reasons: dict[tuple[str, str], list[str]] = {}
     for option in options:
         if isinstance(option, Refused):
@@ -56,16 +56,6 @@ def _refused(option: Refused) -> str:
     versions = f"megatron-core {option.versions}" if option.versions else ""
     values = "; ".join(filter(None, (option.values, versions)))
     return _marked(option.option) + (f" ({values})" if values else "")
-
-
-def _joined(flags: Sequence[str]) -> str:
-    """Flags, with those values of one of them that are single words in one place."""
-    values: dict[str, list[str]] = {}
-    for flag in flags:
-        name, blank, value = flag.partition(" ")
-        is_value = name.startswith("--") and blank and " " not in value
-        values.setdefault(f"{name} " if is_value else flag, []).append(value if is_value else "")
-    return ", ".join(name + "|".join(known) if known[0] else name for name, known in values.items())
 
 
 def _marked(flags: str) -> str:

@@ -53,7 +53,7 @@ class Workload:
         causal: whether tokens see earlier tokens only, or all.
         layers: transformer layers of the model.
         hidden_size: width of the model.
-        value_dim: size of one head's values, where it is not `head_dim`.
+        value_dim: size of one head's values, where it is not `head_dim` (multi-latent attention).
         padded_vocabulary: rows of the embedding, padding included.
         tensor_parallel: not in the file: ranks of a member, 0 where members differ. Head ranges count the
             heads of one of them.

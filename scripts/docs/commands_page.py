@@ -49,11 +49,6 @@ class _Row(NamedTuple):
     value: str
     meaning: str
 
-    @property
-    def kind(self) -> tuple[str, str, str]:
-        """What it has in common with one that only has another default: all before the last semicolon."""
-        return self.name.strip("*"), self.value, self.meaning.rpartition("; ")[0]
-
 
 def commands_page() -> str:
     """The page, in Markdown."""
@@ -67,7 +62,7 @@ def commands_page() -> str:
 
 
 def _options(name: str, rows: list[_Row], told: dict[_Row, str]) -> str:
-    """The options of a command; those that an earlier one has too by a link to it, with their own default.
+    """The options of a command; those that an earlier one has too by a link to it.
 
     Args:
         name: of the command.
@@ -77,15 +72,11 @@ def _options(name: str, rows: list[_Row], told: dict[_Row, str]) -> str:
     own: list[tuple[str, str]] = []
     shared: dict[str, list[str]] = {}
     for row in rows:
-        like = (
-            row if row in told else next((one for one in told if one.kind == row.kind and row.kind[2]), None)
-        )
-        if like is None:
-            own.append((row.name + row.opposite + row.value, row.meaning))
+        if row in told:
+            shared.setdefault(told[row], []).append(row.name)
         else:
-            default = "" if like == row else f" ({row.meaning.rpartition('; ')[2].rstrip('.')})"
-            shared.setdefault(told[like], []).append(row.name + default)
-        told.setdefault(row, name)
+            told[row] = name
+            own.append((row.name + row.opposite + row.value, row.meaning))
     text = f"\n{definitions(own)}" if own else ""
     for other, options in shared.items():
         text += f"\nAs for [`{other}`](#{slug(other)}): {', '.join(options)}.\n"

@@ -58,7 +58,7 @@ from megatron_hexi.planner.bound.options import MODES, Places, Unit, ranges
 from megatron_hexi.planner.request import Request
 
 #: The bound is found to this part; rounding of floats adds up to much less than the margin.
-_PRECISION, _MARGIN = 4e-3, 1e-9
+_PRECISION, _MARGIN = 2e-3, 1e-9
 #: The first time that is tried is so much longer than the least; each one after it four times as much.
 _RISE = 0.04
 #: So many times the least time: only memory decides.

@@ -9,7 +9,6 @@ get whole layers, exactly: the least time of the slowest stage, by bisection ove
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -21,7 +20,7 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.planner.joint.blocks import Block, Blocks
 from megatron_hexi.planner.joint.pipes import Pipe, Stage, least_longest
 from megatron_hexi.planner.joint.pools import Counts, Shape
-from megatron_hexi.planner.joint.stage_tables import DEEPEST, UNDER_WAY, StageTables, Table
+from megatron_hexi.planner.joint.stage_tables import DEEPEST, StageTables, Table
 from megatron_hexi.planner.request import Request
 
 #: Steps of the grid of times: 3 %, refined by the exact layers afterwards.
@@ -178,9 +177,8 @@ class PipelineSearch:
                 continue
             layers = np.zeros(len(self._grid))
             for place in range(depth):
-                under_way = UNDER_WAY[bisect.bisect_left(UNDER_WAY, min(most, behind + place + 1))]
                 first, last = is_first and place == depth - 1, is_last and place == 0
-                carried = self._carried(shape, under_way, first, last, shards)
+                carried = self._carried(shape, min(most, behind + place + 1), first, last, shards)
                 if carried is None:
                     break
                 layers = layers + carried
