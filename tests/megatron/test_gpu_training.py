@@ -1,69 +1,77 @@
-"""Four ranks on one GPU, through gloo and the host, train as one rank does. Correctness only.
-
-NCCL refuses two ranks on one card; gloo does not, and the code above the wire is the same.
-"""
+"""Ranks on one GPU train as one rank on the CPU does: with CUDA's streams, Triton's kernels and real NCCL."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron_hexi.plan import write_plan
-from tests.megatron.launch import REPOSITORY
-from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE
+from megatron_hexi.cluster import read_cluster
+from tests.megatron import test_ministages as ministages
+from tests.megatron import test_stages_training as stages
+from tests.megatron.conftest import References, job
+from tests.megatron.launch import TrainingLog
+from tests.megatron.one_card import OneCard
+from tests.megatron.option_cases import CASES as OPTIONS
+from tests.megatron.test_option_training import check_case, steps
+from tests.megatron.test_replanning import OTHERS, swapping
+from tests.megatron.test_stages_training import SMALL_BUCKETS, check_training
+from tests.megatron.test_uneven_training import THREE_AND_ONE, largest_difference
 
-# Megatron's defaults that need apex or Transformer Engine, which a GPU machine may lack.
-PLAIN = (
-    *("--transformer-impl", "local", "--no-rope-fusion", "--no-masked-softmax-fusion"),
-    *("--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--distributed-backend", "gloo"),
-)
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-
-def train_on_one_card(folder: Path, ranks: int, port: int, *args: str) -> list[dict[str, float]]:
-    """Start the ranks by hand: torchrun would give each its own card."""
-    metrics = folder / f"metrics-{port}.jsonl"
-    command = [sys.executable, "-m", "megatron_hexi.pretrain_gpt", *MODEL, *PLAIN, *args]
-    command += ["--hexi-platform", "cuda", "--hexi-metrics", str(metrics)]
-    shared = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    shared |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    shared["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    processes = [
-        subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**shared, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
+#: Uneven stages, tensor-parallel sizes and samples; ministages; what is offloaded to the host. No sequence
+#: parallelism: Megatron's own norms know none on a GPU, those of apex and Transformer Engine do.
+UNEVEN = {
+    "tensor-parallel-sizes": replace(stages.CASES["tensor-parallel-sizes"], job=SMALL_BUCKETS),
+    "samples": stages.CASES["samples"],
+    "tensor-parallel-domain": stages.CASES["windows-sinks"],
+    "ministages": ministages.CASES["one-stage"],
+    "offloaded": ministages.OFFLOADED["two-stages"],
+    "micro-batches": ministages.DEALT["before-one"],
+}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("precision", "bound"),
-    # bf16: the bound is the rounding of the weights' gradients, about 2^-8 on sums of many.
-    [((), 1e-5), (("--bf16",), 2e-2)],
-    ids=["fp32-math", "bf16-flash"],
-)
-def test_four_ranks_on_one_gpu_train_as_one_rank(tmp_path, precision, bound):
-    write_plan(THREE_AND_ONE, tmp_path / "plan.yaml")
-    save = ("--save", str(tmp_path / "weights"), "--save-interval", "1", "--train-iters", "1")
-    train_on_one_card(tmp_path, 1, 29511, *save)
-    args = (*precision, "--load", str(tmp_path / "weights"), "--finetune", "--train-iters", "6")
-    alone = train_on_one_card(tmp_path, 1, 29512, *args)
-    together = train_on_one_card(tmp_path, 4, 29513, *args, "--hexi-plan", str(tmp_path / "plan.yaml"))
-    assert len(together) == len(alone) == 6
-    for key in ("loss", "grad_norm"):
-        for found, true in zip(together, alone, strict=True):
-            assert abs(found[key] - true[key]) / true[key] < bound, key
+def test_groups_train_as_one_rank(references: References, tmp_path: Path):
+    weights, reference = references((), 4)
+    words: list[str | Path] = [*job(()), *steps(4), "--load", weights, "--finetune"]
+    log = OneCard().train(tmp_path, ranks=4, args=words, plan=THREE_AND_ONE)
+    assert largest_difference(log, reference) < 1e-5
+
+
+def test_groups_in_bf16_are_as_near_as_one_rank(references: References, tmp_path: Path):
+    """By the kernels for half precision; one rank by Megatron's own attention."""
+    weights, exact = references((), 6)
+    words: list[str | Path] = [*job(()), *steps(6), "--load", weights, "--finetune", "--bf16"]
+    plain = OneCard().train(tmp_path / "plain", ranks=1, args=words)
+    ours = OneCard().train(tmp_path / "ours", ranks=4, args=words, plan=THREE_AND_ONE)
+    assert _error(ours, exact) < 2 * _error(plain, exact)
+
+
+def _error(log: TrainingLog, exact: TrainingLog) -> float:
+    return sum(abs(a / b - 1) for a, b in zip(log.losses, exact.losses, strict=True))
+
+
+@pytest.mark.parametrize("case", UNEVEN.values(), ids=UNEVEN)
+def test_uneven_stages_train_as_one_rank(case: stages.Case, references: References, tmp_path: Path):
+    check_training(case, 4, OneCard(), references, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["documents", "windows-sinks"])
+def test_masks_are_those_without_a_plan(name: str, references: References, documents, tmp_path: Path):
+    check_case(OPTIONS[name], "groups", OneCard(), references, documents, tmp_path)
+
+
+def test_plans_are_swapped(tmp_path: Path):
+    still, swapped, record = swapping(OneCard(), tmp_path, THREE_AND_ONE, OTHERS, 14)
+    assert swapped.losses == pytest.approx(still.losses, rel=1e-5)
+    assert len(record.legs) >= 2
+
+
+def test_links_are_measured_over_nccl(tmp_path: Path):
+    """Two nodes of one rank each; what they measure is a socket."""
+    words = ["probe", "-o", "found.yaml", "--quick", "--budget", "1"]
+    outcome = OneCard().launch(tmp_path, ranks=2, args=words, entry="megatron_hexi.cli.main")
+    assert outcome.succeeded, outcome.why()
+    assert len(read_cluster(tmp_path / "found.yaml").nodes) == 2

@@ -29,6 +29,11 @@ RUNS = [
 def test_losses_and_gradient_norms_are_those_without_a_plan(
     case: Case, name, forks, references, documents, tmp_path
 ):
+    check_case(case, name, forks, references, documents, tmp_path)
+
+
+def check_case(case: Case, name, forks, references, documents, tmp_path):
+    """Losses and gradient norms of a job under a plan are those without one."""
     skip_what_is_not_there((*case.model, *case.job, *case.reference))
     data = documents if case.corpus else ()
     iterations = ON_REQUEST if case.slow else IN_CI

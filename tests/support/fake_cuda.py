@@ -286,7 +286,7 @@ def _assert_sendable(tensor: Tensor) -> None:
     assert tensor.device == CUDA
 
 
-class _Context:
+class Context:
     """What autograd gives a function; its engine does not run on fake tensors."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
@@ -314,7 +314,7 @@ def run_layer(
                 for count, size in sizes
             )
             sinks = torch.empty(heads, dtype=dtype, device=CUDA) if has_sinks else None
-            context: Any = _Context()
+            context: Any = Context()
             output = _DomainAttentionFunction.forward(context, query, key, value, sinks, layer)
             assert output.shape == (schedule.tokens, batch, heads, values)
             assert (output.dtype, output.device, output.is_contiguous()) == (dtype, CUDA, True)

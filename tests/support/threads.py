@@ -47,9 +47,11 @@ class ThreadRank:
             options._timeout = _TIMEOUT
             store = dist.PrefixStore(f"{purpose}-{ranks[0]}", self.store)
             _kept[key] = dist.ProcessGroupGloo(store, position, len(ranks), options)  # type: ignore[assignment]
-        # batch_isend_irecv looks its group up here; a group that torch did not make itself is unknown.
-        distributed_c10d._world.pg_group_ranks[_kept[key]] = {rank: i for i, rank in enumerate(ranks)}
-        return _kept[key]
+        # batch_isend_irecv and get_backend look a group up here; one that torch did not make is unknown.
+        world, group = distributed_c10d._world, _kept[key]
+        world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+        world.pg_map[group] = ("gloo", self.store)
+        return group
 
     def attention(self, plan: Plan, kernel: str = "auto", replica: int = 0) -> DomainAttention:
         """This rank's part of a plan, with the groups that it needs."""
@@ -89,6 +91,7 @@ def _forget_groups() -> None:
     """After an error groups may hold messages that nobody fetched."""
     for group in _kept.values():
         del distributed_c10d._world.pg_group_ranks[group]
+        del distributed_c10d._world.pg_map[group]
     _kept.clear()
 
 

@@ -25,11 +25,15 @@ from tests.support.plans import TORN, examples
 from tests.support.reference import plain_results, planned_results, random_problem
 
 #: Triton's interpreter is chosen before Triton is imported: a process of its own runs this file with it.
+#: Another one runs it with all tensors on a GPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = os.environ.get("HEXI_TEST_DEVICE") == "cuda"
+if ON_GPU:
+    torch.set_default_device("cuda")
 #: By how much a type rounds at most. Triton's interpreter cuts bf16 off, where devices round to the nearest.
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8, torch.float16: 2**-10}
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
-IMPLEMENTATIONS = [on_gpu if INTERPRETED else plain]
+IMPLEMENTATIONS = [on_gpu if INTERPRETED or ON_GPU else plain]
 each_way = pytest.mark.parametrize(
     "ways", IMPLEMENTATIONS, ids=lambda module: module.__name__.rpartition(".")[2]
 )
@@ -37,23 +41,24 @@ each_way = pytest.mark.parametrize(
 seeds = given(seed=st.integers(0, 2**32))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="it runs there already")
+@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="it runs there already")
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_triton_kernels_by_its_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:xdist",
-        "-p",
-        "no:cacheprovider",
-        __file__,
-    ]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    run_this_file(TRITON_INTERPRET="1")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="it runs there already")
+def test_triton_kernels_on_a_gpu():
+    run_this_file(HEXI_TEST_DEVICE="cuda")
+
+
+def run_this_file(**variables):
+    plugins = ("-p", "no:xdist", "-p", "no:cacheprovider")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, __file__]
+    found = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
     assert found.returncode == 0, found.stdout + found.stderr
 
 
@@ -82,7 +87,7 @@ def some_rows(random, count):
         return Rows((ends[0], ends[1]))
     cuts = sorted(random.sample(range(count + 1), min(count + 1, 2 * random.randint(1, 3)) // 2 * 2))
     ranges = tuple(zip(cuts[::2], cuts[1::2], strict=True))
-    return rows_of(ranges, torch.device("cpu"), kind == "behind")
+    return rows_of(ranges, torch.get_default_device(), kind == "behind")
 
 
 def sum_case(seed):
@@ -134,7 +139,7 @@ def written_out(target, terms, base, sinks):
 
 @each_way
 @seeds
-@examples(50)
+@examples(12 if ON_GPU else 50)  # each is compiled
 def test_a_sum_is_that_of_its_terms(ways, seed):
     target, terms, base, sinks = sum_case(seed)
     expected, log_sum_exp = written_out(target, terms, base, sinks)
@@ -150,7 +155,7 @@ def test_a_sum_is_that_of_its_terms(ways, seed):
 
 @each_way
 @seeds
-@examples(30)
+@examples(12 if ON_GPU else 30)
 def test_rows_are_copied(ways, seed):
     random = Random(seed)
     dtype, shape = (
@@ -167,7 +172,7 @@ def test_rows_are_copied(ways, seed):
 
 @each_way
 @seeds
-@examples(30)
+@examples(12 if ON_GPU else 30)
 def test_heads_are_packed_and_unpacked(ways, seed):
     """Between members of a group that hold any heads each, some of them several."""
     random = Random(seed)
@@ -203,7 +208,7 @@ def test_heads_are_packed_and_unpacked(ways, seed):
         torch.testing.assert_close(back.float(), expected, rtol=ROUNDING[dtype], atol=1e-6)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="no kernel of Triton is in it")
+@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="no kernel of Triton is in it")
 @seeds
 @examples(40)
 def test_a_sum_of_any_number_of_terms_over_heads_and_rows_is_one_sum(seed):
@@ -254,7 +259,7 @@ def test_a_layer_with_windows_documents_and_sinks_is_that_of_one_device(monkeypa
         torch.testing.assert_close(result.double(), truth, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the interpreter compiles nothing, and a GPU for itself")
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("terms", "weighed"), [(MOST_TERMS, True), (1, False)])
 def test_triton_kernels_compile_for_gpus(capability, terms, weighed, monkeypatch, tmp_path):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_hexi.runtime.host_memory import HostMemory
 from megatron_hexi.runtime.row_store import DeviceRows, HostRows
 
 CPU = torch.device("cpu")
+each_device = pytest.mark.parametrize(
+    "device", [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)], ids=str
+)
 
 
 def data_bytes() -> int:
@@ -32,25 +36,28 @@ def test_a_limit_on_data_does_not_count_it():
     assert own[-1] == 1
 
 
-def test_copies_there_and_back_are_exact():
-    host = HostMemory(CPU)
-    values = torch.randn(7, 3).to(torch.bfloat16)
+@each_device
+def test_copies_there_and_back_are_exact(device):
+    host = HostMemory(device)
+    values = torch.randn(7, 3, device=device).to(torch.bfloat16)
     kept = host.copy_of(values)
     back = torch.empty_like(values)
     host.copy_back(back, kept).wait()
     assert torch.equal(back, values)
     host.copy_out(kept, 2 * values)
     host.drain()
-    assert torch.equal(kept, 2 * values)
+    assert torch.equal(kept, (2 * values).cpu())
     assert host.copy_of(values, torch.float32).dtype == torch.float32
     assert host.empty((0, 4), torch.float32).shape == (0, 4)
 
 
-def test_rows_come_back_one_ahead_and_memory_serves_again():
-    host = HostMemory(CPU)
+@each_device
+def test_rows_come_back_one_ahead_and_memory_serves_again(device):
+    host = HostMemory(device)
+    size = 3 if device == CPU else 2**20  # so large that copies are under way when they are asked for
     stores = HostRows(host), DeviceRows()
     for iteration in range(2):
-        rows = [torch.randn(4, 2, 3) + iteration for _ in range(3)]
+        rows = [torch.randn(4, 2, size, device=device) + iteration for _ in range(3)]
         for store in stores:
             for number, one in enumerate(rows):
                 store.put((1, number), one)
