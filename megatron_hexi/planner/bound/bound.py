@@ -76,6 +76,9 @@ _BATCH, _SPREAD, _LAST, _DEPTH, _FILL = 0, slice(1, 1 + MODES), 1 + MODES, 3 + M
 #: And the stages before the last in ministages.
 _TURNS = _FILL + 2 * len(_TANGENTS)
 _OWN = _TURNS + 1
+#: How GLOP solves: from its last basis, which it needs no presolve for; where it gives up, with one.
+_WAYS = pywraplp.MPSolverParameters(), pywraplp.MPSolverParameters()
+_WAYS[0].SetIntegerParam(pywraplp.MPSolverParameters.PRESOLVE, pywraplp.MPSolverParameters.PRESOLVE_OFF)
 
 
 @dataclass(frozen=True)
@@ -363,7 +366,7 @@ class _Master:
             variable = self._variable(0, zip(*one, strict=True))
             self._kinds[number].SetCoefficient(variable, 1)
             self._columns.append(variable)
-        if self._solver.Solve() != self._solver.OPTIMAL:
+        if self._solver.OPTIMAL not in map(self._solver.Solve, _WAYS):
             return None
         rows, kinds = (np.abs([one.dual_value() for one in which]) for which in (self._rows, self._kinds))
         used = np.flatnonzero([variable.solution_value() > _MARGIN for variable in self._columns])
