@@ -87,6 +87,7 @@ class LinkTable:
             return np.zeros(size.shape)
         distance = self._distance(src, dst)
         batch = np.zeros(len(src), dtype=np.int64) if sets is None else sets
+        batches = 1 + int(batch.max())
         seconds = np.zeros(size.shape)
         for least, classes in self._by_distance.items():
             crossing = np.flatnonzero(distance == 0 if least == 0 else distance >= least)
@@ -97,10 +98,10 @@ class LinkTable:
                 count = len(links.capacity)
                 key = one * count + links.owner(*ends)
                 for sizes, times in zip(np.atleast_2d(size), np.atleast_2d(seconds), strict=True):
-                    load = np.bincount(key, weights=sizes[crossing])
+                    load = np.bincount(key, weights=sizes[crossing], minlength=batches * count)
                     if not links.per_gpu:
                         load *= width
-                    busy = (load / np.resize(links.capacity, len(load)))[key]
+                    busy = (load.reshape(batches, count) / links.capacity).ravel()[key]
                     times[crossing] = np.maximum(times[crossing], busy)
         return seconds + self._latency(src, dst, distance)
 

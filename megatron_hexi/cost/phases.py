@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from operator import add
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Phases:
     @property
     def total(self) -> float:
         """All together."""
-        return sum(self.by_name.values())
+        return sum(vars(self).values())
 
     @property
     def communication(self) -> float:
@@ -55,13 +56,10 @@ class Phases:
     @property
     def by_name(self) -> dict[str, float]:
         """The phases by name."""
-        return {name: getattr(self, name) for name in _NAMES}
+        return dict(vars(self))
 
     def __add__(self, other: Phases) -> Phases:
-        return Phases(*(a + b for a, b in zip(self.by_name.values(), other.by_name.values(), strict=True)))
+        return Phases(*map(add, vars(self).values(), vars(other).values()))
 
     def __mul__(self, count: float) -> Phases:
-        return Phases(*(count * part for part in self.by_name.values()))
-
-
-_NAMES = tuple(field.name for field in fields(Phases))
+        return Phases(*(count * part for part in vars(self).values()))

@@ -123,9 +123,9 @@ def uneven_reductions(
         lead[section.ranks] = section.ground.gpus[:, :1]
     busy = np.zeros((2, len(mesh.places)))
     placing, travel = _Placing(job, mesh), _Travel(job, mesh)
-    for bucket in weights.buckets():
+    for bucket, least in weights.buckets():
         holders = np.array(bucket.holders)
-        params, least = weights.size(bucket), _least_share(bucket)
+        params = weights.size(bucket)
         gpus, width = _ring(mesh, holders, weights.width, lead, gpu)
         seconds = [
             rings.seconds(gpus, params * size, width, least)
@@ -295,8 +295,8 @@ class _Weights:
                 chunks = self._chunks // width
                 self.density[key, width] = self._params(key, width) / (chunks * self._elements[key])
 
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Every set of holders, in the order in which ranks reduce them."""
+    def buckets(self) -> tuple[tuple[Bucket, float], ...]:
+        """Every set of holders, in the order in which ranks reduce them, and the least share of any."""
         places = self._mesh.places
         # Ranks of a stage that hold the same part of each box are many.
         found: dict[tuple[int, int, int, int], tuple[Box, ...]] = {}
@@ -365,9 +365,10 @@ class _Weights:
 
 
 @lru_cache(maxsize=4)
-def _buckets(boxes: tuple[tuple[Box, ...], ...], state: tuple[int, ...]) -> tuple[Bucket, ...]:
+def _buckets(boxes: tuple[tuple[Box, ...], ...], state: tuple[int, ...]) -> tuple[tuple[Bucket, float], ...]:
     """Of the boxes and shares of each rank; the same for plans that differ in recomputation or offload."""
-    return make_buckets(cut_pieces(boxes), dict(enumerate(state)), None)
+    found = make_buckets(cut_pieces(boxes), dict(enumerate(state)), None)
+    return tuple((bucket, _least_share(bucket)) for bucket in found)
 
 
 def _least_share(bucket: Bucket) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -71,7 +72,7 @@ class Section:
         """The plan's replica of each unit, [U]."""
         return self.replicas[self.arrays.unit_replica]
 
-    @property
+    @cached_property
     def part(self) -> ModelPart:
         """What the units have of the model, numbers or [U]."""
         return self.parts.of(self.arrays.unit_replica)

@@ -77,10 +77,10 @@ def stage_cost(section: Section, links: LinkTable, following: Ints | None) -> St
     replicas, forward = [], []
     for domain in range(len(section.replicas)):
         units = np.flatnonzero(plan.unit_replica == domain)
-        phases = Phases(pipeline=send)
+        phases, once = Phases(pipeline=send), {one: _pass_phases(plan, one, units) for one in passes}
         for one, counts in zip(passes, by_domain, strict=True):
-            phases += _pass_phases(plan, one, units) * counts[domain]
-        forward.append((_pass_phases(plan, layer.forward, units) * by_domain[0][domain]).total)
+            phases += once[one] * counts[domain]
+        forward.append((once[layer.forward] * by_domain[0][domain]).total)
         slowest = units[np.argmax((logits + sums)[units])]
         phases += Phases(logits=float(logits[slowest]), tensor_parallel=float(sums[slowest]))
         replicas.append(phases)

@@ -68,13 +68,13 @@ def find_plan(
     best = min(found, key=_order, default=None)
     baselines: tuple[Baseline, ...] = ()
     few = len(cluster.ranks) <= _CHECKED
-    if with_baselines or (best is None and few):  # what the search passes over may be all that fits
+    if with_baselines:
         baselines, timed = find_baselines(request, roomy, progress=tell)
         trials += timed
         others = [one.candidate for one in baselines if one.candidate is not None]
         best = min([*([] if best is None else [best]), *others], key=_order, default=None)
-    elif best is not None and few:
-        faster, timed = find_faster(request, roomy, best.iteration_s)
+    elif few:  # what the search passes over may be all that fits
+        faster, timed = find_faster(request, roomy, math.inf if best is None else best.iteration_s)
         trials += timed
         best = faster or best
     unsaved_s = math.inf if best is None else best.iteration_s

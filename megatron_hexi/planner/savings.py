@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.cost.memory import Holdings, Present, part_memory
 from megatron_hexi.plan import Domain, Group, Member, Plan, Stage
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.plan.terms import Offload, Recompute
@@ -143,6 +144,8 @@ class Savings:
             rungs: to climb.
         """
         rungs = [rung for rung in rungs if self._allows(rung)]
+        if ministages is not None and not _may_fit(base, ministages, rungs):
+            return
         chosen: dict[tuple[int, int], Rung] = {}
         stages = [(r, s) for r, replica in enumerate(base.plan.replicas) for s in range(len(replica.stages))]
         if ministages is None:
@@ -261,6 +264,25 @@ def _fullness(candidate: Candidate) -> dict[tuple[int, int], float]:
             place = replica, section.number
             found[place] = max(found.get(place, 0.0), part)
     return found
+
+
+def _may_fit(base: Candidate, ministages: int, rungs: Sequence[Rung]) -> bool:
+    """Whether each unit has room on some rung for all but weights, gradients, state and messages' buffers.
+
+    It takes a part of a trial's time, and most counts of ministages that fail do so here.
+    """
+    timing, nothing = base.timing, Present(*np.zeros((len(fields(Present)), 1)))
+    for section, cost, usable in zip(timing.sections, timing.stages, timing.usable, strict=True):
+        job, part = section.job, replace(section.part, ministages=ministages)
+        held = Holdings.of(section.arrays, section.turns(timing.micro_batches), cost.layer.flights)
+        least = np.full(len(usable), np.inf)
+        for mode, on_host in {(rung.recompute, "activations" in rung.offload) for rung in rungs}:
+            own = replace(part, again=part.layers * (mode != "none"), rows_on_host=on_host)
+            terms = part_memory(replace(job, recompute=mode), own, held, section.window, 0.0, nothing)
+            least = np.minimum(least, sum(terms.values()))
+        if (least > usable).any():
+            return False
+    return True
 
 
 def _with(plan: Plan, ministages: int | None, rungs: dict[tuple[int, int], Rung]) -> Plan:

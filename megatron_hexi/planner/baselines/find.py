@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from sys import float_info
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job
@@ -112,21 +113,26 @@ def find_baselines(
 def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple[Whole | None, int]:
     """The best of all layouts that Megatron's flags allow, if it is faster; and how many were timed.
 
-    GPUs whose work alone takes longer at their best rates are left out at once.
+    GPUs whose work alone takes longer at their best rates are left out at once. Where nothing else is known
+    to fit, planners of others are asked, too.
 
     Args:
         request: the job.
         cluster: where.
-        faster_than: seconds of an iteration.
+        faster_than: seconds of an iteration; infinite: whatever fits.
     """
     entrants: list[Candidate] = []
     for fleet in _fleets(request, cluster):
         entrants += _entrants(fleet, _fixed_replicas(request), lambda part: _least_s(part) < faster_than)
-    race = Race(faster_than, None)
+    race = Race(min(faster_than, float_info.max), None)
     race.run([replace(one, texts={_ANY: ""}) for one in entrants])
-    best = race.best.get(_ANY)
-    faster = best is not None and best.trial.fits and best.trial.iteration_s < faster_than
-    return _whole(best.trial) if best is not None and faster else None, race.trials
+    found, trials = [_whole(best.trial) for best in race.best.values()], race.trials
+    if faster_than == inf:
+        judge = StagedJudge(request, cluster)
+        found += [one for one in (planner(judge) for planner in PUBLISHED.values()) if one is not None]
+        trials += judge.trials
+    faster = (one for one in found if one.fits and one.iteration_s < faster_than)
+    return min(faster, key=lambda one: one.order, default=None), trials
 
 
 def _whole(trial: Trial) -> Whole:

@@ -128,11 +128,10 @@ class Floor:
                 micro_batches=np.array([layout.micro_batches]),
                 flights=Flights(nothing, nothing),
             )
-            needed = [
-                sum(stage_memory(self._job, stage, held, 1, shards).values(), nothing)
-                for stage in range(self._job.pipeline_parallel)
-            ]
-            self._roomy[name] = bool((np.array(needed) <= self._usable[kinds].T).all())
+            self._roomy[name] = all(
+                bool((sum(stage_memory(self._job, stage, held, 1, shards).values()) <= usable).all())
+                for stage, usable in enumerate(self._usable[kinds].T)
+            )
         return self._roomy[name]
 
     def _replica(self, layout: Layout) -> float:

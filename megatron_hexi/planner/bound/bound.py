@@ -76,6 +76,9 @@ _BATCH, _SPREAD, _LAST, _DEPTH, _FILL = 0, slice(1, 1 + MODES), 1 + MODES, 3 + M
 #: And the stages before the last in ministages.
 _TURNS = _FILL + 2 * len(_TANGENTS)
 _OWN = _TURNS + 1
+#: How GLOP solves: from its last basis, which it needs no presolve for; where it gives up, with one.
+_WAYS = pywraplp.MPSolverParameters(), pywraplp.MPSolverParameters()
+_WAYS[0].SetIntegerParam(pywraplp.MPSolverParameters.PRESOLVE, pywraplp.MPSolverParameters.PRESOLVE_OFF)
 
 
 @dataclass(frozen=True)
@@ -178,12 +181,13 @@ class _Program:
                 units.append(Unit(replace(own, micro_batch_size=1), node, places, sizes, sum(modes) > 1))
                 kinds.append(kind)
         self._units = units
-        #: By option: all places of the first unit, then of the others.
-        self._kind = np.repeat(np.array(kinds, dtype=np.int64), len(places.low))
-        self._places = Places(*(np.tile(values, len(units)) for values in vars(places).values()))
+        #: Options by range of shares, from all places of the first unit, then of the others.
+        self._order = np.argsort(np.tile(places.share, len(units)), kind="stable")
+        self._kind = np.repeat(np.array(kinds, dtype=np.int64), len(places.low))[self._order]
+        self._places = Places(*(np.tile(each, len(units))[self._order] for each in vars(places).values()))
         self._turns = self._places.parts > 0
         self._room, self._step_s, self._held, self._attended = (
-            np.concatenate([getattr(unit, name) for unit in units])
+            np.concatenate([getattr(unit, name) for unit in units])[self._order]
             for name in ("room", "step_s", "held_bytes", "attended_bytes")
         )
         self._host = Hosts(cluster).bytes
@@ -231,7 +235,7 @@ class _Program:
         self._has_depth = stages is not None
 
     def _seconds(self, iteration_s: float) -> Floats:
-        return np.concatenate([unit.seconds(iteration_s) for unit in self._units])
+        return np.concatenate([unit.seconds(iteration_s) for unit in self._units])[self._order]
 
     def _vertices(self, seconds: Floats, left: Floats) -> tuple[Ints, Floats]:
         """What a GPU of each option can do at the ends: nothing, a work, or two that fill time and memory.
@@ -260,58 +264,61 @@ class _Program:
         """What all GPUs of its kind give at each vertex to the rows of its range, and to the room.
 
         Returns:
-            The number of each vertex, the option, [V], and [V, rows]; the room is the last.
+            The number of each vertex, the option, [V], and [rows, V]; the room is the last.
         """
         places, seconds = self._places, self._seconds(iteration_s)
         time, q, deepest = iteration_s - self._step_s, self._layers / places.high, self._layers / places.low
         passed = np.where(self._turns, 0.0, 1 - 1 / q) * self._size * self._pass_s
         number, works = self._vertices(seconds, time - passed)
         option = number // (1 + 2 * MODES + len(_PAIRS[0]))
-        x, z = works[:, :MODES], works[:, MODES:]
+        x, z = works[:, :MODES].T, works[:, MODES:].T
+        done = x.sum(axis=0), z.sum(axis=0)
         busy = np.einsum("vw,vw->v", works, seconds[option])
         idle = self._worth[self._kind[option]] * (time[option] - busy)
-        columns = np.zeros((len(option), _OWN + 1))
-        columns[:, _BATCH], columns[:, _SPREAD] = x.sum(axis=1), z - x
-        stages = x.sum(axis=1, keepdims=True) * np.stack([-q, deepest], axis=1)[option]
-        columns[:, _LAST : _LAST + 2] = stages * places.last[option, None]
+        columns = np.zeros((_OWN + 1, len(option)))
+        columns[_BATCH], columns[_SPREAD] = done[0], z - x
+        stages = done[0] * np.stack([-q, deepest])[:, option]
+        columns[_LAST : _LAST + 2] = stages * places.last[option]
         if self._has_depth:
-            columns[:, _DEPTH : _DEPTH + 2] = stages
-        touch = np.array(_TANGENTS)
-        pipes = self._size * (2 * touch * np.sqrt(q)[:, None] - touch**2 - 1)
-        pipes /= np.where(pipes > 0, places.most[:, None], places.fewest[:, None])
-        pipes[self._turns] = 0
+            columns[_DEPTH : _DEPTH + 2] = stages
+        touch = np.array(_TANGENTS)[:, None]
+        pipes = self._size * (2 * touch * np.sqrt(q) - touch**2 - 1)
+        pipes /= np.where(pipes > 0, places.most, places.fewest)
+        pipes[:, self._turns] = 0
         before = self._turns * np.where(places.last, 1 - q, 1.0)
-        columns[:, _TURNS] = x.sum(axis=1) * before[option]
-        for row, work in ((_FILL, x), (_FILL + len(touch), z)):
-            fill = idle[:, None] - work.sum(axis=1, keepdims=True) * pipes[option]
-            columns[:, row : row + len(touch)] = fill * self.ceiling_s / iteration_s
+        columns[_TURNS] = done[0] * before[option]
+        for row, work in zip((_FILL, _FILL + len(touch)), done, strict=True):
+            fill = idle - work * pipes[:, option]
+            columns[row : row + len(touch)] = fill * (self.ceiling_s / iteration_s)
         columns /= self._batch
-        whole = np.einsum("vw,vw->v", x, (self._held + self._attended)[option])
-        columns[:, -1] = (self._room[option] - whole) / self._state
-        return number, option, columns * self._gpus[self._kind[option], None]
+        whole = np.einsum("wv,vw->v", x, (self._held + self._attended)[option])
+        columns[-1] = (self._room[option] - whole) / self._state
+        return number, option, columns * self._gpus[self._kind[option]]
 
     def carries(self, iteration_s: float) -> bool:
         """Whether the batch may be done in a time; if not, it cannot be done."""
         number, option, columns = self._columns(iteration_s)
         share, kind, count = self._places.share[option], self._kind[option], len(self._shares)
         rows = np.hstack([np.arange(count * _OWN).reshape(count, _OWN), np.full((count, 1), count * _OWN)])
-        part, chosen = kind * count + share, np.flatnonzero(np.isin(number, self._useful))
+        part = 2 * (kind * count + share) + self._places.last[option]
+        chosen = np.flatnonzero(np.isin(number, self._useful))
+        spans = list(itertools.starmap(slice, itertools.pairwise(np.searchsorted(share, range(count + 1)))))
         master, new = _Master(self._least, self._shares, len(self._gpus)), chosen
         for _ in range(_ROUNDS):
-            solved = master.solve(kind[new], rows[share[new]], columns[new])
+            solved = master.solve(kind[new], rows[share[new]], columns[:, new].T)
             if solved is None or solved.done >= 1:
                 break
             self._useful = number[chosen[solved.used]]
-            # At the prices of each range; faster than with each column's own prices beside it.
-            worth = (columns @ solved.rows[rows].T)[np.arange(len(share)), share]
+            prices = zip(spans, solved.rows[rows], strict=True)
+            worth = np.concatenate([own @ columns[:, span] for span, own in prices])
             top = np.zeros(len(self._gpus))
             np.maximum.at(top, kind, worth)
             rest = max(0.0, float((1 + self._shares @ solved.rows).max())) - float(self._least @ solved.rows)
             if float(top.sum()) + rest < 1 - _MARGIN:
                 self.needs = _name_needs(solved.rows)
                 return False
-            # The best of each kind in each range.
-            best = np.zeros(len(self._gpus) * count)
+            # The best of each kind in each range, on last stages and before them.
+            best = np.zeros(2 * len(self._gpus) * count)
             np.maximum.at(best, part, worth)
             first = np.flatnonzero(worth == best[part])
             first = first[np.unique(part[first], return_index=True)[1]]
@@ -363,7 +370,7 @@ class _Master:
             variable = self._variable(0, zip(*one, strict=True))
             self._kinds[number].SetCoefficient(variable, 1)
             self._columns.append(variable)
-        if self._solver.Solve() != self._solver.OPTIMAL:
+        if self._solver.OPTIMAL not in map(self._solver.Solve, _WAYS):
             return None
         rows, kinds = (np.abs([one.dual_value() for one in which]) for which in (self._rows, self._kinds))
         used = np.flatnonzero([variable.solution_value() > _MARGIN for variable in self._columns])
