@@ -59,7 +59,7 @@ class Baseline:
     """
 
     name: str
-    trial: Trial | Whole | None
+    trial: Whole | None
     why_not: str
     layout: str
     uniform: bool
@@ -67,17 +67,12 @@ class Baseline:
     @property
     def candidate(self) -> Whole | None:
         """As a plan that may be the best."""
-        if self.trial is None or isinstance(self.trial, Whole):
-            return self.trial
-        return _whole(self.trial)
+        return self.trial
 
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens of the global batch a second."""
-        if self.candidate is None:
-            return None
-        job = self.candidate.job
-        return job.global_batch_size * job.seq_length / self.candidate.iteration_s
+        return None if self.trial is None else self.trial.tokens_per_s
 
 
 def find_baselines(
@@ -126,12 +121,7 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
     race.run([replace(one, texts={_ANY: ""}) for one in entrants])
     best = race.best.get(_ANY)
     faster = best is not None and best.trial.fits and best.trial.iteration_s < faster_than
-    return _whole(best.trial) if best is not None and faster else None, race.trials
-
-
-def _whole(trial: Trial) -> Whole:
-    job = replace(trial.fleet.job, data_parallel=len(trial.layouts))
-    return Whole(trial.plan, job, trial.timing)
+    return best.trial if best is not None and faster else None, race.trials
 
 
 def _fixed_replicas(request: Request) -> int | None:
@@ -258,8 +248,7 @@ def _who(fleet: Fleet) -> str:
 
 def _shortage(trial: Trial) -> str:
     """The GPU that lacks most: its rank, what it needs, what it has, and what takes most of it."""
-    job = replace(trial.fleet.job, data_parallel=len(trial.layouts))
-    short = find_shortage(CostModel(job, trial.fleet.cluster).estimate(trial.plan))
+    short = find_shortage(CostModel(trial.job, trial.fleet.cluster).estimate(trial.plan))
     assert isinstance(short, Shortage), "what does not fit is short of a GPU's memory: none is offloaded"
     return (
         f"rank {short.rank} ({short.name}, {short.device}) needs {short.needed_gib:.1f} GiB and has "

@@ -58,12 +58,12 @@ class DomainSearch:
         balanced.sort(key=_order)
         # Where memory is full, fewer keys in flight leave room for another balance.
         for trial in balanced[: _narrowed(units)]:
-            if trial.fullness > _TIGHT and trial.window > 1:
+            if trial.timing.fullness > _TIGHT and trial.window > 1:
                 narrow = self._judge.try_out(self._fleet, trial.layouts, 1)
                 if not balanced[0].fits or narrow.iteration_s < _NARROW * balanced[0].iteration_s:
                     balanced.append(self._balanced(narrow))
         best, *others = sorted(balanced, key=_order)
-        if not polished or best.fullness > _HOPELESS:
+        if not polished or best.timing.fullness > _HOPELESS:
             return best
         rivals = [
             best,
