@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.job import recompute_mode
@@ -63,12 +63,12 @@ class Assembly:
         again = []
         for number, (column, count) in enumerate(zip(packed.columns, packed.micro_batches, strict=True)):
             depth = len(column.pipe.stages)
-            trials = [best.trials[Place(number, stage, depth)] for stage in range(depth)]
+            trials = [best[1][Place(number, stage, depth)] for stage in range(depth)]
             again.append(self._dealt_again(column.pipe, count, column.shards, trials))
         if again != pipes:
             other = self._assemble(again, packed.micro_batches, placed, fleets)
-            best = min(best, other, key=lambda one: one.candidate.order)
-        return best.candidate
+            best = min(best, other, key=lambda one: one[0].order)
+        return best[0]
 
     def _fleet(self, place: Place, gpus: Sequence[int], pipes: Sequence[Pipe]) -> Fleet:
         width = pipes[place.replica].stages[place.stage].shape.width
@@ -80,7 +80,8 @@ class Assembly:
         micro_batches: Sequence[int],
         placed: Placed,
         fleets: dict[Place, Fleet],
-    ) -> _Assembled:
+    ) -> tuple[Candidate, dict[Place, Trial]]:
+        """A candidate, and the search's trial of each stage."""
         trials = {
             place: self._domain(
                 fleets[place],
@@ -92,7 +93,7 @@ class Assembly:
             for place in sorted(placed)
         }
         build = self._repeated if _is_repeated(pipes) else self._staged
-        return _Assembled(build(pipes, micro_batches, placed, trials), trials)
+        return build(pipes, micro_batches, placed, trials), trials
 
     def _domain(self, fleet: Fleet, place: Place, stage: Stage, micro_batches: int, replicas: int) -> Trial:
         """The best domain on a stage's GPUs."""
@@ -173,7 +174,7 @@ class Assembly:
         tried = [judge.try_out(fleet, layouts, window) for window in windows]
         best = min(tried, key=lambda trial: trial.order)
         self.trials += judge.trials
-        return Candidate(best.plan, job, best.timing)
+        return best
 
     def _staged(
         self, pipes: Sequence[Pipe], micro_batches: Sequence[int], placed: Placed, trials: dict[Place, Trial]
@@ -199,13 +200,12 @@ class Assembly:
                 first += stage.layers
             replicas.append(Replica(tuple(stages), count))
         widths = {stage.shape.width for pipe in pipes for stage in pipe.stages}
-        width = next(iter(widths)) if len(widths) == 1 else 0
-        base = self._job
-        workload = replace(base.workload(), tensor_parallel=width)
+        width = widths.pop() if len(widths) == 1 else 0
+        workload = replace(self._job.workload(), tensor_parallel=width)
         everything = gpus == list(range(len(self._cluster.ranks)))
         plan = Plan(workload, tuple(replicas), gpus=None if everything else tuple(gpus))
         job = replace(
-            base,
+            self._job,
             tensor_parallel=width or 1,
             pipeline_parallel=1,
             micro_batch_size=self._timer.micro_batch_size,
@@ -213,14 +213,6 @@ class Assembly:
             data_parallel=len(pipes),
         )
         return Candidate(plan, job, CostModel(job, self._cluster).timing(plan))
-
-
-@dataclass(frozen=True, eq=False)
-class _Assembled:
-    """A candidate, and the search's trial of each stage."""
-
-    candidate: Candidate
-    trials: dict[Place, Trial]
 
 
 def _is_repeated(pipes: Sequence[Pipe]) -> bool:
