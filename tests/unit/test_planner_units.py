@@ -12,10 +12,8 @@ from megatron_hexi.planner.search.groupings import (
     all_partitions,
     choices,
     group_by_choice,
-    idle_heads,
     mixed_groupings,
     site_classes,
-    unequal_choices,
 )
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import random_parallel_case
@@ -217,19 +215,6 @@ def test_sites_are_merged_so_that_each_unit_has_a_head_or_two():
     nodes = [(f"n{number}", "PLAIN", 4) for number in range(21)]
     assert (20, 20, 20, 24) in reached(nodes, heads=20)
     assert (20, 20, 20, 24) not in reached(nodes, heads=64)
-
-
-def test_heads_that_do_not_go_round_leave_units_idle():
-    assert idle_heads((4,), 4, 3, 8) == 0
-    assert idle_heads((3, 3), 6, 1, 8) == pytest.approx(1 / 9)
-    # Groups of 8 and 4 units of ten heads: 2 of 16 and of 12 heads' time each.
-    assert idle_heads((-2,), 4, 3, 10) == pytest.approx((6 / 16 + 2 / 12) / 2)
-
-
-def test_unequal_choices_only_where_heads_do_not_divide():
-    assert unequal_choices(4, 8) == []
-    assert unequal_choices(5, 8) == [(4, 1), (3, 2)]
-    assert unequal_choices(4, 5) == [(3, 1)]
 
 
 NODES = [("a", "DOUBLE", 4), ("b", "DOUBLE", 4), ("c", "PLAIN", 2)]

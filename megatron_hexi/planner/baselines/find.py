@@ -27,14 +27,14 @@ from megatron_hexi.planner.baselines.rules import (
     HOMOGENEOUS,
     NAMES,
     UNIFORM,
-    Candidate,
+    Entrant,
     candidates,
     why_none,
 )
 from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
 from megatron_hexi.planner.baselines.zorse import zorse
 from megatron_hexi.planner.fleet.units import Fleet, find_units
-from megatron_hexi.planner.joint import Candidate as Whole
+from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import Progress, Trial
 from megatron_hexi.planner.request import Request
 
@@ -60,25 +60,20 @@ class Baseline:
     """
 
     name: str
-    trial: Trial | Whole | None
+    trial: Candidate | None
     why_not: str
     layout: str
     uniform: bool
 
     @property
-    def candidate(self) -> Whole | None:
+    def candidate(self) -> Candidate | None:
         """As a plan that may be the best."""
-        if self.trial is None or isinstance(self.trial, Whole):
-            return self.trial
-        return _whole(self.trial)
+        return self.trial
 
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens of the global batch a second."""
-        if self.candidate is None:
-            return None
-        job = self.candidate.job
-        return job.global_batch_size * job.seq_length / self.candidate.iteration_s
+        return None if self.trial is None else self.trial.tokens_per_s
 
 
 def find_baselines(
@@ -110,7 +105,7 @@ def find_baselines(
     return tuple(found), race.trials + judge.trials
 
 
-def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple[Whole | None, int]:
+def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple[Candidate | None, int]:
     """The best of all layouts that Megatron's flags allow, if it is faster; and how many were timed.
 
     GPUs whose work alone takes longer at their best rates are left out at once. Where nothing else is known
@@ -121,12 +116,13 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
         cluster: where.
         faster_than: seconds of an iteration; infinite: whatever fits.
     """
-    entrants: list[Candidate] = []
+    entrants: list[Entrant] = []
     for fleet in _fleets(request, cluster):
         entrants += _entrants(fleet, _fixed_replicas(request), lambda part: _least_s(part) < faster_than)
     race = Race(min(faster_than, float_info.max), None)
     race.run([replace(one, texts={_ANY: ""}) for one in entrants])
-    found, trials = [_whole(best.trial) for best in race.best.values()], race.trials
+    found: list[Candidate] = [best.trial for best in race.best.values()]
+    trials = race.trials
     if faster_than == inf:
         judge = StagedJudge(request, cluster)
         found += [one for one in (planner(judge) for planner in PUBLISHED.values()) if one is not None]
@@ -135,16 +131,11 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
     return min(faster, key=lambda one: one.order, default=None), trials
 
 
-def _whole(trial: Trial) -> Whole:
-    job = replace(trial.fleet.job, data_parallel=len(trial.layouts))
-    return Whole(trial.plan, job, trial.timing)
-
-
 def _fixed_replicas(request: Request) -> int | None:
     return request.job.data_parallel if "data_parallel" in request.fixed else None
 
 
-def _entrants(fleet: Fleet, replicas: int | None, wanted: Callable[[Fleet], bool]) -> Iterator[Candidate]:
+def _entrants(fleet: Fleet, replicas: int | None, wanted: Callable[[Fleet], bool]) -> Iterator[Entrant]:
     """Layouts of all baselines on a fleet, and on the GPUs of each model alone, of those that are wanted."""
     alone = _homogeneous_parts(fleet)
     is_alone = any(part is fleet for part in alone)
@@ -223,7 +214,7 @@ def _baseline(name: str, best: Entry | None, fleets: list[Fleet], data_parallel:
     return Baseline(name, None, f"short of memory: {_shortage(trial)}", text, uniform)
 
 
-def _published(name: str, best: Whole | None, cluster: Cluster) -> Baseline:
+def _published(name: str, best: Candidate | None, cluster: Cluster) -> Baseline:
     if best is None:
         return Baseline(name, None, "it has no layout with what is fixed", "", False)
     text = spell_stages(best.plan, cluster)
@@ -243,7 +234,7 @@ def _no_layout(name: str, fleet: Fleet, data_parallel: int | None) -> str:
     return "; ".join(f"{_who(part)}: {why_none(part, data_parallel, name)}" for part in alone)
 
 
-def _text(name: str, candidate: Candidate, window: int) -> str:
+def _text(name: str, candidate: Entrant, window: int) -> str:
     several = max(len(layout.parts) for layout in candidate.layouts) > 1
     text = candidate.texts[name] + (f", window {window}" if several else "")
     text = f"{_flags(candidate.fleet.job)}: {text}"
@@ -264,8 +255,7 @@ def _who(fleet: Fleet) -> str:
 
 def _shortage(trial: Trial) -> str:
     """The GPU that lacks most: its rank, what it needs, what it has, and what takes most of it."""
-    job = replace(trial.fleet.job, data_parallel=len(trial.layouts))
-    short = find_shortage(CostModel(job, trial.fleet.cluster).estimate(trial.plan))
+    short = find_shortage(CostModel(trial.job, trial.fleet.cluster).estimate(trial.plan))
     assert isinstance(short, Shortage), "what does not fit is short of a GPU's memory: none is offloaded"
     return (
         f"rank {short.rank} ({short.name}, {short.device}) needs {short.needed_gib:.1f} GiB and has "

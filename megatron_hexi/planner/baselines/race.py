@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from megatron_hexi.planner.baselines.floor import Floor
-from megatron_hexi.planner.baselines.rules import Candidate
+from megatron_hexi.planner.baselines.rules import Entrant
 from megatron_hexi.planner.layouts.layout import Layout
 from megatron_hexi.planner.layouts.trial import Judge, Progress, Trial
 
@@ -21,7 +21,7 @@ _ROUNDING = 1e-9
 class Entry:
     """A layout that was timed."""
 
-    candidate: Candidate
+    candidate: Entrant
     trial: Trial
 
 
@@ -52,12 +52,12 @@ class Race:
         """Layouts that were timed."""
         return sum(judge.trials for judge in self._judges.values())
 
-    def run(self, candidates: Sequence[Candidate]) -> None:
+    def run(self, candidates: Sequence[Entrant]) -> None:
         """Find the best of each baseline."""
         fleets = {id(one.fleet): one.fleet for one in candidates}
         floors = {name: Floor(fleet) for name, fleet in fleets.items()}
         known: dict[tuple[object, ...], float] = {}
-        entrants: list[tuple[float, bool, Candidate]] = []
+        entrants: list[tuple[float, bool, Entrant]] = []
         for one in candidates:  # of a layout those come first that compute less again
             key, floor = (one.fleet.units, one.layouts), floors[id(one.fleet)]
             if known.get(key, 0.0) >= self._faster_than:
@@ -76,7 +76,7 @@ class Race:
             if self._may_win(one, least) and (has_room or nothing_fits):
                 self._least[key] = self._time(one, least)
 
-    def _time(self, candidate: Candidate, least_s: float) -> float:
+    def _time(self, candidate: Entrant, least_s: float) -> float:
         """Each window that may be the layout's best; what it takes at least with more computed again."""
         fleet = candidate.fleet
         judge = self._judges.setdefault(id(fleet.job), Judge(fleet))
@@ -98,7 +98,7 @@ class Race:
             if best is None or entry.trial.order < best.trial.order:
                 self.best[name] = entry
 
-    def _may_win(self, candidate: Candidate, least_s: float) -> bool:
+    def _may_win(self, candidate: Entrant, least_s: float) -> bool:
         """Whether the layout may be the best of a baseline."""
         return any(least_s < self._limit(name) for name in candidate.texts)
 

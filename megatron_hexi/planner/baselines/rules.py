@@ -30,7 +30,7 @@ UNIFORM = (RING, ULYSSES, USP, TE)
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class Entrant:
     """Layouts that a baseline may use.
 
     Args:
@@ -51,9 +51,9 @@ def replica_counts(fleet: Fleet, data_parallel: int | None) -> list[int]:
     return [count for count in wanted if units % count == 0 and together % count == 0]
 
 
-def candidates(fleet: Fleet, data_parallel: int | None, names: Sequence[str] = NAMES) -> list[Candidate]:
+def candidates(fleet: Fleet, data_parallel: int | None, names: Sequence[str] = NAMES) -> list[Entrant]:
     """All layouts of the baselines asked for, each once."""
-    found: dict[tuple[Layout, ...], Candidate] = {}
+    found: dict[tuple[Layout, ...], Entrant] = {}
     ways = orders(fleet)
     for count in replica_counts(fleet, data_parallel):
         seen: set[Deal] = set()
@@ -63,7 +63,7 @@ def candidates(fleet: Fleet, data_parallel: int | None, names: Sequence[str] = N
                     continue
                 seen.add(deal)
                 for layouts, text, users in _layouts(fleet, deal, names):
-                    one = found.setdefault(layouts, Candidate(fleet, layouts))
+                    one = found.setdefault(layouts, Entrant(fleet, layouts))
                     for user in users:
                         one.texts.setdefault(user, _describe(fleet, deal, text, name))
     return list(found.values())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cost import Job, attention_seconds, token_seconds
-from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, part_params
@@ -42,7 +40,7 @@ class Rates:
         #: Tokens x heads a second of attention, heads of one tensor-parallel rank.
         self.attention = np.array([attention for _, attention in by_kind])[kinds]
         sharing = shards or len(fleet.units)
-        rooms = [list(_rooms(fleet, kind, window, sharing, micro_batches)) for kind in fleet.kinds]
+        rooms = [_rooms(fleet, kind, window, sharing, micro_batches) for kind in fleet.kinds]
         #: Bytes of memory for tokens, on the stage that has least.
         self.free = np.array([min(room.left for room in stages) for stages in rooms])[kinds]
         every = [room for stages in rooms for room in stages]
@@ -59,39 +57,32 @@ class _Room(NamedTuple):
     attended: float
 
 
-def _rooms(fleet: Fleet, kind: Kind, window: int, shards: int, micro_batches: int) -> Iterator[_Room]:
+def _rooms(fleet: Fleet, kind: Kind, window: int, shards: int, micro_batches: int) -> list[_Room]:
     """Of a unit's GPU on each pipeline stage.
 
     Bytes grow in proportion to the tokens that the unit holds, and to those that it attends to: with h of a
     group's H heads, h / H of the group's tokens. Keys under way are as many as the own group's.
     """
-    job, heads = fleet.job, np.full(1, float(fleet.job.workload().local_heads))
+    job, found = fleet.job, []
+    # With nothing, with tokens alone, with attention alone.
+    tokens, attended = np.array([0.0, _MANY, 0.0]), np.array([0.0, 0.0, _MANY])
+    heads = np.full(3, float(job.workload().local_heads))
     keys = heads / job.workload().queries_per_kv
+    flights = Flights(attended * keys, attended * keys)
+    holdings = Holdings(tokens, attended, heads, keys, np.full(3, micro_batches), flights)
     for stage, device in enumerate(kind.devices):
         part = fleet.part or ModelPart.of_job(job, stage)
         owned = part_params(job, part) / (shards if job.distributed_optimizer else 1)
-
-        def needed(
-            tokens: float, attended: float, part: ModelPart = part, owned: Floats | float = owned
-        ) -> float:
-            own = np.full(1, attended)
-            holdings = Holdings(
-                tokens=np.full(1, tokens),
-                group_tokens=own,
-                heads=heads,
-                kv=keys,
-                micro_batches=np.array([micro_batches]),
-                flights=Flights(own * keys, own * keys),
+        terms = part_memory(job, part, holdings, max(1, window), owned)
+        alone, by_tokens, by_attended = np.sum(list(terms.values()), axis=0).tolist()
+        found.append(
+            _Room(
+                left=max(0.0, device.usable_gib * GIB - alone),
+                held=(by_tokens - alone) / _MANY,
+                attended=(by_attended - alone) / _MANY,
             )
-            terms = part_memory(job, part, holdings, max(1, window), owned)
-            return sum(float(values[0]) for values in terms.values())
-
-        alone = needed(0.0, 0.0)
-        yield _Room(
-            left=max(0.0, device.usable_gib * GIB - alone),
-            held=(needed(_MANY, 0.0) - alone) / _MANY,
-            attended=(needed(0.0, _MANY) - alone) / _MANY,
         )
+    return found
 
 
 def _rates(job: Job, kind: Kind) -> tuple[float, float]:

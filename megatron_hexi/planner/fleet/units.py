@@ -120,28 +120,27 @@ def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) 
     runs = [_runs(of_node, job.tensor_parallel) for of_node in own]
     stacks = _stacks(job, cluster, runs)
     if not stacks:
-        found = sum(map(len, runs))
+        there = sum(map(len, runs))
         raise ClusterError(
-            f"cluster {cluster.name} has {found} units of tensor_parallel = {job.tensor_parallel} GPUs on "
+            f"cluster {cluster.name} has {there} units of tensor_parallel = {job.tensor_parallel} GPUs on "
             f"one node, too few for pipeline_parallel = {job.pipeline_parallel}; give smaller sizes"
         )
-    speed: dict[tuple[int, ...], float] = {}
-    devices: dict[tuple[int, ...], tuple[Device, ...]] = {}
+    found: dict[tuple[int, ...], Kind] = {}
     for stack in stacks:
         key = _device_key(cluster, stack)
-        if key not in speed:
-            devices[key] = tuple(cluster.ranks[part[0]].device for part in stack)
-            speed[key] = min(
-                ceiling_tokens_per_s(job, [device]) * job.tensor_parallel * job.pipeline_parallel
-                for device in devices[key]
-            )
-    kinds = sorted(speed, key=lambda key: (-speed[key], *(device.name for device in devices[key])))
+        if key not in found:
+            devices = tuple(cluster.ranks[part[0]].device for part in stack)
+            slowest = min(ceiling_tokens_per_s(job, [device]) for device in devices)
+            found[key] = Kind(devices, slowest * job.tensor_parallel * job.pipeline_parallel)
+    kinds = sorted(
+        found, key=lambda key: (-found[key].tokens_per_s, *(device.name for device in found[key].devices))
+    )
     units = _in_canonical_order(cluster, stacks, kinds)
     used = {gpu for stack in stacks for part in stack for gpu in part}
     return Fleet(
         cluster=cluster,
         job=job,
-        kinds=tuple(Kind(devices[key], speed[key]) for key in kinds),
+        kinds=tuple(found[key] for key in kinds),
         units=units,
         left_out=tuple(gpu for gpu in range(len(cluster.ranks)) if gpu not in used),
     )

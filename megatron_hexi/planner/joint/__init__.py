@@ -6,8 +6,8 @@ by its layers. `blocks`, `pipes`, `pipeline_search`: the best pipelines on some 
 for them, and the plan.
 """
 
-from megatron_hexi.planner.joint.assembly import Candidate
 from megatron_hexi.planner.joint.joint_search import JointSearch
 from megatron_hexi.planner.joint.stage_tables import DEEPEST
+from megatron_hexi.planner.layouts.trial import Candidate
 
 __all__ = ["DEEPEST", "Candidate", "JointSearch"]

@@ -8,58 +8,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
-
-from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import CostModel, Job, Timing
+from megatron_hexi.cost import CostModel
 from megatron_hexi.cost.job import recompute_mode
 from megatron_hexi.cost.memory import ModelPart
 from megatron_hexi.plan import Exchange, Plan, Replica
 from megatron_hexi.plan import Stage as PlanStage
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.planner.fleet.units import Fleet, find_units
+from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.packing import Packed
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
-from megatron_hexi.planner.joint.pipes import Pipe, Stage, least_longest
+from megatron_hexi.planner.joint.pipes import Pipe, Stage
 from megatron_hexi.planner.joint.placing import Place, Placed, find_gpus, number_ranks
-from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.layouts.layout import Layout, build_domain
-from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.domain import DomainSearch
 from megatron_hexi.planner.search.solver import refine
-
-
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """A whole plan and what it costs.
-
-    Args:
-        plan: the plan.
-        job: the job as the plan runs it.
-        timing: what the cost model says.
-    """
-
-    plan: Plan
-    job: Job
-    timing: Timing
-
-    @property
-    def iteration_s(self) -> float:
-        """Seconds of an iteration."""
-        return self.timing.phases.total
-
-    @property
-    def fits(self) -> bool:
-        """Whether every GPU's memory suffices."""
-        return self.timing.fits
-
-    @property
-    def order(self) -> tuple[float, float]:
-        """The better of two has the smaller one: first what fits, or overdraws least; then what is fast."""
-        return max(0.0, self.timing.fullness - 1), self.iteration_s
 
 
 class Assembly:
@@ -67,15 +34,12 @@ class Assembly:
 
     Args:
         request: what is planned.
-        tables: of stages.
+        timer: of layers.
         search: deals layers.
-        cluster: where.
     """
 
-    def __init__(
-        self, request: Request, tables: StageTables, search: PipelineSearch, cluster: Cluster
-    ) -> None:
-        self._job, self._tables, self._search, self._cluster = request.job, tables, search, cluster
+    def __init__(self, request: Request, timer: LayerTimer, search: PipelineSearch) -> None:
+        self._job, self._timer, self._search, self._cluster = request.job, timer, search, timer.cluster
         self._found: dict[tuple[object, ...], Trial] = {}
         #: The last one found for the same units and recomputation.
         self._layouts: dict[tuple[object, ...], Trial] = {}
@@ -91,7 +55,7 @@ class Assembly:
         """
         self._polished = polished
         pipes = [column.pipe for column in packed.columns]
-        placed = find_gpus(self._tables.timer.pools, [pipe.shapes for pipe in pipes])
+        placed = find_gpus(self._timer.pools, [pipe.shapes for pipe in pipes])
         if placed is None:
             return None
         fleets = {place: self._fleet(place, gpus, pipes) for place, gpus in placed.items()}
@@ -99,16 +63,16 @@ class Assembly:
         again = []
         for number, (column, count) in enumerate(zip(packed.columns, packed.micro_batches, strict=True)):
             depth = len(column.pipe.stages)
-            trials = [best.trials[Place(number, stage, depth)] for stage in range(depth)]
+            trials = [best[1][Place(number, stage, depth)] for stage in range(depth)]
             again.append(self._dealt_again(column.pipe, count, column.shards, trials))
         if again != pipes:
             other = self._assemble(again, packed.micro_batches, placed, fleets)
-            best = min(best, other, key=lambda one: one.candidate.order)
-        return best.candidate
+            best = min(best, other, key=lambda one: one[0].order)
+        return best[0]
 
     def _fleet(self, place: Place, gpus: Sequence[int], pipes: Sequence[Pipe]) -> Fleet:
         width = pipes[place.replica].stages[place.stage].shape.width
-        return find_units(self._tables.timer.job(width), self._cluster, set(gpus))
+        return find_units(self._timer.job(width), self._cluster, set(gpus))
 
     def _assemble(
         self,
@@ -116,7 +80,8 @@ class Assembly:
         micro_batches: Sequence[int],
         placed: Placed,
         fleets: dict[Place, Fleet],
-    ) -> _Assembled:
+    ) -> tuple[Candidate, dict[Place, Trial]]:
+        """A candidate, and the search's trial of each stage."""
         trials = {
             place: self._domain(
                 fleets[place],
@@ -128,7 +93,7 @@ class Assembly:
             for place in sorted(placed)
         }
         build = self._repeated if _is_repeated(pipes) else self._staged
-        return _Assembled(build(pipes, micro_batches, placed, trials), trials)
+        return build(pipes, micro_batches, placed, trials), trials
 
     def _domain(self, fleet: Fleet, place: Place, stage: Stage, micro_batches: int, replicas: int) -> Trial:
         """The best domain on a stage's GPUs."""
@@ -172,36 +137,24 @@ class Assembly:
 
     def _dealt_again(self, pipe: Pipe, micro_batches: int, shards: int, trials: Sequence[Trial]) -> Pipe:
         """The layers by what stages really take, as far as their tables say what fits."""
-        seconds, tables, last = [], [], len(trials) - 1
-        for number, (stage, trial) in enumerate(zip(pipe.stages, trials, strict=True)):
-            table = self._tables.table(
-                stage.shape, min(micro_batches, last + 1 - number), number == 0, number == last, shards, True
-            )
-            if table is None or not np.isfinite(table.seconds[stage.layers - 1]):
-                return pipe
-            tables.append(table)
-            way = 0.0 if number == last else self._search.between(stage.shape, pipe.stages[number + 1].shape)
-            took = trial.timing.pipelines[0].stages[0].total
-            seconds.append(table.seconds * (took / table.seconds[stage.layers - 1]) + way)
-        layers = least_longest(seconds, sum(stage.layers for stage in pipe.stages))
-        if layers is None:
+        took = [
+            (stage.layers, trial.timing.pipelines[0].stages[0].total)
+            for stage, trial in zip(pipe.stages, trials, strict=True)
+        ]
+        other = self._search.layered(pipe.shapes, micro_batches, shards, timed=True, took=took)
+        if other is None:
             return pipe
-        stages = tuple(
-            stage
-            if count == stage.layers
-            else Stage(stage.shape, count, table.recompute(count), float(times[count - 1]))
-            for stage, count, table, times in zip(pipe.stages, layers, tables, seconds, strict=True)
-        )
-        return Pipe(stages, pipe.micro_batches, timed=True)
+        both = zip(pipe.stages, other.stages, strict=True)
+        return replace(pipe, stages=tuple(old if old.layers == new.layers else new for old, new in both))
 
     def _repeated(
         self, pipes: Sequence[Pipe], micro_batches: Sequence[int], placed: Placed, trials: dict[Place, Trial]
     ) -> Candidate:
         """Replicas of one stage, all alike but for their domains: Megatron's own optimizer holds them."""
         stage, count = pipes[0].stages[0], len(pipes)
-        together = sum(micro_batches) * self._tables.timer.micro_batch_size
+        together = sum(micro_batches) * self._timer.micro_batch_size
         job = replace(
-            self._tables.timer.job(stage.shape.width),
+            self._timer.job(stage.shape.width),
             recompute=stage.recompute,
             global_batch_size=together,
             data_parallel=count,
@@ -221,7 +174,7 @@ class Assembly:
         tried = [judge.try_out(fleet, layouts, window) for window in windows]
         best = min(tried, key=lambda trial: trial.order)
         self.trials += judge.trials
-        return Candidate(best.plan, job, best.timing)
+        return best
 
     def _staged(
         self, pipes: Sequence[Pipe], micro_batches: Sequence[int], placed: Placed, trials: dict[Place, Trial]
@@ -247,28 +200,19 @@ class Assembly:
                 first += stage.layers
             replicas.append(Replica(tuple(stages), count))
         widths = {stage.shape.width for pipe in pipes for stage in pipe.stages}
-        width = next(iter(widths)) if len(widths) == 1 else 0
-        base = self._job
-        workload = replace(base.workload(), tensor_parallel=width)
+        width = widths.pop() if len(widths) == 1 else 0
+        workload = replace(self._job.workload(), tensor_parallel=width)
         everything = gpus == list(range(len(self._cluster.ranks)))
         plan = Plan(workload, tuple(replicas), gpus=None if everything else tuple(gpus))
         job = replace(
-            base,
+            self._job,
             tensor_parallel=width or 1,
             pipeline_parallel=1,
-            micro_batch_size=self._tables.timer.micro_batch_size,
+            micro_batch_size=self._timer.micro_batch_size,
             recompute="none",
             data_parallel=len(pipes),
         )
         return Candidate(plan, job, CostModel(job, self._cluster).timing(plan))
-
-
-@dataclass(frozen=True, eq=False)
-class _Assembled:
-    """A candidate, and the search's trial of each stage."""
-
-    candidate: Candidate
-    trials: dict[Place, Trial]
 
 
 def _is_repeated(pipes: Sequence[Pipe]) -> bool:

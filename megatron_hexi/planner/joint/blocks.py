@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from megatron_hexi.planner.joint.pools import Counts, Pools, Shape
+from megatron_hexi.planner.joint.pools import Counts, Pools, Shape, pools_of
+from megatron_hexi.planner.search.groupings import set_partitions
 
 #: Stages of a block whose stages mix kinds of GPU, at most.
 _DEEPEST_MIXED = 4
@@ -42,17 +43,15 @@ class Blocks:
 
     def orders(self, counts: Counts) -> Iterator[tuple[Counts, ...]]:
         """Partitions of the pools into blocks, in a few orders: by speed both ways, and by memory."""
-        kinds = [pool for pool, count in enumerate(counts) if count]
+        kinds = pools_of(counts)
         for partition in _partitions(kinds):
             blocks = [
                 tuple(count if pool in block else 0 for pool, count in enumerate(counts))
                 for block in partition
             ]
-            if len(blocks) <= 2:
-                yield from (tuple(order) for order in dict.fromkeys([tuple(blocks), tuple(blocks[::-1])]))
-                continue
-            by_memory = sorted(blocks, key=lambda block: -self._memory(block))
-            orders = [tuple(blocks), tuple(blocks[::-1]), tuple(by_memory)]
+            orders = [tuple(blocks), tuple(blocks[::-1])]
+            if len(blocks) > 2:
+                orders.append(tuple(sorted(blocks, key=lambda block: -self._memory(block))))
             yield from dict.fromkeys(orders)
 
     def _memory(self, counts: Counts) -> float:
@@ -64,7 +63,7 @@ class Blocks:
     def _options(self, counts: Counts, only: int | None) -> list[Block]:
         """What stages a block may be cut into: alike, aligned with nodes, little left over."""
         found = []
-        kinds = [pool for pool, count in enumerate(counts) if count]
+        kinds = pools_of(counts)
         pools = self._pools.pools
         for width in self._widths if only is None else [only]:
             # Units lie inside nodes.
@@ -92,21 +91,10 @@ class Blocks:
 def _partitions(kinds: list[int]) -> Iterator[list[list[int]]]:
     """Blocks of pools: all partitions of a few; of more those with one or two blocks of several pools."""
     if len(kinds) <= _FEW:
-        yield from _all_partitions(kinds)
+        yield from set_partitions(kinds)
         return
     yield [kinds]
     yield [[kind] for kind in kinds]
     yield [kinds[: len(kinds) // 2], kinds[len(kinds) // 2 :]]
     for first, second in itertools.pairwise(kinds):
         yield [[first, second], *([kind] for kind in kinds if kind not in (first, second))]
-
-
-def _all_partitions(kinds: list[int]) -> Iterator[list[list[int]]]:
-    if not kinds:
-        yield []
-        return
-    first, *rest = kinds
-    for partition in _all_partitions(rest):
-        yield [[first], *partition]
-        for number, block in enumerate(partition):
-            yield [*partition[:number], [first, *block], *partition[number + 1 :]]

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import ceiling_tokens_per_s
-from megatron_hexi.planner.joint.assembly import Assembly, Candidate
+from megatron_hexi.planner.joint.assembly import Assembly
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.packing import Packed, pack
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pools import Pools
 from megatron_hexi.planner.joint.replica_columns import Column, ReplicaColumns
 from megatron_hexi.planner.joint.stage_tables import StageTables
-from megatron_hexi.planner.layouts.trial import Progress
+from megatron_hexi.planner.layouts.trial import Candidate, Progress
 from megatron_hexi.planner.request import Request
 
 #: Numbers of replicas that are told apart: one shares optimizer state, two or three do, four to seven, …
@@ -43,9 +43,8 @@ class JointSearch:
         speeds = {id(node.device): ceiling_tokens_per_s(job, [node.device]) for node in cluster.nodes}
         self._pools = Pools.of(cluster, [speeds[id(node.device)] for node in cluster.nodes])
         self._timer = LayerTimer(request, cluster, self._pools, micro_batch_size)
-        tables = StageTables(request, self._timer)
-        self._pipelines = PipelineSearch(request, tables)
-        self._assembly = Assembly(request, tables, self._pipelines, cluster)
+        self._pipelines = PipelineSearch(request, StageTables(request, self._timer))
+        self._assembly = Assembly(request, self._timer, self._pipelines)
 
     @property
     def trials(self) -> int:

@@ -33,6 +33,8 @@ from megatron_hexi.planner.search.tried import WINDOW
 
 #: Rounds of balancing for stages of several pools.
 _ROUNDS = 2
+#: What is timed: a layer between the embedding and the loss.
+_ONE_LAYER = ModelPart(layers=1, again=1, is_first=True, is_last=True, ahead=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,21 +100,17 @@ class LayerTimer:
         widest = max(pool.size for pool in pools.pools)
         self.widths = request.widths(widest)
         # Recomputation of core attention is timed as a pass of its own; all modes follow from one trial.
-        self._jobs = {
-            width: replace(
-                request.job,
-                tensor_parallel=width,
-                pipeline_parallel=1,  # stages are put together by the search
-                data_parallel=1,
-                micro_batch_size=micro_batch_size,
-                global_batch_size=micro_batch_size,
-                recompute="selective",
-            )
-            for width in self.widths
-        }
-        alone = ModelPart(layers=1, again=1, is_first=True, is_last=True, ahead=1)
+        job = replace(
+            request.job,
+            pipeline_parallel=1,  # stages are put together by the search
+            data_parallel=1,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=micro_batch_size,
+            recompute="selective",
+        )
         self._fleets = {
-            width: replace(find_units(job, cluster), part=alone) for width, job in self._jobs.items()
+            width: replace(find_units(replace(job, tensor_parallel=width), cluster), part=_ONE_LAYER)
+            for width in self.widths
         }
         self._judges = {width: Judge(fleet) for width, fleet in self._fleets.items()}
         self.layer = cache(self._layer)
@@ -125,15 +123,14 @@ class LayerTimer:
 
     def seconds_alone(self, pool: int) -> float:
         """What a micro-batch takes on one GPU at its best rates, all layers, without recomputation."""
-        width = self.widths[0]
-        job = replace(self._jobs[width], recompute="none")
+        job = replace(self.job(self.widths[0]), recompute="none")
         speeds = device_speeds(self.pools.pools[pool].device, job)
         tokens = self.micro_batch_size * job.seq_length
         return tokens * (token_seconds(speeds, job) + attention_seconds(speeds, job, causal=True))
 
     def job(self, width: int) -> Job:
         """The job of units of a size, of one micro-batch."""
-        return self._jobs[width]
+        return self._fleets[width].job
 
     def _layer(self, shape: Shape, timed: bool) -> LayerTimes | None:
         """A layer of such a stage; ``None`` where it cannot be cut so.
@@ -182,7 +179,7 @@ class LayerTimer:
         judge = self._judges[shape.width]
         rates = Rates(fleet, WINDOW)
         guess = FirstGuess(fleet, rates)
-        heads = self._jobs[shape.width].workload().local_heads
+        heads = fleet.job.workload().local_heads
         groupings = _groupings(fleet, heads)
         if not groupings:
             return None
@@ -225,9 +222,8 @@ class LayerTimer:
         nodes = [self.cluster.ranks[gpu].node for gpu in section.ground.gpus[:, 0].tolist()]
         pool = np.array([shape.kinds.index(pool_of_node[node]) for node in nodes])
         held = Holdings.of(section.arrays, np.ones(1, dtype=np.int64), stage.layer.flights)
-        one = ModelPart(layers=1, again=1, is_first=True, is_last=True, ahead=1)
         memory = [
-            part_memory(replace(section.job, recompute=mode), one, held, section.window, 0.0)
+            part_memory(replace(section.job, recompute=mode), _ONE_LAYER, held, section.window, 0.0)
             for mode in RECOMPUTES
         ]
 

@@ -9,7 +9,6 @@ get whole layers, exactly: the least time of the slowest stage, by bisection ove
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.planner.joint.blocks import Block, Blocks
 from megatron_hexi.planner.joint.pipes import Pipe, Stage, least_longest
 from megatron_hexi.planner.joint.pools import Counts, Shape
-from megatron_hexi.planner.joint.stage_tables import DEEPEST, StageTables, Table
+from megatron_hexi.planner.joint.stage_tables import DEEPEST, StageTables
 from megatron_hexi.planner.request import Request
 
 #: Steps of the grid of times: 3 %, refined by the exact layers afterwards.
@@ -44,6 +43,11 @@ class _Carried(NamedTuple):
     block: Ints
     behind: Ints
 
+    @classmethod
+    def of(cls, layers: Floats, block: int, behind: int) -> _Carried:
+        """With the same block, and as many stages behind it, at all times."""
+        return cls(layers, np.full(len(layers), block), np.full(len(layers), behind))
+
 
 class PipelineSearch:
     """Pipelines by the tables of one micro-batch size.
@@ -65,7 +69,7 @@ class PipelineSearch:
         self._grid = self._times()
         self._carry = cache(self._block_layers)
         self._carried = cache(self._stage_layers)
-        self.between = cache(self._seconds_between)
+        self._between = cache(self._seconds_between)
 
     def best(self, counts: Counts, micro_batches: int, shards: int, width: int | None) -> list[Pipe]:
         """Pipelines on these GPUs, the fastest first; none where the model does not fit.
@@ -87,16 +91,18 @@ class PipelineSearch:
         """One stage of all layers, for each tensor-parallel size that fits. Arguments as of `best`."""
         if 1 not in self._depths:
             return []
-        pipes = []
-        for block in self._blocks.options(counts, width):
-            found = self._tables.whole(block.shape, shards, False) if block.stages == 1 else None
-            if found is not None:
-                stage = Stage(block.shape, self._tables.layers, found[1], found[0])
-                pipes.append(Pipe((stage,), micro_batches, len(block.shape.kinds) == 1))
-        return sorted(pipes, key=lambda pipe: pipe.seconds)
+        blocks = (block for block in self._blocks.options(counts, width) if block.stages == 1)
+        pipes = [self.layered([block.shape], micro_batches, shards) for block in blocks]
+        return sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
 
     def layered(
-        self, shapes: Sequence[Shape], micro_batches: int, shards: int, *, timed: bool = False
+        self,
+        shapes: Sequence[Shape],
+        micro_batches: int,
+        shards: int,
+        *,
+        timed: bool = False,
+        took: Sequence[tuple[int, float]] = (),
     ) -> Pipe | None:
         """The layers of each stage that make the slowest as fast as can be.
 
@@ -105,36 +111,35 @@ class PipelineSearch:
             micro_batches: that pass.
             shards: replicas that share the optimizer's state.
             timed: with every stage's own times; else those of several pools are roughly known.
+            took: layers that each stage had in a plan, and the seconds that they took: its table is scaled
+                to these. Empty: there is no plan yet.
         """
-        tables = self._stage_tables(shapes, micro_batches, shards, timed)
-        if tables is None:
+        seconds, tables, last = [], [], len(shapes) - 1
+        for place, shape in enumerate(shapes):
+            under_way = min(micro_batches, last + 1 - place)
+            table = self._tables.table(shape, under_way, place == 0, place == last, shards, timed)
+            if table is None:
+                return None
+            factor = 1.0
+            if took:
+                layers, planned = took[place]
+                factor = planned / table.seconds[layers - 1]
+                if not factor:  # by its table it does not fit so
+                    return None
+            way = 0.0 if place == last else self._between(shape, shapes[place + 1])
+            seconds.append(table.seconds * factor + way)
+            tables.append(table)
+        dealt = least_longest(seconds, self._tables.layers)
+        if dealt is None:
             return None
-        ways = [self.between(*ends) for ends in itertools.pairwise(shapes)] + [0.0]
-        seconds = [table.seconds + way for table, way in zip(tables, ways, strict=True)]
-        layers = least_longest(seconds, self._tables.layers)
-        if layers is None:
-            return None
-        stages = zip(shapes, layers, tables, seconds, strict=True)
         return Pipe(
             tuple(
                 Stage(shape, count, table.recompute(count), float(times[count - 1]))
-                for shape, count, table, times in stages
+                for shape, count, table, times in zip(shapes, dealt, tables, seconds, strict=True)
             ),
             micro_batches,
             timed or all(len(shape.kinds) == 1 for shape in shapes),
         )
-
-    def _stage_tables(
-        self, shapes: Sequence[Shape], micro_batches: int, shards: int, timed: bool
-    ) -> list[Table] | None:
-        found, last = [], len(shapes) - 1
-        for place, shape in enumerate(shapes):
-            under_way = min(micro_batches, len(shapes) - place)
-            table = self._tables.table(shape, under_way, place == 0, place == last, shards, timed)
-            if table is None:
-                return None
-            found.append(table)
-        return found
 
     def _seconds_between(self, first: Shape, second: Shape) -> float:
         """Activations there and their gradients back."""
@@ -156,7 +161,7 @@ class PipelineSearch:
         is_first: bool,
         is_last: bool,
         shards: int,
-    ) -> dict[int, tuple[Floats, Ints]]:
+    ) -> dict[int, _Carried]:
         """What a block's stages carry together, with so many stages behind them.
 
         Args:
@@ -169,9 +174,9 @@ class PipelineSearch:
             shards: replicas that share the optimizer's state.
 
         Returns:
-            By number of stages: layers, [times], and the option, [times].
+            The most by number of stages.
         """
-        found: dict[int, tuple[Floats, Ints]] = {}
+        found: dict[int, _Carried] = {}
         for number, (shape, depth) in enumerate(self._blocks.options(counts, width)):
             if behind + depth > DEEPEST:
                 continue
@@ -183,13 +188,7 @@ class PipelineSearch:
                     break
                 layers = layers + carried
             else:
-                old = found.get(depth)
-                index = np.full(len(self._grid), number)
-                if old is None:
-                    found[depth] = layers, index
-                else:
-                    better = layers > old[0]
-                    found[depth] = np.where(better, layers, old[0]), np.where(better, index, old[1])
+                _keep_most(found, depth, _Carried.of(layers, number, behind))
         return found
 
     def _stage_layers(
@@ -200,7 +199,7 @@ class PipelineSearch:
         if table is None:
             return None
         # To another block's stage the way is taken to be as long as to one of the same.
-        way = 0.0 if is_last else self.between(shape, shape)
+        way = 0.0 if is_last else self._between(shape, shape)
         carried = np.searchsorted(table.seconds, self._grid - way, side="right")
         return np.where(carried == 0, _NEVER, carried)
 
@@ -208,23 +207,16 @@ class PipelineSearch:
         self, blocks: Sequence[Counts], micro_batches: int, shards: int, width: int | None
     ) -> Iterator[tuple[float, tuple[Block, ...]]]:
         """For each number of stages the pipeline that is fastest by the grid, and its seconds."""
-        size = len(self._grid)
-        start = _Carried(np.zeros(size), np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64))
-        levels: list[dict[int, _Carried]] = [{0: start}]
+        levels = [{0: _Carried.of(np.zeros(len(self._grid)), 0, 0)}]
+        most = min(micro_batches, DEEPEST)
         for place in reversed(range(len(blocks))):
             following: dict[int, _Carried] = {}
+            ends = place == 0, place == len(blocks) - 1
             for behind, carried in levels[-1].items():
-                most = min(micro_batches, DEEPEST)
-                ends = place == 0, place == len(blocks) - 1
-                for depth, (layers, option) in self._carry(
-                    blocks[place], width, behind, most, *ends, shards
-                ).items():
-                    together, old = carried.layers + layers, following.get(behind + depth)
-                    new = _Carried(together, option, np.full(size, behind))
-                    if old is not None:
-                        better = together > old.layers
-                        new = _Carried(*(np.where(better, a, b) for a, b in zip(new, old, strict=True)))
-                    following[behind + depth] = new
+                own = self._carry(blocks[place], width, behind, most, *ends, shards)
+                for depth, block in own.items():
+                    together = block._replace(layers=carried.layers + block.layers)
+                    _keep_most(following, behind + depth, together)
             levels.append(following)
         for depth, carried in levels[-1].items():
             enough = np.flatnonzero(carried.layers >= self._tables.layers)
@@ -247,6 +239,15 @@ class PipelineSearch:
             found.append(self._blocks.options(block, width)[int(carried.block[time])])
             depth = int(carried.behind[time])
         return tuple(found)
+
+
+def _keep_most(found: dict[int, _Carried], stages: int, new: _Carried) -> None:
+    """Enter what so many stages carry, at the times at which it is more than what is known."""
+    old = found.get(stages)
+    if old is not None:
+        better = new.layers > old.layers
+        new = _Carried(*(np.where(better, a, b) for a, b in zip(new, old, strict=True)))
+    found[stages] = new
 
 
 def _spread(blocks: Sequence[Block]) -> tuple[Shape, ...]:

@@ -32,12 +32,11 @@ Placed = dict[Place, list[int]]
 
 
 class _Demand(NamedTuple):
-    """What a stage wants of one node, or of so many whole ones."""
+    """A part of a node that a stage wants."""
 
     place: Place
     width: int
     gpus: int
-    whole_nodes: int
 
 
 def find_gpus(pools: Pools, replicas: Sequence[Sequence[Shape]]) -> Placed | None:
@@ -49,22 +48,19 @@ def find_gpus(pools: Pools, replicas: Sequence[Sequence[Shape]]) -> Placed | Non
     """
     placed: Placed = {}
     for pool, own in enumerate(pools.pools):
-        demands = [
-            demand
-            for number, shapes in enumerate(replicas)
-            for stage, shape in enumerate(shapes)
-            if shape.counts[pool]
-            for demand in _demands(Place(number, stage, len(shapes)), shape, shape.counts[pool], own.size)
-        ]
-        nodes = iter(own.nodes)
-        for demand in demands:
-            for _ in range(demand.whole_nodes):
-                node = next(nodes, None)
-                if node is None:
+        nodes, demands = list(own.nodes), []
+        for number, shapes in enumerate(replicas):
+            for stage, shape in enumerate(shapes):
+                place = Place(number, stage, len(shapes))
+                whole, rest = divmod(shape.counts[pool], own.size)
+                if whole > len(nodes):
                     return None
-                placed.setdefault(demand.place, []).extend(pools.cluster.nodes[node].ranks)
-        left = list(nodes)
-        shared = _share([demand for demand in demands if demand.gpus], own.size, left)
+                for node in nodes[:whole]:
+                    placed.setdefault(place, []).extend(pools.cluster.nodes[node].ranks)
+                del nodes[:whole]
+                if rest:
+                    demands.append(_Demand(place, shape.width, rest))
+        shared = _share(demands, own.size, nodes)
         if shared is None:
             return None
         for node, demands_of_node in shared.items():
@@ -73,12 +69,6 @@ def find_gpus(pools: Pools, replicas: Sequence[Sequence[Shape]]) -> Placed | Non
             for demand in sorted(demands_of_node, key=lambda demand: (-demand.width, demand.place)):
                 placed.setdefault(demand.place, []).extend(next(free) for _ in range(demand.gpus))
     return placed if number_ranks(pools.cluster, placed) else None
-
-
-def _demands(place: Place, shape: Shape, count: int, size: int) -> list[_Demand]:
-    whole, rest = divmod(count, size)
-    found = [_Demand(place, shape.width, 0, whole)] if whole else []
-    return [*found, _Demand(place, shape.width, rest, 0)] if rest else found
 
 
 def _share(demands: Sequence[_Demand], size: int, nodes: Sequence[int]) -> dict[int, list[_Demand]] | None:

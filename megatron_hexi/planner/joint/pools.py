@@ -6,7 +6,7 @@ What a stage takes is decided here in numbers of GPUs; `placing` finds the GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -60,7 +60,12 @@ class Shape(NamedTuple):
     @property
     def kinds(self) -> list[int]:
         """Pools that it takes GPUs of."""
-        return [pool for pool, count in enumerate(self.counts) if count]
+        return pools_of(self.counts)
+
+
+def pools_of(counts: Counts) -> list[int]:
+    """Pools that GPUs are taken of."""
+    return [pool for pool, count in enumerate(counts) if count]
 
 
 class Pools:
@@ -141,21 +146,13 @@ class Pools:
             return size / (min(sum(first.counts), sum(second.counts)) * node.bandwidth) + node.latency_s
         tiers = self.cluster.tiers
         if not tiers:
-            rates = [self.cluster.bandwidth(*ends) for ends in self._ends(first, second)]
-            return size / max(rates) if rates else size / node.bandwidth
+            sender, receiver = self.some_gpus(first)[0], self.some_gpus(second)[-1]
+            return size / (self.cluster.bandwidth(sender, receiver) if sender != receiver else node.bandwidth)
         seconds = size / min(self.way_out(first), self.way_out(second)) + tiers[0].latency_s
-        apart = {self.pools[kind].site for kind in first.kinds} != {
-            self.pools[kind].site for kind in second.kinds
-        }
-        if apart and len(tiers) > 1 and tiers[-1].per == "group":
+        here, there = ({self.pools[kind].site for kind in shape.kinds} for shape in (first, second))
+        if here != there and len(tiers) > 1 and tiers[-1].per == "group":
             seconds = max(seconds, size / tiers[-1].bandwidth) + tiers[-1].latency_s
         return seconds
-
-    def _ends(self, first: Shape, second: Shape) -> Iterator[tuple[int, int]]:
-        for sender in self.some_gpus(first)[:1]:
-            for receiver in self.some_gpus(second)[-1:]:
-                if sender != receiver:
-                    yield sender, receiver
 
     def _nodes_of(self, shape: Shape) -> list[int]:
         return [math.ceil(shape.counts[pool] / self.pools[pool].size) for pool in shape.kinds]

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pipes import Pipe
-from megatron_hexi.planner.joint.pools import Counts, Pools
+from megatron_hexi.planner.joint.pools import Counts, Pools, pools_of
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
 from megatron_hexi.planner.request import Request
 
@@ -78,8 +79,8 @@ class ReplicaColumns:
         search: PipelineSearch,
         micro_batches: int,
     ) -> None:
-        self._request, self._pools = request, pools
-        self._search, self._micro_batches = search, micro_batches
+        self._request, self._search = request, search
+        self.pools, self.micro_batches = pools, micro_batches
         self._sync = Synchronisation(timer)
         self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(pools.pools))]
         self._choices = self._find_choices()
@@ -101,7 +102,7 @@ class ReplicaColumns:
         several = replicas > 1
         # Pipelines differ little by who shares their optimizer state: those of two replicas do for more.
         sharing = min(shards, 2)
-        few = [counts for counts in choices if not several or sum(map(bool, counts)) <= _MOST_KINDS]
+        few = [counts for counts in choices if not several or len(pools_of(counts)) <= _MOST_KINDS]
         for counts in self._some(few, _WITH_PIPELINES[several]):
             pipes = self._pipelines(counts, self._take(counts, replicas), sharing, width)
             found += self.columns(counts, pipes, sharing, 1)
@@ -140,46 +141,41 @@ class ReplicaColumns:
     def _is_even_part(self, counts: Counts) -> bool:
         """Whether as many such replicas as there can be leave no GPU of any pool."""
         parts = {
-            total / count if count else 0 for count, total in zip(counts, self._pools.totals, strict=True)
+            total / count if count else 0 for count, total in zip(counts, self.pools.totals, strict=True)
         }
         return len(parts) == 1 and parts.pop().is_integer()
 
     def _is_of_whole_pools(self, counts: Counts) -> bool:
         """Whether all GPUs of some pools are taken, and none of the others."""
-        return all(count in (0, total) for count, total in zip(counts, self._pools.totals, strict=True))
+        return all(count in (0, total) for count, total in zip(counts, self.pools.totals, strict=True))
 
     def _share(self, counts: Counts) -> float:
         """Part of all GPUs' speed."""
-        together = sum(count * speed for count, speed in zip(self._pools.totals, self._speeds, strict=True))
+        together = sum(count * speed for count, speed in zip(self.pools.totals, self._speeds, strict=True))
         return sum(count * speed for count, speed in zip(counts, self._speeds, strict=True)) / together
 
     def _take(self, counts: Counts, replicas: int) -> int:
         """Micro-batches that a replica will take, about, of so many; 0: it is none of them."""
-        share, all_of_them = self._share(counts), self._micro_batches
+        share, all_of_them = self._share(counts), self.micro_batches
         if replicas == 1:
             return all_of_them if share > self._least_alone else 0
-        mixed = sum(map(bool, counts)) > _MOST_KINDS and not self._is_even_part(counts)
+        mixed = len(pools_of(counts)) > _MOST_KINDS and not self._is_even_part(counts)
         if mixed or share * all_of_them < _LEAST_SHARE:
             return 0
-        return (
-            max(1, min(round(share * all_of_them), all_of_them - replicas + 1))
-            if share <= 2 / replicas
-            else 0
-        )
+        if share > 2 / replicas:
+            return 0
+        return max(1, min(round(share * all_of_them), all_of_them - replicas + 1))
 
     def _find_choices(self) -> list[Counts]:
         """GPUs that could hold the model, many kinds first."""
-        pools, job = self._pools, self._request.job
+        pools, job = self.pools, self._request.job
         needed = job.model.total_params * 6.0
         found = []
         for counts in set(_choices(pools)):
-            room = sum(
-                count * pool.device.usable_gib * 2**30
-                for count, pool in zip(counts, pools.pools, strict=True)
-            )
-            if room >= needed:
+            both = zip(counts, pools.pools, strict=True)
+            if sum(count * pool.device.usable_gib * GIB for count, pool in both) >= needed:
                 found.append(counts)
-        return sorted(found, key=lambda counts: (-sum(map(bool, counts)), -self._share(counts), counts))
+        return sorted(found, key=lambda counts: (-len(pools_of(counts)), -self._share(counts), counts))
 
 
 def _choices(pools: Pools) -> Iterator[Counts]:

@@ -80,17 +80,6 @@ class StageTables:
         stack = self._stack(shape, is_first, is_last, shards, timed)
         return None if stack is None else stack[bisect.bisect_left(UNDER_WAY, under_way)]
 
-    def whole(self, shape: Shape, shards: int, timed: bool) -> tuple[float, Recompute] | None:
-        """A stage of all layers: its seconds, and what it computes again; ``None``: it does not fit."""
-        layer = self.timer.layer(shape, timed)
-        if layer is None:
-            return None
-        table = Table(*self._best(layer, shape, np.array([self.layers]), np.ones((1, 1)), True, True, shards))
-        seconds = float(table.seconds[0, 0])
-        return (
-            (seconds, Table(table.seconds[0], table.modes[0]).recompute(1)) if np.isfinite(seconds) else None
-        )
-
     def _tables(
         self, shape: Shape, is_first: bool, is_last: bool, shards: int, timed: bool
     ) -> list[Table] | None:

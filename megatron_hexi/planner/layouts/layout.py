@@ -6,12 +6,15 @@ A layout says nothing of positions and ranks; `build_plan` derives them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, unit_ranks
 from megatron_hexi.plan.layout import causal_segments, consecutive, full_segments
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.planner.fleet.units import Fleet
+from megatron_hexi.planner.layouts.deal import deal_tokens
 
 #: Units of each group, the outermost group first.
 Grouping = tuple[tuple[int, ...], ...]
@@ -59,6 +62,14 @@ class Layout:
     def units(self) -> tuple[int, ...]:
         """All members, ascending."""
         return tuple(sorted(unit for part in self.parts for unit in part.units))
+
+    def dealt(self, tokens: int, weights: Sequence[float]) -> Layout:
+        """The same groups with so many tokens: by weights, inside them in proportion to what members have."""
+        parts = [
+            replace(part, tokens=deal_tokens(total, np.array(part.tokens, dtype=float) + 1e-9))
+            for part, total in zip(self.parts, deal_tokens(tokens, np.array(weights)), strict=True)
+        ]
+        return replace(self, parts=tuple(parts))
 
 
 def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_hexi.cost import CostModel, Timing
+from megatron_hexi.cost import CostModel, Job, Timing
 from megatron_hexi.plan import Plan
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Layout, build_plan
@@ -18,21 +18,17 @@ _MENDABLE = 0.03
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
-    """Layouts and what they cost.
+class Candidate:
+    """A plan and what it costs.
 
     Args:
-        fleet: the units that the layouts' numbers mean.
-        layouts: one a replica.
-        window: of the exchange.
-        plan: the same as a plan.
-        timing: what the cost model says of it.
+        plan: the plan.
+        job: the job as the plan runs it.
+        timing: what the cost model says.
     """
 
-    fleet: Fleet
-    layouts: tuple[Layout, ...]
-    window: int
     plan: Plan
+    job: Job
     timing: Timing
 
     @property
@@ -43,8 +39,7 @@ class Trial:
     @property
     def tokens_per_s(self) -> float:
         """Tokens of the global batch a second."""
-        job = self.fleet.job
-        return job.global_batch_size * job.seq_length / self.iteration_s
+        return self.job.global_batch_size * self.job.seq_length / self.iteration_s
 
     @property
     def fits(self) -> bool:
@@ -52,19 +47,29 @@ class Trial:
         return self.timing.fits
 
     @property
-    def fullness(self) -> float:
-        """The largest part of a GPU's memory that is needed."""
-        return self.timing.fullness
-
-    @property
     def excess(self) -> float:
         """The largest part by which a GPU's memory is overdrawn; 0 where all fits."""
-        return max(0.0, self.fullness - 1)
+        return max(0.0, self.timing.fullness - 1)
 
     @property
     def order(self) -> tuple[float, float]:
         """The better of two has the smaller one: first what fits, or overdraws least; then what is fast."""
         return self.excess, self.iteration_s
+
+
+@dataclass(frozen=True, eq=False)
+class Trial(Candidate):
+    """A plan of layouts.
+
+    Args:
+        fleet: the units that the layouts' numbers mean.
+        layouts: one a replica.
+        window: of the exchange.
+    """
+
+    fleet: Fleet
+    layouts: tuple[Layout, ...]
+    window: int
 
     @property
     def promise(self) -> tuple[bool, float]:
@@ -90,7 +95,8 @@ class Judge:
         """Time one layout a replica."""
         self.trials += 1
         plan = build_plan(fleet, layouts, window)
-        return Trial(fleet, tuple(layouts), window, plan, self._model(len(layouts)).timing(plan))
+        model = self._model(len(layouts))
+        return Trial(plan, model.job, model.timing(plan), fleet, tuple(layouts), window)
 
     def _model(self, replicas: int) -> CostModel:
         if replicas not in self._models:

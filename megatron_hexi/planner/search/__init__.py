@@ -1,5 +1,5 @@
-"""One domain's best grouping (`domain`), and replicas (`replicas`).
+"""One domain's best layout (`domain`).
 
-Groupings are tried (`groupings`, `descend`, `wander`; `guess`, `tried`), the best of them balanced
-(`balance`), and the best of these polished (`polish`).
+Groupings are tried (`groupings`, `descend`; `guess`, `tried`), the best of them balanced (`balance`), and the
+best of these polished (`polish`, `solver`).
 """

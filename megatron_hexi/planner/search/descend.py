@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.search.groupings import (
-    Choice,
-    SiteClass,
     choices,
     group_by_choice,
     groups_a_site,
-    idle_heads,
     mixed_groupings,
     rearranged,
     site_classes,
-    unequal_choices,
 )
 from megatron_hexi.planner.search.tried import Tried, grouping_of, promise_of
 
 #: Groups a site with which all classes begin.
 _DENSITIES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-#: Heads that idle less by this part of the time are worth a step further.
-_IDLE = 0.1
 #: Groupings of up to so many groups and units are rearranged, so often at most.
 _FEW_GROUPS = 12
 _FEW_UNITS = 64
@@ -54,7 +46,8 @@ def descend(tried: Tried, fleet: Fleet, heads: int) -> None:
     while improved:
         improved = False
         for name, ladder in ladders.items():
-            for option in _neighbours(name, ladder, chosen[name], len(classes[name]), heads):
+            place = ladder.index(chosen[name])
+            for option in ladder[max(0, place - 1) : place] + ladder[place + 1 : place + 2]:
                 other = chosen | {name: option}
                 found = tried.attempt(group_by_choice(fleet, other), sparing=True).promise
                 if found < promise:
@@ -72,18 +65,3 @@ def _rearrange(tried: Tried, fleet: Fleet) -> None:
         found = min((tried.attempt(other) for other in rearranged(fleet, grouping)), key=promise_of)
         if found.promise >= best.promise:
             return
-
-
-def _neighbours(
-    name: SiteClass, ladder: Sequence[Choice], choice: Choice, sites: int, heads: int
-) -> list[Choice]:
-    """A step coarser, a step finer; where heads do not go round there, also the next where fewer idle."""
-    unequal = unequal_choices(name[1], heads)
-    if choice not in ladder:
-        return unequal
-    place, found = ladder.index(choice), list[Choice]()
-    for way in (ladder[:place][::-1], ladder[place + 1 :]):
-        idle = [idle_heads(option, name[1], sites, heads) for option in way]
-        found += way[:1]
-        found += [option for option, part in zip(way, idle, strict=True) if part < idle[0] - _IDLE][:1]
-    return [*found, *unequal]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.trial import Judge, Trial
@@ -11,8 +14,6 @@ from megatron_hexi.planner.search.groupings import all_partitions
 from megatron_hexi.planner.search.polish import polish
 from megatron_hexi.planner.search.tried import EXHAUSTIVE, WINDOW, Tried
 
-#: Of so few units every partition is balanced and polished.
-_FEWEST = 3
 #: Finalists that are polished although they are not the best take less than this factor of its time.
 _NEAR = 1.3
 #: Memory that is full enough to keep tokens from where they would be done fastest.
@@ -23,6 +24,32 @@ _NARROW = 1.05
 _HOPELESS = 2.0
 #: Rounds of balancing.
 _ROUNDS = 3
+
+
+class _Effort(NamedTuple):
+    """How much is tried.
+
+    Args:
+        finalists: groupings that are balanced.
+        narrowed: finalists that are balanced again with fewer keys in flight.
+        rivals: finalists besides the best that are polished too.
+        polish: layouts that polishing each may time.
+    """
+
+    finalists: int
+    narrowed: int
+    rivals: int
+    polish: int
+
+
+#: By units, up to so many: less where each layout takes longer to time.
+_EFFORTS = {
+    3: _Effort(finalists=5, narrowed=3, rivals=4, polish=120),
+    EXHAUSTIVE: _Effort(finalists=3, narrowed=3, rivals=2, polish=120),
+    16: _Effort(finalists=3, narrowed=3, rivals=0, polish=60),
+    64: _Effort(finalists=3, narrowed=3, rivals=0, polish=30),
+    math.inf: _Effort(finalists=2, narrowed=1, rivals=0, polish=8),
+}
 
 
 class DomainSearch:
@@ -38,6 +65,7 @@ class DomainSearch:
         self._judge, self._fleet = judge, fleet
         self._rates = Rates(fleet, WINDOW, judge.shards, micro_batches)
         self._tried = Tried(judge, fleet, self._rates, micro_batches)
+        self._effort = next(effort for most, effort in _EFFORTS.items() if len(fleet.units) <= most)
 
     def run(self, polished: bool = True) -> Trial:
         """The best found on all units; without the last small changes if not `polished`."""
@@ -46,51 +74,27 @@ class DomainSearch:
                 self._tried.attempt(grouping)
         else:
             descend(self._tried, self._fleet, self._rates.local_heads)
-        return self._finish(polished)
+        best, *others = self._balanced_finalists()
+        if not polished or best.timing.fullness > _HOPELESS:
+            return best
+        near = [one for one in others[: self._effort.rivals] if one.iteration_s < _NEAR * best.iteration_s]
+        return min((polish(self._judge, trial, self._effort.polish) for trial in [best, *near]), key=_order)
 
-    def _balanced(self, trial: Trial, rounds: int = _ROUNDS) -> Trial:
-        return balance(self._judge, self._rates, trial, rounds)
-
-    def _finish(self, polished: bool = True) -> Trial:
-        """The best of what was tried, balanced to the end."""
-        units = len(self._fleet.units)
-        balanced = [self._balanced(trial) for trial in self._tried.most_promising(_finalists(units))]
+    def _balanced_finalists(self) -> list[Trial]:
+        """The best of what was tried, balanced to the end, the best first."""
+        balanced = [self._balanced(trial) for trial in self._tried.most_promising(self._effort.finalists)]
         balanced.sort(key=_order)
         # Where memory is full, fewer keys in flight leave room for another balance.
-        for trial in balanced[: _narrowed(units)]:
-            if trial.fullness > _TIGHT and trial.window > 1:
+        for trial in balanced[: self._effort.narrowed]:
+            if trial.timing.fullness > _TIGHT and trial.window > 1:
                 narrow = self._judge.try_out(self._fleet, trial.layouts, 1)
                 if not balanced[0].fits or narrow.iteration_s < _NARROW * balanced[0].iteration_s:
                     balanced.append(self._balanced(narrow))
-        best, *others = sorted(balanced, key=_order)
-        if not polished or best.fullness > _HOPELESS:
-            return best
-        rivals = [
-            best,
-            *(other for other in others[: _rivals(units)] if other.iteration_s < _NEAR * best.iteration_s),
-        ]
-        return min((polish(self._judge, trial, _polish_budget(units)) for trial in rivals), key=_order)
+        return sorted(balanced, key=_order)
+
+    def _balanced(self, trial: Trial) -> Trial:
+        return balance(self._judge, self._rates, trial, _ROUNDS)
 
 
 def _order(trial: Trial) -> tuple[float, float]:
     return trial.order
-
-
-def _finalists(units: int) -> int:
-    """Fewer where each takes longer."""
-    return 5 if units <= _FEWEST else 3 if units <= 64 else 2
-
-
-def _narrowed(units: int) -> int:
-    """Finalists that are balanced again with fewer keys in flight, likewise."""
-    return 3 if units <= 64 else 1
-
-
-def _rivals(units: int) -> int:
-    """Finalists besides the best that are polished too."""
-    return 4 if units <= _FEWEST else 2 if units <= EXHAUSTIVE else 0
-
-
-def _polish_budget(units: int) -> int:
-    """Layouts that polishing may time: fewer where each takes longer."""
-    return 120 if units <= EXHAUSTIVE else 60 if units <= 16 else 30 if units <= 64 else 8

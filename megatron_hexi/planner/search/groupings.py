@@ -69,30 +69,6 @@ def groups_a_site(choice: Choice, sites: int) -> float:
     return -choice[0] / sites if choice[0] < 0 else len(choice)
 
 
-def idle_heads(choice: Choice, size: int, sites: int, heads: int) -> float:
-    """Part of their time in attention that units of equal speed idle, since heads are whole.
-
-    Args:
-        choice: of a class.
-        size: units of each site.
-        sites: how many there are.
-        heads: query heads of each group.
-    """
-    if choice[0] < 0:
-        groups = -choice[0]
-        sizes = [size * len(_run(range(sites), place, groups)) for place in range(groups)]
-    else:
-        sizes = list(choice)
-    return sum(1 - heads / (-(-heads // count) * count) for count in sizes) / len(sizes)
-
-
-def unequal_choices(size: int, heads: int) -> list[Choice]:
-    """Two unequal groups of each site, where equal ones leave some members a head more than others."""
-    if size > 8 or any(heads % part == 0 for part in range(2, size + 1) if size % part == 0):
-        return []
-    return [(size - rest, rest) for rest in range(1, (size + 1) // 2)]
-
-
 def group_by_choice(fleet: Fleet, chosen: Mapping[SiteClass, Choice]) -> Grouping:
     """The grouping of one choice a class."""
     groups: list[tuple[int, ...]] = []
@@ -178,7 +154,7 @@ def rearranged(fleet: Fleet, grouping: Grouping) -> Iterator[Grouping]:
 def all_partitions(fleet: Fleet) -> Iterator[Grouping]:
     """Every partition of the units once, up to exchanging units of one kind on one site."""
     seen = set()
-    for partition in _partitions(list(range(len(fleet.units)))):
+    for partition in set_partitions(list(range(len(fleet.units)))):
         words = tuple(
             sorted(
                 tuple(sorted((fleet.units[u].site, fleet.units[u].kind) for u in part)) for part in partition
@@ -194,12 +170,13 @@ def _run[T](things: Sequence[T], place: int, count: int) -> Sequence[T]:
     return things[place * len(things) // count : (place + 1) * len(things) // count]
 
 
-def _partitions(units: list[int]) -> Iterator[list[list[int]]]:
-    if not units:
+def set_partitions(things: list[int]) -> Iterator[list[list[int]]]:
+    """All partitions of some things."""
+    if not things:
         yield []
         return
-    first, rest = units[0], units[1:]
-    for partition in _partitions(rest):
+    first, rest = things[0], things[1:]
+    for partition in set_partitions(rest):
         yield [[first], *partition]
         for number, part in enumerate(partition):
             yield [*partition[:number], [first, *part], *partition[number + 1 :]]

@@ -112,14 +112,9 @@ def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
 
 
 def _scale_groups(layout: Layout, places: Sequence[int], factor: float) -> Layout:
-    weights = np.array([float(part.total) for part in layout.parts])
-    weights[places] *= factor
-    totals = deal_tokens(int(sum(part.total for part in layout.parts)), weights)
-    parts = [
-        replace(part, tokens=deal_tokens(total, np.array(part.tokens, dtype=float) + 1e-9))
-        for part, total in zip(layout.parts, totals, strict=True)
-    ]
-    return replace(layout, parts=tuple(parts))
+    totals = [part.total for part in layout.parts]
+    weights = [total * (factor if place in places else 1.0) for place, total in enumerate(totals)]
+    return layout.dealt(sum(totals), weights)
 
 
 def _scale_kind(fleet: Fleet, layout: Layout, kind: int, factor: float) -> Layout:

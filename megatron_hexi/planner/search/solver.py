@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from ortools.sat.python import cp_model
 
-from megatron_hexi.planner.layouts.deal import deal_tokens
 from megatron_hexi.planner.layouts.layout import Layout, Part
 from megatron_hexi.planner.layouts.measured import Measured
 from megatron_hexi.planner.layouts.trial import Judge, Trial
@@ -220,9 +219,4 @@ def _layout(layout: Layout, classes: Sequence[_Class], solver: cp_model.CpSolver
     if not any(part.total for part in parts):  # fewer tokens than groups that are alike
         return layout
     sequence = sum(part.total for part in layout.parts)
-    totals = deal_tokens(sequence, np.array([float(part.total) for part in parts]))
-    split = [
-        replace(part, tokens=deal_tokens(total, np.array(part.tokens, dtype=float) + 1e-9))
-        for part, total in zip(parts, totals, strict=True)
-    ]
-    return replace(layout, parts=tuple(split))
+    return replace(layout, parts=tuple(parts)).dealt(sequence, [float(part.total) for part in parts])

@@ -60,16 +60,10 @@ class Tried:
             for parts in other_orders(layout.parts):
                 if parts != layout.parts and self._order_matters(best, sparing):
                     best = min(best, self._mended(replace(layout, parts=parts)), key=promise_of)
-            self.enter(best)
+            self._found[name] = best
+            if self._best is None or best.promise < self._best.promise:
+                self._best = best
         return self._found[name]
-
-    def enter(self, trial: Trial) -> Trial:
-        """Remember it, if it is its grouping's best; that one."""
-        name = _unordered(grouping_of(trial))
-        best = self._found[name] = min(self._found.get(name, trial), trial, key=promise_of)
-        if self._best is None or best.promise < self._best.promise:
-            self._best = best
-        return best
 
     def _mended(self, layout: Layout) -> Trial:
         best = trial = self._judge.try_out(self._fleet, [layout], WINDOW)
