@@ -7,10 +7,11 @@ computes again no more than it must.
 
 from __future__ import annotations
 
-import heapq
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.joint.placing import Place, number_ranks
-from megatron_hexi.planner.layouts.deal import deal_tokens
+from megatron_hexi.planner.layouts.deal import deal_in_turn, deal_tokens
 from megatron_hexi.planner.request import Request
 
 #: Times that layers are dealt anew by what memory held of them.
@@ -249,15 +250,8 @@ def _deal_layers(layers: int, weights: Sequence[float], caps: np.ndarray | None)
 
 
 def _deal_batch(micro_batches: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """Micro-batches of each pipeline, one at least; each next to the one that is done with it first."""
-    counts = [1] * len(seconds)
-    ends = [(2 * each, number) for number, each in enumerate(seconds)]
-    heapq.heapify(ends)
-    for _ in range(micro_batches - len(seconds)):
-        _, number = ends[0]
-        counts[number] += 1
-        heapq.heapreplace(ends, ((counts[number] + 1) * seconds[number], number))
-    return tuple(counts)
+    """Micro-batches of each pipeline, one at least, by the seconds that it needs for one."""
+    return deal_in_turn(micro_batches, [partial(operator.mul, each) for each in seconds], least=1)
 
 
 def spell_stages(plan: Plan, cluster: Cluster) -> str:
