@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_hexi.cost import CostModel
-from megatron_hexi.cost.job import recompute_mode
+from megatron_hexi.cost.job import layers_again, recompute_mode
 from megatron_hexi.cost.memory import ModelPart
 from megatron_hexi.plan import Exchange, Plan, Replica
 from megatron_hexi.plan import Stage as PlanStage
@@ -97,13 +97,8 @@ class Assembly:
 
     def _domain(self, fleet: Fleet, place: Place, stage: Stage, micro_batches: int, replicas: int) -> Trial:
         """The best domain on a stage's GPUs."""
-        count = stage.layers
-        again = (
-            min(count, stage.recompute)
-            if isinstance(stage.recompute, int)
-            else count * (stage.recompute != "none")
-        )
-        part = ModelPart(count, again, place.is_first, place.is_last, place.stages - place.stage)
+        again = layers_again(stage.layers, stage.recompute)
+        part = ModelPart(stage.layers, again, place.is_first, place.is_last, place.stages - place.stage)
         job = replace(
             fleet.job,
             recompute=recompute_mode(stage.recompute),
