@@ -23,7 +23,7 @@ from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pipes import Pipe, Stage
 from megatron_hexi.planner.joint.placing import Place, Placed, find_gpus, number_ranks
 from megatron_hexi.planner.layouts.layout import Layout, build_domain
-from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial
+from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial, order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.domain import DomainSearch
 from megatron_hexi.planner.search.solver import refine
@@ -167,7 +167,7 @@ class Assembly:
         judge = Judge(fleet)
         windows = sorted({trial.window for trial in trials.values()})
         tried = [judge.try_out(fleet, layouts, window) for window in windows]
-        best = min(tried, key=lambda trial: trial.order)
+        best = min(tried, key=order_of)
         self.trials += judge.trials
         return best
 
