@@ -58,11 +58,11 @@ def find_layouts(
     for baseline in planned.baselines:
         if names is not None and baseline.name not in names:
             continue
-        if baseline.candidate is None:
+        if baseline.trial is None:
             missing[baseline.name] = baseline.why_not
             continue
-        plan, job = baseline.candidate.plan, baseline.candidate.job
-        predicted, gpus = baseline.candidate.iteration_s, _gpus(plan, cluster)
+        plan, job = baseline.trial.plan, baseline.trial.job
+        predicted, gpus = baseline.trial.iteration_s, _gpus(plan, cluster)
         found.append(Layout(baseline.name, plan, job, gpus, baseline.layout, baseline.uniform, predicted))
     return list(_merged(found)), missing
 

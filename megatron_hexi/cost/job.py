@@ -138,6 +138,11 @@ def recompute_mode(recompute: Recompute) -> RecomputeMode:
     return "full" if isinstance(recompute, int) else recompute
 
 
+def layers_again(layers: int, recompute: Recompute) -> int:
+    """How many of a stage's layers are computed again, in whole or in part."""
+    return min(layers, recompute) if isinstance(recompute, int) else layers * (recompute != "none")
+
+
 def job_terms(stated: Mapping[str, Any], plan: Plan) -> JobTerms:
     """What a plan records of the job that it was made for.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
-from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.job import Job, layers_again
 from megatron_hexi.cost.layer_bytes import (
     Flights,
     attention_bytes,
@@ -161,11 +161,9 @@ class ModelPart:
     @classmethod
     def of_job(cls, job: Job, stage: int) -> ModelPart:
         """That of a pipeline stage of a job whose stages are alike."""
-        layers, recompute = job.stage_layers, job.recompute
-        again = min(layers, recompute) if isinstance(recompute, int) else layers * (recompute != "none")
         return cls(
-            layers=layers,
-            again=again,
+            layers=job.stage_layers,
+            again=layers_again(job.stage_layers, job.recompute),
             is_first=stage == 0,
             is_last=stage == job.pipeline_parallel - 1,
             ahead=job.pipeline_parallel - stage,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.job import Job, RecomputeMode, recompute_mode
+from megatron_hexi.cost.job import Job, RecomputeMode, layers_again, recompute_mode
 from megatron_hexi.cost.layer import Stage
 from megatron_hexi.cost.memory import ModelPart
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays, plan_arrays
@@ -164,7 +164,7 @@ def _uneven(plan: Plan, job: Job, stand: Stand) -> list[Section]:
             assert stage.layers is not None, "the plan passed its checks"
             recompute = job.recompute if stage.recompute is None else stage.recompute
             layers = stage.layers[1] - stage.layers[0]
-            again = min(layers, recompute) if isinstance(recompute, int) else layers * (recompute != "none")
+            again = layers_again(layers, recompute)
             for domain, takes in zip(stage.domains, stage_deal(stage), strict=True):
                 terms = _Terms(
                     number=s,

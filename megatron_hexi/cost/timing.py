@@ -84,6 +84,16 @@ class Timing:
         return max([*gpus, *(load.fullness for load in self.host_loads)])
 
     @property
+    def stage_fullness(self) -> dict[tuple[int, int], float]:
+        """The part of its memory that a GPU needs, at most, by replica and stage."""
+        found: dict[tuple[int, int], float] = {}
+        for section, needed, usable in zip(self.sections, self.needed, self.usable, strict=True):
+            for replica, part in zip(section.replica.tolist(), (needed / usable).tolist(), strict=True):
+                place = replica, section.number
+                found[place] = max(found.get(place, 0.0), part)
+        return found
+
+    @property
     def fits(self) -> bool:
         """Whether every GPU's memory suffices, and every node's."""
         return self.fullness <= 1

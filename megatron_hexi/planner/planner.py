@@ -17,7 +17,7 @@ from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearch
-from megatron_hexi.planner.layouts.trial import Progress
+from megatron_hexi.planner.layouts.trial import Progress, order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
@@ -65,14 +65,14 @@ def find_plan(
         roomy = cluster
         found, more = _search(request, cluster, tell)
         trials += more
-    best = min(found, key=_order, default=None)
+    best = min(found, key=order_of, default=None)
     baselines: tuple[Baseline, ...] = ()
     few = len(cluster.ranks) <= _CHECKED
     if with_baselines:
         baselines, timed = find_baselines(request, roomy, progress=tell)
         trials += timed
-        others = [one.candidate for one in baselines if one.candidate is not None]
-        best = min([*([] if best is None else [best]), *others], key=_order, default=None)
+        others = [one.trial for one in baselines if one.trial is not None]
+        best = min([*([] if best is None else [best]), *others], key=order_of, default=None)
     elif few:  # what the search passes over may be all that fits
         faster, timed = find_faster(request, roomy, math.inf if best is None else best.iteration_s)
         trials += timed
@@ -85,7 +85,7 @@ def find_plan(
     tell("bound", 0, 1)
     bound = joint_bound(request, cluster, best.iteration_s)
     rivals = best_of_each_kind(found, best)
-    planned = _planned(best, cluster, bound, baselines if with_baselines else (), trials, begun)
+    planned = _planned(best, cluster, bound, baselines, trials, begun)
     notes = (*why, *_margin_note(planned.cost, request.memory_margin), *planned.notes)
     return replace(planned, rivals=rivals, notes=notes, unsaved_s=unsaved_s)
 
@@ -119,16 +119,16 @@ def _saved(
         if plan.job.recompute != "none" or recomputes(plan.plan):
             alone, trials = _one_stage(request, cluster, tell)
             changed += [one for one in map(savings.made_to_fit, alone) if one is not None]
-        best = min((one for one in changed if spell_savings(one.plan)), key=_order, default=plan)
+        best = min((one for one in changed if spell_savings(one.plan)), key=order_of, default=plan)
         best = plan if best.iteration_s >= plan.iteration_s else best
     else:
         for times in _ROOMIER:
             roomier = cluster.with_memory_margin(1 - times)
             candidates, timed = _search(request, roomier, tell)
             trials += timed
-            candidates.sort(key=_order)
+            candidates.sort(key=order_of)
             tried = map(savings.made_to_fit, candidates[:_STARTS])
-            best = min((one for one in tried if one is not None), key=_order, default=None)
+            best = min((one for one in tried if one is not None), key=order_of, default=None)
             if best is not None:
                 break
         best = best or _first(request, cluster)  # whatever the advice finds
@@ -151,7 +151,7 @@ def _one_stage(request: Request, cluster: Cluster, tell: Progress) -> tuple[list
     job = replace(request.job, pipeline_parallel=1, data_parallel=1)
     one = replace(request, job=job, fixed=request.fixed | alone)
     found, trials = _search(one, cluster.with_memory_margin(1 - max(_ROOMIER)), tell)
-    return sorted(found, key=_order)[:1], trials
+    return sorted(found, key=order_of)[:1], trials
 
 
 def _check_fixed(request: Request, cluster: Cluster) -> None:
@@ -184,9 +184,7 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
 def _first_rate(request: Request, cluster: Cluster) -> float | None:
     """Tokens/s of the first plan found that fits; ``None``: there is none."""
     found = _first(request, cluster)
-    if found is None:
-        return None
-    return request.job.global_batch_size * request.job.seq_length / found.iteration_s
+    return None if found is None else found.tokens_per_s
 
 
 def _first(request: Request, cluster: Cluster) -> Candidate | None:
@@ -231,10 +229,6 @@ def _margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:
         f"{fullest.name} ({fullest.memory_gib:.1f} of {fullest.usable_gib:.1f} GiB) and may run out of memory"
     )
     return (warning,)
-
-
-def _order(candidate: Candidate) -> tuple[float, float]:
-    return candidate.order
 
 
 def _planned(

@@ -16,12 +16,13 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.cost import RECOMPUTES, CostModel, Job
 from megatron_hexi.cost.memory import Holdings, Present, part_memory
 from megatron_hexi.plan import Domain, Group, Member, Plan, Stage
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.request import Request
 
 #: Counts of ministages that are tried; the last is a layer each.
@@ -42,12 +43,12 @@ class Rung(NamedTuple):
 
 
 #: Of a stage that runs whole, and of one in ministages: all on the device, or some in host memory.
-_WHOLE: Final = tuple(Rung(mode, ("optimizer",)) for mode in ("none", "selective", "full"))
-_TURNS: Final = tuple(Rung(mode) for mode in ("none", "selective", "full"))
+_WHOLE: Final = tuple(Rung(mode, ("optimizer",)) for mode in RECOMPUTES)
+_TURNS: Final = tuple(Rung(mode) for mode in RECOMPUTES)
 _TURNS_OFFLOADED: Final = (
     Rung("none", ("optimizer",)),
     Rung("none", ("parameters", "optimizer")),
-    *(Rung(mode, ("parameters", "optimizer", "activations")) for mode in ("none", "selective", "full")),
+    *(Rung(mode, ("parameters", "optimizer", "activations")) for mode in RECOMPUTES),
 )
 
 
@@ -71,8 +72,8 @@ class Savings:
         if base is None:
             return candidate
         changed = self._saving(base) if recomputes(base.plan) else ()
-        chosen = min([candidate, *changed], key=_order)
-        return min([chosen, *self._by_samples(chosen)], key=_order)
+        chosen = min([candidate, *changed], key=order_of)
+        return min([chosen, *self._by_samples(chosen)], key=order_of)
 
     def made_to_fit(self, candidate: Candidate) -> Candidate | None:
         """The best of what a plan becomes that needs more memory than there is; ``None``: nothing fits."""
@@ -80,9 +81,9 @@ class Savings:
         if base is None:
             return None
         for one in (base, self._with_state(base)):
-            best = min([one, *self._saving(one)], key=_order)
+            best = min([one, *self._saving(one)], key=order_of)
             if best.fits:
-                return min([best, *self._by_samples(best)], key=_order)
+                return min([best, *self._by_samples(best)], key=order_of)
         return None
 
     def _written_out(self, candidate: Candidate) -> Candidate | None:
@@ -150,7 +151,7 @@ class Savings:
         stages = [(r, s) for r, replica in enumerate(base.plan.replicas) for s in range(len(replica.stages))]
         if ministages is None:
             own = {place: _stage(base.plan, place) for place in stages}
-            full = _fullness(base)
+            full = base.timing.stage_fullness
             chosen = {
                 place: Rung(stage.recompute or "none", stage.offload or ())
                 for place, stage in own.items()
@@ -161,7 +162,7 @@ class Savings:
             if not left:
                 break
             trial = self._timed(_with(base.plan, ministages, dict.fromkeys(stages, rung)), base.job)
-            full = _fullness(trial)
+            full = trial.timing.stage_fullness
             chosen |= {place: rung for place in left if full[place] <= 1}
         if len(chosen) < len(stages):
             return
@@ -236,10 +237,6 @@ def spell_savings(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def _order(candidate: Candidate) -> tuple[float, float]:
-    return candidate.order
-
-
 def _gpus(candidate: Candidate) -> Sequence[int]:
     plan = candidate.plan
     return plan.gpus or range(plan.ranks)
@@ -253,17 +250,6 @@ def recomputes(plan: Plan) -> bool:
     """Whether some stage, of those that say so themselves, computes something again."""
     stages = itertools.chain.from_iterable(replica.stages for replica in plan.replicas)
     return any(stage.recompute not in (None, "none") for stage in stages)
-
-
-def _fullness(candidate: Candidate) -> dict[tuple[int, int], float]:
-    """The part of its memory that each stage's fullest GPU needs."""
-    timing, found = candidate.timing, dict[tuple[int, int], float]()
-    for section, needed, usable in zip(timing.sections, timing.needed, timing.usable, strict=True):
-        parts = (needed / usable).tolist()
-        for replica, part in zip(section.replica.tolist(), parts, strict=True):
-            place = replica, section.number
-            found[place] = max(found.get(place, 0.0), part)
-    return found
 
 
 def _may_fit(base: Candidate, ministages: int, rungs: Sequence[Rung]) -> bool:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import find_units
-from megatron_hexi.planner.layouts.deal import deal_heads, deal_tokens
+from megatron_hexi.planner.layouts.deal import deal_heads, deal_in_turn, deal_tokens
 from megatron_hexi.planner.layouts.layout import Layout, Part
 from megatron_hexi.planner.layouts.trial import Judge
 from megatron_hexi.planner.search.balance import balance, rebalanced
@@ -53,6 +53,22 @@ def test_nor_under_caps(heads, seconds, data):
     ]
     assert dealt in allowed
     assert longest(dealt, seconds) == min(longest(other, seconds) for other in allowed)
+
+
+@given(st.integers(0, 5), SECONDS, st.data())
+@examples(200)
+def test_nor_with_one_at_least_and_a_time_before_the_first(more, seconds, data):
+    fills = data.draw(st.lists(st.floats(0, 10), min_size=len(seconds), max_size=len(seconds)))
+    times = [lambda n, a=a, b=b: a + n * b for a, b in zip(fills, seconds, strict=True)]
+    count = len(seconds) + more
+
+    def ends(dealt):
+        return max(time(n) for time, n in zip(times, dealt, strict=True))
+
+    dealt = deal_in_turn(count, times, least=1)
+    assert sum(dealt) == count
+    assert min(dealt) >= 1
+    assert ends(dealt) == min(ends(other) for other in compositions(count, len(seconds)) if min(other) >= 1)
 
 
 def test_heads_by_hand():

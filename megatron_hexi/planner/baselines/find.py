@@ -35,7 +35,7 @@ from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
 from megatron_hexi.planner.baselines.zorse import zorse
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint import Candidate
-from megatron_hexi.planner.layouts.trial import Progress, Trial
+from megatron_hexi.planner.layouts.trial import Progress, Trial, order_of
 from megatron_hexi.planner.request import Request
 
 #: Planners of others, by our reading of their papers.
@@ -64,11 +64,6 @@ class Baseline:
     why_not: str
     layout: str
     uniform: bool
-
-    @property
-    def candidate(self) -> Candidate | None:
-        """As a plan that may be the best."""
-        return self.trial
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -128,7 +123,7 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
         found += [one for one in (planner(judge) for planner in PUBLISHED.values()) if one is not None]
         trials += judge.trials
     faster = (one for one in found if one.fits and one.iteration_s < faster_than)
-    return min(faster, key=lambda one: one.order, default=None), trials
+    return min(faster, key=order_of, default=None), trials
 
 
 def _fixed_replicas(request: Request) -> int | None:

@@ -7,22 +7,24 @@ computes again no more than it must.
 
 from __future__ import annotations
 
-import heapq
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, CostModel, Job, Timing, ceiling_tokens_per_s
+from megatron_hexi.cost import RECOMPUTES, CostModel, Job, ceiling_tokens_per_s
 from megatron_hexi.plan import Domain, Group, JobTerms, Member, Plan, Replica, Stage
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.joint.placing import Place, number_ranks
-from megatron_hexi.planner.layouts.deal import deal_tokens
+from megatron_hexi.planner.layouts.deal import deal_in_turn, deal_tokens
+from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.request import Request
 
 #: Times that layers are dealt anew by what memory held of them.
@@ -99,7 +101,7 @@ class StagedJudge:
         first = [one for one in itertools.starmap(self._first, choices) if one is not None]
         first.sort(key=lambda one: (1 + _EXCESS * one.found.order[0]) * one.found.iteration_s)
         settled = [self._settle(one) for one in first[:_SETTLED]]
-        return min(settled, key=lambda candidate: candidate.order, default=None)
+        return min(settled, key=order_of, default=None)
 
     def _first(self, pipelines: tuple[Pipeline, ...], micro_batch_size: int) -> _Draft | None:
         """Layers by weights, the batch by speeds; ``None`` where that cannot be, or ranks not be numbered."""
@@ -171,7 +173,7 @@ class StagedJudge:
             for own, full in zip(again, fullness, strict=True):
                 own[:] = [mode if part <= 1 else old for part, old in zip(full, own, strict=True)]
         less = replace(settled, again=tuple(map(tuple, again)))
-        return min(found, self._candidate(pipelines, less, size, gpus), key=lambda candidate: candidate.order)
+        return min(found, self._candidate(pipelines, less, size, gpus), key=order_of)
 
     def _candidate(
         self, pipelines: Sequence[Pipeline], settled: _Settled, micro_batch_size: int, gpus: Sequence[int]
@@ -228,15 +230,9 @@ class StagedJudge:
 
 
 def _fullness(candidate: Candidate) -> list[list[float]]:
-    """The part of a GPU's memory that each stage needs at most, by replica."""
-    timing: Timing = candidate.timing
-    full: dict[int, float] = {}
-    for section, needed, usable in zip(timing.sections, timing.needed, timing.usable, strict=True):
-        full |= dict(zip(section.ranks[:, 0].tolist(), (needed / usable).tolist(), strict=True))
-    return [
-        [max(full[member.lead] for member in stage.members) for stage in replica.stages]
-        for replica in candidate.plan.replicas
-    ]
+    """The part of its memory that each stage's fullest GPU needs, by replica."""
+    full, replicas = candidate.timing.stage_fullness, candidate.plan.replicas
+    return [[full[r, s] for s in range(len(replica.stages))] for r, replica in enumerate(replicas)]
 
 
 def _deal_layers(layers: int, weights: Sequence[float], caps: np.ndarray | None) -> tuple[int, ...]:
@@ -249,15 +245,8 @@ def _deal_layers(layers: int, weights: Sequence[float], caps: np.ndarray | None)
 
 
 def _deal_batch(micro_batches: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """Micro-batches of each pipeline, one at least; each next to the one that is done with it first."""
-    counts = [1] * len(seconds)
-    ends = [(2 * each, number) for number, each in enumerate(seconds)]
-    heapq.heapify(ends)
-    for _ in range(micro_batches - len(seconds)):
-        _, number = ends[0]
-        counts[number] += 1
-        heapq.heapreplace(ends, ((counts[number] + 1) * seconds[number], number))
-    return tuple(counts)
+    """Micro-batches of each pipeline, one at least, by the seconds that it needs for one."""
+    return deal_in_turn(micro_batches, [partial(operator.mul, each) for each in seconds], least=1)
 
 
 def spell_stages(plan: Plan, cluster: Cluster) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_hexi.cost import CostModel
-from megatron_hexi.cost.job import recompute_mode
+from megatron_hexi.cost.job import layers_again, recompute_mode
 from megatron_hexi.cost.memory import ModelPart
 from megatron_hexi.plan import Exchange, Plan, Replica
 from megatron_hexi.plan import Stage as PlanStage
@@ -23,7 +23,7 @@ from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pipes import Pipe, Stage
 from megatron_hexi.planner.joint.placing import Place, Placed, find_gpus, number_ranks
 from megatron_hexi.planner.layouts.layout import Layout, build_domain
-from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial
+from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial, order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.domain import DomainSearch
 from megatron_hexi.planner.search.solver import refine
@@ -97,13 +97,8 @@ class Assembly:
 
     def _domain(self, fleet: Fleet, place: Place, stage: Stage, micro_batches: int, replicas: int) -> Trial:
         """The best domain on a stage's GPUs."""
-        count = stage.layers
-        again = (
-            min(count, stage.recompute)
-            if isinstance(stage.recompute, int)
-            else count * (stage.recompute != "none")
-        )
-        part = ModelPart(count, again, place.is_first, place.is_last, place.stages - place.stage)
+        again = layers_again(stage.layers, stage.recompute)
+        part = ModelPart(stage.layers, again, place.is_first, place.is_last, place.stages - place.stage)
         job = replace(
             fleet.job,
             recompute=recompute_mode(stage.recompute),
@@ -172,7 +167,7 @@ class Assembly:
         judge = Judge(fleet)
         windows = sorted({trial.window for trial in trials.values()})
         tried = [judge.try_out(fleet, layouts, window) for window in windows]
-        best = min(tried, key=lambda trial: trial.order)
+        best = min(tried, key=order_of)
         self.trials += judge.trials
         return best
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import ceiling_tokens_per_s
@@ -58,24 +58,23 @@ class JointSearch:
             tell: told how far it is.
             fewest: only plans of the fewest replicas, which need least memory.
         """
-        whole = self._part(1)
-        found = whole.find(tell, fewest=fewest)
-        if not (fewest or whole.columns.looks_at_all or "data_parallel" in self._request.fixed):
+        whole = self._columns(1)
+        found = self._find(whole, 1, tell, fewest=fewest)
+        if not (fewest or whole.looks_at_all or "data_parallel" in self._request.fixed):
             found += self._repeated(tell)
         unique: dict[tuple[object, ...], Packed] = {}
         for packed in sorted(found, key=lambda packed: (len(packed.columns) > 1, packed.seconds)):
             unique.setdefault(_name(packed), packed)
-        found = list(unique.values())
-        best: tuple[tuple[float, float], Packed] | None = None
-        for number, packed in enumerate(found[:_FINALISTS]):
-            tell("finalists", number, min(len(found), _FINALISTS) + 1)
-            if best is not None and packed.seconds > _NEAR * best[0][1]:
+        finalists = list(unique.values())[:_FINALISTS]
+        best: tuple[Candidate, Packed] | None = None
+        for number, packed in enumerate(finalists):
+            tell("finalists", number, len(finalists) + 1)
+            if best is not None and packed.seconds > _NEAR * best[0].iteration_s:
                 continue
             candidate = self._assembly.run(packed, polished=False)
             if candidate is not None:
-                best = min(
-                    [(candidate.order, packed), *([] if best is None else [best])], key=lambda one: one[0]
-                )
+                if best is None or candidate.order <= best[0].order:
+                    best = candidate, packed
                 yield candidate
         polished = None if best is None else self._assembly.run(best[1], polished=True)
         if polished is not None:
@@ -88,7 +87,7 @@ class JointSearch:
         """
         parts = math.gcd(self._micro_batches, *(len(pool.nodes) for pool in self._pools.pools))
         for copies in (number for number in range(parts, 1, -1) if parts % number == 0):
-            found = self._part(copies).find(tell)
+            found = self._find(self._columns(copies), copies, tell)
             if found:
                 return [
                     replace(one, columns=one.columns * copies, micro_batches=one.micro_batches * copies)
@@ -96,86 +95,69 @@ class JointSearch:
                 ]
         return []
 
-    def _part(self, copies: int) -> _Part:
+    def _columns(self, copies: int) -> ReplicaColumns:
+        """Replicas of one of so many equal parts of the fleet and the batch."""
         micro_batches, pools = self._micro_batches // copies, self._pools.part(copies)
-        columns = ReplicaColumns(self._request, self._timer, pools, self._pipelines, micro_batches)
-        return _Part(self._request, columns, pools, micro_batches, copies, self._timer.widths)
+        return ReplicaColumns(self._request, self._timer, pools, self._pipelines, micro_batches)
 
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """One of so many equal parts of the fleet and the batch.
-
-    Args:
-        request: what is planned.
-        columns: of its replicas.
-        pools: its nodes.
-        micro_batches: of an iteration.
-        copies: parts that there are.
-        widths: tensor-parallel sizes.
-    """
-
-    request: Request
-    columns: ReplicaColumns
-    pools: Pools
-    micro_batches: int
-    copies: int
-    widths: Sequence[int]
-
-    def find(self, tell: Progress, *, fewest: bool = False) -> list[Packed]:
-        """The best sets of replicas of each class.
+    def _find(
+        self, part: ReplicaColumns, copies: int, tell: Progress, *, fewest: bool = False
+    ) -> list[Packed]:
+        """The best sets of replicas of each class, for one of so many equal parts.
 
         Between replicas of other tensor-parallel sizes gradients would have to be cut anew, which costs more
         than other sizes bring: there all have the same.
         """
-        classes = [some for some in map(self._replicas, _CLASSES) if len(some)]
+        classes = [some for some in (self._replicas(part, shards) for shards in _CLASSES) if len(some)]
         if fewest:
             del classes[1:]
         found: list[Packed] = []
         for number, replicas in enumerate(classes):
             tell("replicas and pipelines", number, len(classes))
-            shards = _class_of(replicas[0] * self.copies)
-            for width in [None] if replicas[0] == 1 else self.widths:
-                columns = self.columns.find(_class_of(replicas[0]), shards, width)
+            shards = _class_of(replicas[0] * copies)
+            for width in [None] if replicas[0] == 1 else self._timer.widths:
+                columns = part.find(_class_of(replicas[0]), shards, width)
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
                 for some in (columns, whole):
-                    found += self._best(some, replicas, _RIVALS[replicas[-1] > 1])
+                    found += _best(part, some, replicas)
         return found
 
-    def _replicas(self, shards: int) -> range:
+    def _replicas(self, part: ReplicaColumns, shards: int) -> range:
         """Numbers of replicas of a class; none where another is fixed, or there is no batch for them."""
-        most = min(self.micro_batches, sum(self.pools.totals))
-        if "data_parallel" in self.request.fixed:
-            fixed = self.request.job.data_parallel
+        most = min(part.micro_batches, sum(part.pools.totals))
+        if "data_parallel" in self._request.fixed:
+            fixed = self._request.job.data_parallel
             return range(fixed, fixed + 1) if _class_of(fixed) == shards and fixed <= most else range(0)
         end = most if shards == _CLASSES[-1] else min(most, 2 * shards - 1)
         return range(shards, end + 1)
 
-    def _best(self, columns: list[Column], replicas: range, count: int) -> Iterator[Packed]:
-        """The best sets of columns, so many, each without those of the ones before."""
-        for _ in range(count):
-            packed = self._packed(columns, replicas)
-            if packed is None:
-                return
-            yield packed
-            alike = {(column.counts, column.pipe.shapes) for column in packed.columns}
-            columns = [column for column in columns if (column.counts, column.pipe.shapes) not in alike]
 
-    def _packed(self, columns: list[Column], replicas: range) -> Packed | None:
-        """The best set of columns, all of them timed."""
-        least = 0.0
-        for _ in range(_ROUNDS):
-            packed = pack(columns, self.micro_batches, self.pools.totals, replicas, least)
-            if packed is None:
-                return None
-            rough = {id(column): column for column in packed.columns if not column.pipe.timed}
-            if not rough:
-                return packed
-            least = packed.least_s
-            columns = [column for column in columns if id(column) not in rough]
-            columns += [timed for timed in map(self.columns.timed, rough.values()) if timed is not None]
-        known = [column for column in columns if column.pipe.timed]
-        return pack(known, self.micro_batches, self.pools.totals, replicas, least)
+def _best(part: ReplicaColumns, columns: list[Column], replicas: range) -> Iterator[Packed]:
+    """The best sets of columns, each without those of the ones before."""
+    for _ in range(_RIVALS[replicas[-1] > 1]):
+        packed = _packed(part, columns, replicas)
+        if packed is None:
+            return
+        yield packed
+        alike = {(column.counts, column.pipe.shapes) for column in packed.columns}
+        columns = [column for column in columns if (column.counts, column.pipe.shapes) not in alike]
+
+
+def _packed(part: ReplicaColumns, columns: list[Column], replicas: range) -> Packed | None:
+    """The best set of columns, all of them timed."""
+    least = 0.0
+    for _ in range(_ROUNDS):
+        packed = pack(columns, part.micro_batches, part.pools.totals, replicas, least)
+        if packed is None:
+            return None
+        rough = {id(column): column for column in packed.columns if not column.pipe.timed}
+        if not rough:
+            return packed
+        least = packed.least_s
+        columns = [column for column in columns if id(column) not in rough]
+        columns += [timed for timed in map(part.timed, rough.values()) if timed is not None]
+    known = [column for column in columns if column.pipe.timed]
+    return pack(known, part.micro_batches, part.pools.totals, replicas, least)
 
 
 def _class_of(replicas: int) -> int:

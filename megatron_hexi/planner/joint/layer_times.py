@@ -179,8 +179,7 @@ class LayerTimer:
         judge = self._judges[shape.width]
         rates = Rates(fleet, WINDOW)
         guess = FirstGuess(fleet, rates)
-        heads = fleet.job.workload().local_heads
-        groupings = _groupings(fleet, heads)
+        groupings = _groupings(fleet, rates.local_heads)
         if not groupings:
             return None
 
@@ -199,7 +198,7 @@ class LayerTimer:
                 best, place = trial, place + step
             if best is not before:
                 break
-        for size in _spread_sizes(fleet, best, heads):
+        for size in _spread_sizes(fleet, best, rates.local_heads):
             trial = judge.try_out(fleet, [guess.layout(spread(fleet, size), 1)], WINDOW)
             best = min(best, trial, key=_layer_seconds)
         for _ in range(_ROUNDS if len(shape.kinds) > 1 else 0):

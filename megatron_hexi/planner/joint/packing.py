@@ -7,7 +7,6 @@ bisection.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from ortools.sat.python import cp_model
 
 from megatron_hexi.planner.joint.pools import Counts
 from megatron_hexi.planner.joint.replica_columns import Column
+from megatron_hexi.planner.layouts.deal import deal_in_turn
 
 #: The bisection ends where the time is known to this factor.
 _CLOSE = 1.003
@@ -143,22 +143,13 @@ def _undominated(columns: Sequence[Column], seconds: float, micro_batches: int) 
 
 
 def _dealt(columns: Sequence[Column], micro_batches: int) -> Packed | None:
-    """Micro-batches to replicas, one after the other to the one that is done with it first: exact.
-
-    Each gets one at least.
-    """
-    counts = [1] * len(columns)
+    """Replicas with their micro-batches, one at least each; ``None`` where there are fewer."""
     if len(columns) > micro_batches:
         return None
-    ends = [(column.seconds(2), number) for number, column in enumerate(columns)]
-    heapq.heapify(ends)
-    for _ in range(micro_batches - len(columns)):
-        _, number = ends[0]
-        counts[number] += 1
-        heapq.heapreplace(ends, (columns[number].seconds(counts[number] + 1), number))
+    counts = deal_in_turn(micro_batches, [column.seconds for column in columns], least=1)
     # Gradients go round all replicas at the pace of the slowest.
     longest = max(
         column.seconds(count) - column.sync_s for column, count in zip(columns, counts, strict=True)
     )
     longest += max(column.sync_s for column in columns)
-    return Packed(tuple(columns), tuple(counts), longest)
+    return Packed(tuple(columns), counts, longest)

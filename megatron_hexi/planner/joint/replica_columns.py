@@ -105,13 +105,13 @@ class ReplicaColumns:
         few = [counts for counts in choices if not several or len(pools_of(counts)) <= _MOST_KINDS]
         for counts in self._some(few, _WITH_PIPELINES[several]):
             pipes = self._pipelines(counts, self._take(counts, replicas), sharing, width)
-            found += self.columns(counts, pipes, sharing, 1)
+            found += self._columns(counts, pipes, sharing, 1)
         for counts in self._some(choices, _WITH_ONE_STAGE[several]):
             pipes = self._search.alone(counts, self._take(counts, replicas), shards, width)
-            found += self.columns(counts, pipes, shards, 2)
+            found += self._columns(counts, pipes, shards, 2)
         return found
 
-    def columns(self, counts: Counts, pipes: list[Pipe], shards: int, most: int) -> list[Column]:
+    def _columns(self, counts: Counts, pipes: list[Pipe], shards: int, most: int) -> list[Column]:
         """The best of some pipelines with what their gradients cost."""
         columns = [
             Column(counts, pipe, shards, self._sync.seconds(pipe.stages, shards))

@@ -88,20 +88,6 @@ class StageTables:
         if layer is None:
             return None
         count, under_way = np.arange(1, self.layers + 1), np.array(UNDER_WAY)[:, None]
-        best, modes = self._best(layer, shape, count, under_way, is_first, is_last, shards)
-        return [Table(*rows) for rows in zip(np.maximum.accumulate(best, axis=1), modes, strict=True)]
-
-    def _best(
-        self,
-        layer: LayerTimes,
-        shape: Shape,
-        count: Ints,
-        under_way: Ints | Floats,
-        is_first: bool,
-        is_last: bool,
-        shards: int,
-    ) -> tuple[Floats, Ints]:
-        """The least seconds by micro-batches under way and layers, and the modes, both [F, L]."""
         job = self.timer.job(shape.width)
         part = ModelPart(layers=count, again=count, is_first=is_first, is_last=is_last, ahead=1)
         params = np.asarray(part_params(job, part), dtype=float)
@@ -122,10 +108,10 @@ class StageTables:
             partly = np.where((again < count) & (again > 0), len(RECOMPUTES) + again, mode)
             better = seconds < best
             best, modes = np.where(better, seconds, best), np.where(better, partly, modes)
-        return best, modes
+        return [Table(*rows) for rows in zip(np.maximum.accumulate(best, axis=1), modes, strict=True)]
 
     def _choices(
-        self, layer: LayerTimes, room: Floats, count: Ints, under_way: Ints | Floats
+        self, layer: LayerTimes, room: Floats, count: Ints, under_way: Ints
     ) -> Iterator[tuple[int, Ints]]:
         """What may be computed again: a mode, and of how many layers, [L] or [F, L]."""
         if self._fixed is not None:

@@ -1,9 +1,11 @@
-"""Dealing whole tokens and heads out, exactly."""
+"""Dealing whole tokens, heads and micro-batches out, exactly."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -11,31 +13,47 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.plan.layout import apportion
 
 
-def deal_heads(heads: int, seconds: Sequence[float], caps: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Heads of each member, so that the largest heads x seconds is least.
+def deal_in_turn(
+    count: int, times: Sequence[Callable[[int], float]], *, least: int = 0, caps: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """How many each member gets, so that the last is done as early as can be.
 
     One after another goes to the member that would be done with it first: exact, since a member's time only
-    grows with its heads. Caps give way where they leave heads over.
+    grows with what it has. Caps give way where they leave some over.
 
     Args:
-        heads: to deal.
-        seconds: that each member needs for one.
+        count: to deal; as many at least as all members must have.
+        times: seconds that each member needs for so many.
+        least: that each must have.
         caps: the most that each may have.
     """
-    dealt = [0] * len(seconds)
-    queue = [(cost, member) for member, cost in enumerate(seconds) if caps is None or caps[member] > 0]
+    dealt = [least] * len(times)
+    queue = [
+        (time(least + 1), member) for member, time in enumerate(times) if caps is None or caps[member] > least
+    ]
     heapq.heapify(queue)
-    left = heads
+    left = count - sum(dealt)
     while left and queue:
         _, member = heapq.heappop(queue)
         dealt[member] += 1
         left -= 1
         if caps is None or dealt[member] < caps[member]:
-            heapq.heappush(queue, ((dealt[member] + 1) * seconds[member], member))
+            heapq.heappush(queue, (times[member](dealt[member] + 1), member))
     if left:
-        for member, more in enumerate(deal_heads(left, seconds)):
+        for member, more in enumerate(deal_in_turn(left, times)):
             dealt[member] += more
     return tuple(dealt)
+
+
+def deal_heads(heads: int, seconds: Sequence[float], caps: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Heads of each member, so that the largest heads x seconds is least.
+
+    Args:
+        heads: to deal.
+        seconds: that each member needs for one.
+        caps: the most that each may have; they give way where they leave heads over.
+    """
+    return deal_in_turn(heads, [partial(operator.mul, each) for each in seconds], caps=caps)
 
 
 def deal_tokens(tokens: int, weights: Floats, caps: Floats | None = None) -> tuple[int, ...]:

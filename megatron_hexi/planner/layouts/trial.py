@@ -57,6 +57,11 @@ class Candidate:
         return self.excess, self.iteration_s
 
 
+def order_of(candidate: Candidate) -> tuple[float, float]:
+    """What is least of the best."""
+    return candidate.order
+
+
 @dataclass(frozen=True, eq=False)
 class Trial(Candidate):
     """A plan of layouts.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.trial import Judge, Trial
+from megatron_hexi.planner.layouts.trial import Judge, Trial, order_of
 from megatron_hexi.planner.search.balance import balance
 from megatron_hexi.planner.search.descend import descend
 from megatron_hexi.planner.search.groupings import all_partitions
@@ -78,23 +78,19 @@ class DomainSearch:
         if not polished or best.timing.fullness > _HOPELESS:
             return best
         near = [one for one in others[: self._effort.rivals] if one.iteration_s < _NEAR * best.iteration_s]
-        return min((polish(self._judge, trial, self._effort.polish) for trial in [best, *near]), key=_order)
+        return min((polish(self._judge, trial, self._effort.polish) for trial in [best, *near]), key=order_of)
 
     def _balanced_finalists(self) -> list[Trial]:
         """The best of what was tried, balanced to the end, the best first."""
         balanced = [self._balanced(trial) for trial in self._tried.most_promising(self._effort.finalists)]
-        balanced.sort(key=_order)
+        balanced.sort(key=order_of)
         # Where memory is full, fewer keys in flight leave room for another balance.
         for trial in balanced[: self._effort.narrowed]:
             if trial.timing.fullness > _TIGHT and trial.window > 1:
                 narrow = self._judge.try_out(self._fleet, trial.layouts, 1)
                 if not balanced[0].fits or narrow.iteration_s < _NARROW * balanced[0].iteration_s:
                     balanced.append(self._balanced(narrow))
-        return sorted(balanced, key=_order)
+        return sorted(balanced, key=order_of)
 
     def _balanced(self, trial: Trial) -> Trial:
         return balance(self._judge, self._rates, trial, _ROUNDS)
-
-
-def _order(trial: Trial) -> tuple[float, float]:
-    return trial.order
