@@ -33,8 +33,8 @@ GIB = 2**30
 _WARM_UP, _TIMED = 2, 3
 #: A training that takes longer hangs.
 _TIMEOUT_S = 240
-#: Megatron's defaults that need apex or Transformer Engine.
-_PLAIN = (
+#: In place of Megatron's defaults that need apex or Transformer Engine.
+PLAIN = (
     *("--transformer-impl", "local", "--no-rope-fusion", "--no-masked-softmax-fusion"),
     *("--no-persist-layer-norm", "--no-gradient-accumulation-fusion"),
 )
@@ -130,7 +130,7 @@ def train(cell: Cell, folder: Path) -> Trained:
     write_plan(replace(plan, job=job_terms({"precision": "bf16"}, plan)), folder / "plan.yaml")
     recompute = ("--recompute-granularity", "full", "--recompute-method", "uniform")
     words = [
-        *(*model_flags(job.model, cell.tokens), *_PLAIN, "--bf16", "--use-distributed-optimizer"),
+        *(*model_flags(job.model, cell.tokens), *PLAIN, "--bf16", "--use-distributed-optimizer"),
         *("--seq-length", cell.tokens, "--micro-batch-size", 1, "--global-batch-size", 2, "--lr", 1e-4),
         *("--mock-data", "--tokenizer-type", "NullTokenizer", "--num-workers", 0, "--log-interval", 1),
         *("--train-iters", _WARM_UP + _TIMED, "--eval-iters", 0, "--eval-interval", 1000),

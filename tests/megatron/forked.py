@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,61 @@ class Outcome:
         return f"exit codes {self.codes}:\n" + (telling or failed or self.output)[0][-3000:]
 
 
-class Forks:
+class Trainer(ABC):
+    """Trains on some ranks, in whatever way `launch` starts them."""
+
+    #: Arguments of every training.
+    words: tuple[str, ...] = ()
+
+    @abstractmethod
+    def launch(
+        self,
+        folder: Path,
+        *,
+        ranks: int,
+        args: Sequence[str | Path],
+        entry: str = ENTRY,
+        timeout: float = 200.0,
+    ) -> Outcome:
+        """Run an entry point on some ranks, and come back however they ended.
+
+        Args:
+            folder: the working directory.
+            ranks: processes to start.
+            args: the entry point's arguments.
+            entry: the module whose `main` a rank calls.
+            timeout: seconds after which all are killed.
+        """
+
+    def train(
+        self,
+        folder: Path,
+        *,
+        ranks: int,
+        args: Sequence[str | Path],
+        plan: Plan | None = None,
+        entry: str = ENTRY,
+        timeout: float = 200.0,
+    ) -> TrainingLog:
+        """Train and read the metrics.
+
+        Raises:
+            AssertionError: the run failed; the message holds the end of its output.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics = folder / f"metrics-{len(list(folder.glob('metrics-*')))}.jsonl"
+        metrics.touch()
+        words = [*args, *self.words, "--hexi-metrics", metrics]
+        if plan is not None:
+            path = metrics.with_suffix(".plan.yaml")
+            write_plan(plan, path)
+            words += ["--hexi-plan", path]
+        outcome = self.launch(folder, ranks=ranks, args=words, entry=entry, timeout=timeout)
+        assert outcome.succeeded, outcome.why()
+        return read_metrics(metrics, "".join(outcome.output))
+
+
+class Forks(Trainer):
     """A process that has imported Megatron, and forks the ranks of one run after another."""
 
     def __init__(self) -> None:
@@ -95,15 +150,7 @@ class Forks:
         entry: str = ENTRY,
         timeout: float = 200.0,
     ) -> Outcome:
-        """Run an entry point on some ranks, and come back however they ended.
-
-        Args:
-            folder: the working directory.
-            ranks: processes to fork.
-            args: the entry point's arguments.
-            entry: the module whose `main` a rank calls.
-            timeout: seconds after which all are killed.
-        """
+        """As of `Trainer`; ranks are forked."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         words = [str(word) for word in args]
@@ -114,33 +161,6 @@ class Forks:
         codes = json.loads(answer)
         logs = [_log(folder, rank) for rank in range(ranks)]
         return Outcome(codes, [log.read_text() if log.exists() else "" for log in logs])
-
-    def train(
-        self,
-        folder: Path,
-        *,
-        ranks: int,
-        args: Sequence[str | Path],
-        plan: Plan | None = None,
-        entry: str = ENTRY,
-        timeout: float = 200.0,
-    ) -> TrainingLog:
-        """Train and read the metrics.
-
-        Raises:
-            AssertionError: the run failed; the message holds the end of its output.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        metrics = folder / f"metrics-{len(list(folder.glob('metrics-*')))}.jsonl"
-        metrics.touch()
-        words = [*args, "--hexi-metrics", metrics]
-        if plan is not None:
-            path = metrics.with_suffix(".plan.yaml")
-            write_plan(plan, path)
-            words += ["--hexi-plan", path]
-        outcome = self.launch(folder, ranks=ranks, args=words, entry=entry, timeout=timeout)
-        assert outcome.succeeded, outcome.why()
-        return read_metrics(metrics, "".join(outcome.output))
 
 
 def _log(folder: Path, rank: int) -> Path:

@@ -12,9 +12,8 @@ import pytest
 
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, dump_plan, plan_digest
 from megatron_hexi.record import read_record
-from tests.megatron.forked import Forks
+from tests.megatron.forked import Trainer
 from tests.megatron.launch import REPOSITORY
-from tests.megatron.one_card import OneCard
 from tests.megatron.test_unequal_replicas import plan_of
 from tests.megatron.test_uneven_training import MODEL, SEQ_LENGTH, THREE_AND_ONE, WORKLOAD, one_domain
 
@@ -36,9 +35,7 @@ STEADY = one_domain((32, (0, 2)), (32, (2, 3)), (32, (3, 5)), (31, (5, 6)))
 OTHERS = (three_and_one(20, (7, 60, 30), (1, 3)), three_and_one(11, (40, 0, 2), (0, 6)), THREE_AND_ONE)
 
 
-def swapping(
-    forks: Forks | OneCard, folder: Path, plan: Plan, others: tuple[Plan, ...], iterations: int, *args: str
-):
+def swapping(forks: Trainer, folder: Path, plan: Plan, others: tuple[Plan, ...], iterations: int, *args: str):
     plans = folder / "plans.json"
     plans.write_text(json.dumps([dump_plan(other) for other in others]))
     words = (*MODEL, "--train-iters", str(iterations), "--lr-decay-iters", "1000", *args)

@@ -16,9 +16,8 @@ import pytest
 
 from megatron_hexi.plan import Plan, read_plan, write_plan
 from tests.megatron.conftest import References, job
-from tests.megatron.forked import Forks
+from tests.megatron.forked import Forks, Trainer
 from tests.megatron.launch import train
-from tests.megatron.one_card import OneCard
 from tests.megatron.option_cases import OVERLAPPED, SINKS, WINDOW
 from tests.megatron.planted import FAULTS
 from tests.megatron.test_option_training import logged
@@ -267,7 +266,7 @@ def test_training_is_that_of_one_rank(
 
 
 def check_training(
-    case: Case, iterations: int, forks: Forks | OneCard, references: References, tmp_path: Path
+    case: Case, iterations: int, forks: Trainer, references: References, tmp_path: Path
 ) -> None:
     """Losses and gradient norms of a case are those of one rank."""
     model = (*MODEL, *case.model)
