@@ -24,6 +24,8 @@ _CLASSES = (1, 2, 4, 8)
 _ROUNDS = 12
 #: Columns of mixed stages take up to so much longer than what is made of them.
 _NEAR = 1.1
+#: Sets of replicas that take longer than this factor of the best's time are left alone.
+_FAR = 1.5
 #: Plans that are put together; so many for pipelines and for one stage, of one replica and of several.
 _FINALISTS, _RIVALS = 12, (3, 2)
 
@@ -119,7 +121,8 @@ class JointSearch:
                 columns = part.find(_class_of(replicas[0]), shards, width)
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
                 for some in (columns, whole):
-                    found += _best(part, some, replicas)
+                    limit = _FAR * min((one.seconds for one in found), default=math.inf)
+                    found += _best(part, some, replicas, limit)
         return found
 
     def _replicas(self, part: ReplicaColumns, shards: int) -> range:
@@ -132,22 +135,25 @@ class JointSearch:
         return range(shards, end + 1)
 
 
-def _best(part: ReplicaColumns, columns: list[Column], replicas: range) -> Iterator[Packed]:
-    """The best sets of columns, each without those of the ones before."""
+def _best(part: ReplicaColumns, columns: list[Column], replicas: range, most_s: float) -> Iterator[Packed]:
+    """The best sets of columns within a time, each without those of the ones before."""
+    least = 0.0
     for _ in range(_RIVALS[replicas[-1] > 1]):
-        packed = _packed(part, columns, replicas)
+        packed = _packed(part, columns, replicas, least, most_s)
         if packed is None:
             return
         yield packed
+        least, most_s = packed.least_s, min(most_s, _FAR * packed.seconds)
         alike = {(column.counts, column.pipe.shapes) for column in packed.columns}
         columns = [column for column in columns if (column.counts, column.pipe.shapes) not in alike]
 
 
-def _packed(part: ReplicaColumns, columns: list[Column], replicas: range) -> Packed | None:
-    """The best set of columns, all of them timed."""
-    least = 0.0
+def _packed(
+    part: ReplicaColumns, columns: list[Column], replicas: range, least: float, most: float
+) -> Packed | None:
+    """The best set of columns, all of them timed, that takes so many seconds at most."""
     for _ in range(_ROUNDS):
-        packed = pack(columns, part.micro_batches, part.pools.totals, replicas, least)
+        packed = pack(columns, part.micro_batches, part.pools.totals, replicas, least, most)
         if packed is None:
             return None
         rough = {id(column): column for column in packed.columns if not column.pipe.timed}
@@ -157,7 +163,7 @@ def _packed(part: ReplicaColumns, columns: list[Column], replicas: range) -> Pac
         columns = [column for column in columns if id(column) not in rough]
         columns += [timed for timed in map(part.timed, rough.values()) if timed is not None]
     known = [column for column in columns if column.pipe.timed]
-    return pack(known, part.micro_batches, part.pools.totals, replicas, least)
+    return pack(known, part.micro_batches, part.pools.totals, replicas, least, most)
 
 
 def _class_of(replicas: int) -> int:

@@ -47,8 +47,9 @@ def pack(
     totals: Counts,
     replicas: range,
     least_s: float = 0.0,
+    most_s: float = math.inf,
 ) -> Packed | None:
-    """The best set of replicas; ``None`` where none takes the batch.
+    """The best set of replicas; ``None`` where none takes the batch in time.
 
     Args:
         columns: to choose from.
@@ -56,14 +57,19 @@ def pack(
         totals: GPUs of each pool.
         replicas: how many there may be.
         least_s: seconds that no set of them takes less than, as far as is known.
+        most_s: seconds that a set may take.
     """
     if not columns:
         return None
     alone = [column.seconds(micro_batches) for column in columns]
-    top = min(alone)
+    if replicas[-1] == 1:
+        least = min(alone)
+        best = Packed((columns[alone.index(least)],), (micro_batches,), least, least)
+        return best if least <= most_s else None
+    top = min(*alone, most_s)
     best = _packed(columns, top, micro_batches, totals, replicas)
-    if best is None:  # so many replicas need more than the fastest of them alone
-        top = max(alone)
+    if best is None and top < most_s:  # so many replicas need more than the fastest of them alone
+        top = min(max(alone), most_s)
         best = _packed(columns, top, micro_batches, totals, replicas)
     if best is None:
         return None
