@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 from megatron_hexi import __version__
@@ -16,7 +16,7 @@ from megatron_hexi.plan import Estimate, Plan, Provenance
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
-from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearch
+from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import Progress, order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
@@ -55,39 +55,43 @@ def find_plan(
     """
     begun = time.perf_counter()
     tell: Progress = progress or (lambda _what, _done, _of: None)
+    searches = JointSearches(tell)
     _check_nodes(cluster)
     _check_fixed(request, cluster)
     if not memory_fits(request, cluster):
-        raise nothing_fits(request, cluster, _first_rate, proven=True)
-    roomy = cluster.with_memory_margin(request.memory_margin)
-    found, trials = _search(request, roomy, tell)
-    if not found and request.memory_margin:
-        roomy = cluster
-        found, more = _search(request, cluster, tell)
-        trials += more
+        raise nothing_fits(request, cluster, partial(_first_rate, searches), proven=True)
+    memory = 1 - request.memory_margin
+    found = searches.plans(request, cluster, memory)
+    if not found and memory < 1:
+        memory = 1.0
+        found = searches.plans(request, cluster, memory)
+    roomy = cluster.with_memory_margin(1 - memory)
     best = min(found, key=order_of, default=None)
     baselines: tuple[Baseline, ...] = ()
-    few = len(cluster.ranks) <= _CHECKED
+    trials = 0
     if with_baselines:
-        baselines, timed = find_baselines(request, roomy, progress=tell)
-        trials += timed
+        baselines, trials = find_baselines(request, roomy, progress=tell)
         others = [one.trial for one in baselines if one.trial is not None]
         best = min([*([] if best is None else [best]), *others], key=order_of, default=None)
-    elif few:  # what the search passes over may be all that fits
-        faster, timed = find_faster(request, roomy, math.inf if best is None else best.iteration_s)
-        trials += timed
+    elif len(cluster.ranks) <= _CHECKED:  # what the search passes over may be all that fits
+        faster, trials = find_faster(request, roomy, math.inf if best is None else best.iteration_s)
         best = faster or best
     unsaved_s = math.inf if best is None else best.iteration_s
-    best, more, why = _saved(request, roomy, best, found, tell)
-    trials += more
+    tell("memory", 0, 1)
+    savings = Savings(request, roomy)
     if best is None:
-        raise nothing_fits(request, cluster, _first_rate, proven=False)
+        best = _made_to_fit(request, cluster, memory, savings, searches)
+    else:
+        best = _saved(request, cluster, memory, best, found, savings, searches)
+    if best is None:
+        raise nothing_fits(request, cluster, partial(_first_rate, searches), proven=False)
     tell("bound", 0, 1)
     bound = joint_bound(request, cluster, best.iteration_s)
-    rivals = best_of_each_kind(found, best)
+    trials += searches.trials + savings.trials
     planned = _planned(best, cluster, bound, baselines, trials, begun)
+    why = _why_saved(best.plan, best.iteration_s, unsaved_s)
     notes = (*why, *_margin_note(planned.cost, request.memory_margin), *planned.notes)
-    return replace(planned, rivals=rivals, notes=notes, unsaved_s=unsaved_s)
+    return replace(planned, rivals=best_of_each_kind(found, best), notes=notes, unsaved_s=unsaved_s)
 
 
 def _check_nodes(cluster: Cluster) -> None:
@@ -103,55 +107,57 @@ def _check_nodes(cluster: Cluster) -> None:
 
 
 def _saved(
-    request: Request, cluster: Cluster, plan: Candidate | None, found: list[Candidate], tell: Progress
-) -> tuple[Candidate | None, int, tuple[str, ...]]:
-    """The best plan with what saves memory, how many layouts were timed, and why it is as it is.
+    request: Request,
+    cluster: Cluster,
+    memory: float,
+    plan: Candidate,
+    found: list[Candidate],
+    savings: Savings,
+    searches: JointSearches,
+) -> Candidate:
+    """The best of a plan and of what saves memory, from it and from others of those found."""
+    starts = [plan, *best_of_each_kind(found, plan)[: _STARTS - 1]]
+    changed = list(map(savings.best, starts))
+    if plan.job.recompute != "none" or recomputes(plan.plan):
+        alone = _one_stage(request, cluster, memory, searches)
+        changed += [one for one in map(savings.made_to_fit, alone) if one is not None]
+    best = min((one for one in changed if spell_savings(one.plan)), key=order_of, default=plan)
+    return plan if best.iteration_s >= plan.iteration_s else best
 
-    It begins with the best plan and others of those found; where none fits, with what would if GPUs had more
-    memory.
-    """
-    savings = Savings(request, cluster)
-    tell("memory", 0, 1)
-    trials, best = 0, plan
-    if plan is not None:
-        starts = [plan, *best_of_each_kind(found, plan)[: _STARTS - 1]]
-        changed = list(map(savings.best, starts))
-        if plan.job.recompute != "none" or recomputes(plan.plan):
-            alone, trials = _one_stage(request, cluster, tell)
-            changed += [one for one in map(savings.made_to_fit, alone) if one is not None]
-        best = min((one for one in changed if spell_savings(one.plan)), key=order_of, default=plan)
-        best = plan if best.iteration_s >= plan.iteration_s else best
-    else:
-        for times in _ROOMIER:
-            roomier = cluster.with_memory_margin(1 - times)
-            candidates, timed = _search(request, roomier, tell)
-            trials += timed
-            candidates.sort(key=order_of)
-            tried = map(savings.made_to_fit, candidates[:_STARTS])
-            best = min((one for one in tried if one is not None), key=order_of, default=None)
-            if best is not None:
-                break
-        best = best or _first(request, cluster)  # whatever the advice finds
-    trials += savings.trials
-    if best is None or best is plan:
-        return best, trials, ()
+
+def _made_to_fit(
+    request: Request, cluster: Cluster, memory: float, savings: Savings, searches: JointSearches
+) -> Candidate | None:
+    """The best of what would fit if GPUs had more memory, with what saves it; ``None``: nothing is found."""
+    for times in _ROOMIER:
+        plans = searches.plans(request, cluster, times * memory)
+        tried = map(savings.made_to_fit, sorted(plans, key=order_of)[:_STARTS])
+        best = min((one for one in tried if one is not None), key=order_of, default=None)
+        if best is not None:
+            return best
+    return _first(searches, request, cluster)  # whatever the advice finds
+
+
+def _why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
+    """What saves memory, and what it brings."""
+    what = spell_savings(plan)
+    if seconds >= unsaved_s:
+        return ()
     without = "no layout was found that fits"
-    if plan is not None:
-        without = f"the best layout takes {plan.iteration_s / best.iteration_s - 1:.1%} longer"
-    what = spell_savings(best.plan) or "GPUs with the same weights share the optimizer's state"
-    return best, trials, (f"{what}: without that {without}",)
+    if unsaved_s < math.inf:
+        without = f"the best layout takes {unsaved_s / seconds - 1:.1%} longer"
+    return (f"{what or "GPUs with the same weights share the optimizer's state"}: without that {without}",)
 
 
-def _one_stage(request: Request, cluster: Cluster, tell: Progress) -> tuple[list[Candidate], int]:
+def _one_stage(request: Request, cluster: Cluster, memory: float, searches: JointSearches) -> list[Candidate]:
     """All layers on all GPUs, if these had more memory: the last ministage of such a stage runs only once."""
     alone = frozenset({"pipeline_parallel", "data_parallel"})
     is_ruled_out = any(getattr(request.job, name) != 1 for name in alone & request.fixed)
     if is_ruled_out or len(cluster.ranks) > _ALONE:
-        return [], 0
+        return []
     job = replace(request.job, pipeline_parallel=1, data_parallel=1)
     one = replace(request, job=job, fixed=request.fixed | alone)
-    found, trials = _search(one, cluster.with_memory_margin(1 - max(_ROOMIER)), tell)
-    return sorted(found, key=order_of)[:1], trials
+    return sorted(searches.plans(one, cluster, max(_ROOMIER) * memory), key=order_of)[:1]
 
 
 def _check_fixed(request: Request, cluster: Cluster) -> None:
@@ -181,41 +187,22 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
         )
 
 
-def _first_rate(request: Request, cluster: Cluster) -> float | None:
+def _first_rate(searches: JointSearches, request: Request, cluster: Cluster) -> float | None:
     """Tokens/s of the first plan found that fits; ``None``: there is none."""
-    found = _first(request, cluster)
+    found = _first(searches, request, cluster)
     return None if found is None else found.tokens_per_s
 
 
-def _first(request: Request, cluster: Cluster) -> Candidate | None:
+def _first(searches: JointSearches, request: Request, cluster: Cluster) -> Candidate | None:
     """The first plan found that fits, of as few replicas as may be; ``None``: there is none.
 
     Where none fits as it is, one for GPUs with more memory may with what saves memory.
     """
-    for candidate in _few_replicas(request, cluster):
-        return candidate
-    roomier = cluster.with_memory_margin(1 - max(_ROOMIER))
-    for candidate in _few_replicas(request, roomier):
-        return Savings(request, cluster).made_to_fit(candidate)
-    return None
-
-
-def _few_replicas(request: Request, cluster: Cluster) -> Iterator[Candidate]:
-    """Plans that fit, of as few replicas as may be, over all sizes of micro-batches."""
-    for size in request.micro_batch_sizes():
-        found = JointSearch(request, cluster, size).run(lambda _what, _done, _of: None, fewest=True)
-        yield from (candidate for candidate in found if candidate.fits)
-
-
-def _search(request: Request, cluster: Cluster, tell: Progress) -> tuple[list[Candidate], int]:
-    """Plans that fit, over all sizes of micro-batches, and how many layouts were timed."""
-    found: list[Candidate] = []
-    trials = 0
-    for size in request.micro_batch_sizes():
-        search = JointSearch(request, cluster, size)
-        found += [candidate for candidate in search.run(tell) if candidate.fits]
-        trials += search.trials
-    return found, trials
+    found = searches.with_few_replicas(request, cluster, 1.0)
+    if found is None:
+        roomier = searches.with_few_replicas(request, cluster, max(_ROOMIER))
+        found = roomier and Savings(request, cluster).made_to_fit(roomier)
+    return found
 
 
 def _margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:

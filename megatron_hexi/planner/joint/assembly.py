@@ -22,6 +22,7 @@ from megatron_hexi.planner.joint.packing import Packed
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pipes import Pipe, Stage
 from megatron_hexi.planner.joint.placing import Place, Placed, find_gpus, number_ranks
+from megatron_hexi.planner.joint.pools import Pools
 from megatron_hexi.planner.layouts.layout import Layout, build_domain
 from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial, order_of
 from megatron_hexi.planner.request import Request
@@ -36,10 +37,12 @@ class Assembly:
         request: what is planned.
         timer: of layers.
         search: deals layers.
+        pools: what GPUs there are.
     """
 
-    def __init__(self, request: Request, timer: LayerTimer, search: PipelineSearch) -> None:
-        self._job, self._timer, self._search, self._cluster = request.job, timer, search, timer.cluster
+    def __init__(self, request: Request, timer: LayerTimer, search: PipelineSearch, pools: Pools) -> None:
+        self._job, self._timer, self._search = request.job, timer, search
+        self._pools, self._cluster = pools, pools.cluster
         self._found: dict[tuple[object, ...], Trial] = {}
         #: The last one found for the same units and recomputation.
         self._layouts: dict[tuple[object, ...], Trial] = {}
@@ -55,7 +58,7 @@ class Assembly:
         """
         self._polished = polished
         pipes = [column.pipe for column in packed.columns]
-        placed = find_gpus(self._timer.pools, [pipe.shapes for pipe in pipes])
+        placed = find_gpus(self._pools, [pipe.shapes for pipe in pipes])
         if placed is None:
             return None
         fleets = {place: self._fleet(place, gpus, pipes) for place, gpus in placed.items()}

@@ -6,7 +6,7 @@ Pools of GPUs are joined to blocks; a block's stages all have the same part of e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class Blocks:
         deepest: stages of a block at most.
     """
 
-    def __init__(self, pools: Pools, widths: list[int], deepest: int) -> None:
+    def __init__(self, pools: Pools, widths: Sequence[int], deepest: int) -> None:
         self._pools, self._widths, self._deepest = pools, widths, deepest
         self.options = cache(self._options)
 

@@ -6,13 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import ceiling_tokens_per_s
 from megatron_hexi.planner.joint.assembly import Assembly
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.packing import Packed, pack
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
-from megatron_hexi.planner.joint.pools import Pools
 from megatron_hexi.planner.joint.replica_columns import Column, ReplicaColumns
 from megatron_hexi.planner.joint.stage_tables import StageTables
 from megatron_hexi.planner.layouts.trial import Candidate, Progress
@@ -35,23 +32,21 @@ class JointSearch:
 
     Args:
         request: what is planned.
-        cluster: where.
-        micro_batch_size: sequences of a micro-batch.
+        timer: of layers, on the GPUs that there are.
+        memory: times the memory that they have.
     """
 
-    def __init__(self, request: Request, cluster: Cluster, micro_batch_size: int) -> None:
-        job = replace(request.job, micro_batch_size=micro_batch_size)
-        self._request, self._micro_batches = request, job.global_batch_size // micro_batch_size
-        speeds = {id(node.device): ceiling_tokens_per_s(job, [node.device]) for node in cluster.nodes}
-        self._pools = Pools.of(cluster, [speeds[id(node.device)] for node in cluster.nodes])
-        self._timer = LayerTimer(request, cluster, self._pools, micro_batch_size)
-        self._pipelines = PipelineSearch(request, StageTables(request, self._timer))
-        self._assembly = Assembly(request, self._timer, self._pipelines)
+    def __init__(self, request: Request, timer: LayerTimer, memory: float) -> None:
+        self._request, self._timer = request, timer
+        self._micro_batches = request.job.global_batch_size // timer.micro_batch_size
+        self._pools = timer.pools.with_memory(memory)
+        self._pipelines = PipelineSearch(request, StageTables(request, timer, self._pools))
+        self._assembly = Assembly(request, timer, self._pipelines, self._pools)
 
     @property
     def trials(self) -> int:
-        """Layouts that were timed."""
-        return self._timer.trials + self._assembly.trials
+        """Layouts that were timed, besides the timer's."""
+        return self._assembly.trials
 
     def run(self, tell: Progress, *, fewest: bool = False) -> Iterator[Candidate]:
         """The best plan of each class of replicas, as long as it may be the best of all.

@@ -15,17 +15,16 @@ from functools import cache
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds, token_seconds
+from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.layer_bytes import border_bytes
-from megatron_hexi.cost.memory import FRAGMENTATION, GIB, Holdings, ModelPart, part_memory
+from megatron_hexi.cost.memory import FRAGMENTATION, Holdings, ModelPart, part_memory
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.pools import Pools, Shape
 from megatron_hexi.planner.layouts.layout import Grouping
 from megatron_hexi.planner.layouts.trial import Judge, Trial
-from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.balance import rebalanced
 from megatron_hexi.planner.search.groupings import spread
 from megatron_hexi.planner.search.guess import FirstGuess
@@ -33,6 +32,8 @@ from megatron_hexi.planner.search.tried import WINDOW
 
 #: Rounds of balancing for stages of several pools.
 _ROUNDS = 2
+#: Times the memory that GPUs have: room for any layer.
+_ROOM = 2.0**10
 #: What is timed: a layer between the embedding and the loss.
 _ONE_LAYER = ModelPart(layers=1, again=1, is_first=True, is_last=True, ahead=1)
 
@@ -48,7 +49,6 @@ class LayerTimes:
         logits: seconds of the loss, both ways.
         units: of each pool.
         tokens: of each of them, at most.
-        usable: bytes of a GPU.
         kept: bytes a layer and micro-batch under way, by what is computed again, [modes, pools].
         working: bytes of the layer at work, likewise.
         logits_bytes: of the loss.
@@ -61,7 +61,6 @@ class LayerTimes:
     logits: float
     units: Floats
     tokens: Floats
-    usable: Floats
     kept: Floats
     working: Floats
     logits_bytes: Floats
@@ -88,29 +87,19 @@ class LayerTimer:
     """Layers of one job's micro-batches; each is timed when it is asked for.
 
     Args:
-        request: what is planned.
-        cluster: where.
-        pools: its nodes.
-        micro_batch_size: sequences of a micro-batch.
+        job: of one micro-batch, with core attention computed again.
+        cluster: where. Layers are timed as if its GPUs had room for any; whether they do, tables say.
+        widths: tensor-parallel sizes.
     """
 
-    def __init__(self, request: Request, cluster: Cluster, pools: Pools, micro_batch_size: int) -> None:
-        self.cluster, self.pools = cluster, pools
-        self.micro_batch_size = micro_batch_size
-        widest = max(pool.size for pool in pools.pools)
-        self.widths = request.widths(widest)
-        # Recomputation of core attention is timed as a pass of its own; all modes follow from one trial.
-        job = replace(
-            request.job,
-            pipeline_parallel=1,  # stages are put together by the search
-            data_parallel=1,
-            micro_batch_size=micro_batch_size,
-            global_batch_size=micro_batch_size,
-            recompute="selective",
-        )
+    def __init__(self, job: Job, cluster: Cluster, widths: Sequence[int]) -> None:
+        self.cluster, self.widths, self.micro_batch_size = cluster, widths, job.micro_batch_size
+        speeds = {id(node.device): ceiling_tokens_per_s(job, [node.device]) for node in cluster.nodes}
+        self.pools = Pools.of(cluster, [speeds[id(node.device)] for node in cluster.nodes])
+        roomy = cluster.with_memory_margin(1 - _ROOM)
         self._fleets = {
-            width: replace(find_units(replace(job, tensor_parallel=width), cluster), part=_ONE_LAYER)
-            for width in self.widths
+            width: replace(find_units(replace(job, tensor_parallel=width), roomy), part=_ONE_LAYER)
+            for width in widths
         }
         self._judges = {width: Judge(fleet) for width, fleet in self._fleets.items()}
         self.layer = cache(self._layer)
@@ -239,7 +228,6 @@ class LayerTimer:
             logits=float((stage.logits + stage.logits_sum).max()),
             units=np.bincount(pool).astype(float),
             tokens=most(section.arrays.tokens.astype(float)),
-            usable=np.array([self.pools.pools[kind].device.usable_gib * GIB for kind in shape.kinds]),
             kept=np.array([most(whole * (terms["activations"] + terms["attention"])) for terms in memory]),
             working=np.array([most(whole * terms["working_set"]) for terms in memory]),
             logits_bytes=most(whole * memory[0]["logits"]),
@@ -277,7 +265,6 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
         logits=together([one.logits for one in layers]),
         units=np.concatenate([one.units for one in layers]),
         tokens=joined("tokens"),
-        usable=np.concatenate([one.usable for one in layers]),
         kept=joined("kept"),
         working=joined("working"),
         logits_bytes=joined("logits_bytes"),

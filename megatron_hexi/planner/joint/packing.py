@@ -64,8 +64,8 @@ def pack(
     alone = [column.seconds(micro_batches) for column in columns]
     if replicas[-1] == 1:
         least = min(alone)
-        best = Packed((columns[alone.index(least)],), (micro_batches,), least, least)
-        return best if least <= most_s else None
+        fastest = columns[alone.index(least)]
+        return Packed((fastest,), (micro_batches,), least, least) if least <= most_s else None
     top = min(*alone, most_s)
     best = _packed(columns, top, micro_batches, totals, replicas)
     if best is None and top < most_s:  # so many replicas need more than the fastest of them alone

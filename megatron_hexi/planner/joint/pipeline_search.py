@@ -58,7 +58,7 @@ class PipelineSearch:
     """
 
     def __init__(self, request: Request, tables: StageTables) -> None:
-        self._tables, self._pools = tables, tables.timer.pools
+        self._tables, self._pools = tables, tables.pools
         job = request.job
         is_fixed = "pipeline_parallel" in request.fixed
         deepest = min(DEEPEST, tables.layers)

@@ -105,6 +105,12 @@ class Pools:
         parts = (replace(pool, nodes=pool.nodes[: len(pool.nodes) // copies]) for pool in self.pools)
         return Pools(self.cluster, list(parts))
 
+    def with_memory(self, times: float) -> Pools:
+        """The same nodes, whose GPUs have so many times the memory."""
+        cluster = self.cluster.with_memory_margin(1 - times)
+        pools = (replace(pool, device=cluster.nodes[pool.nodes[0]].device) for pool in self.pools)
+        return Pools(cluster, list(pools))
+
     def aligned(self, pool: int, count: int) -> bool:
         """Whether stages of so many of a pool's GPUs fill nodes: whole ones, or a whole part of one."""
         size = self.pools[pool].size

@@ -18,10 +18,17 @@ import numpy as np
 
 from megatron_hexi.cost import RECOMPUTES
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.memory import GRADIENT_BYTES, OPTIMIZER_BYTES, RESERVE_BYTES, ModelPart, part_params
+from megatron_hexi.cost.memory import (
+    GIB,
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    RESERVE_BYTES,
+    ModelPart,
+    part_params,
+)
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.joint.layer_times import LayerTimer, LayerTimes
-from megatron_hexi.planner.joint.pools import Shape
+from megatron_hexi.planner.joint.pools import Pools, Shape
 from megatron_hexi.planner.request import Request
 
 #: Stages of a pipeline at most.
@@ -57,10 +64,11 @@ class StageTables:
     Args:
         request: what is planned.
         timer: of their layers.
+        pools: what GPUs there are.
     """
 
-    def __init__(self, request: Request, timer: LayerTimer) -> None:
-        self.timer, self.layers = timer, request.job.model.layers
+    def __init__(self, request: Request, timer: LayerTimer, pools: Pools) -> None:
+        self.timer, self.pools, self.layers = timer, pools, request.job.model.layers
         self._fixed = request.job.recompute if "recompute" in request.fixed else None
         self._stack = cache(self._tables)
 
@@ -97,7 +105,8 @@ class StageTables:
         )
         # Bytes left for activations.
         ends = is_last * layer.logits_bytes + part.borders * layer.border_bytes
-        room = (layer.usable - RESERVE_BYTES - ends)[:, None, None] - static
+        usable = GIB * np.array([self.pools.pools[kind].device.usable_gib for kind in shape.kinds])
+        room = (usable - RESERVE_BYTES - ends)[:, None, None] - static
         base = layer.seconds * count + is_last * layer.logits
         best = np.full((len(under_way), len(count)), np.inf)
         modes = np.zeros(best.shape, dtype=np.int64)

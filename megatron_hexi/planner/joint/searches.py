@@ -1,0 +1,68 @@
+"""The joint searches of one planning: over sizes of micro-batches, and for GPUs with more memory.
+
+How long a layer takes depends neither on memory nor on the batch. So searches of the same micro-batches on
+the same GPUs share the layers that were timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import Job
+from megatron_hexi.planner.joint.joint_search import JointSearch
+from megatron_hexi.planner.joint.layer_times import LayerTimer
+from megatron_hexi.planner.layouts.trial import Candidate, Progress
+from megatron_hexi.planner.request import Request
+
+
+class JointSearches:
+    """Searches for plans; `memory` is how many times the memory that they have GPUs are taken to have.
+
+    Args:
+        tell: told how far a search is.
+    """
+
+    def __init__(self, tell: Progress) -> None:
+        self._tell = tell
+        self._timers: dict[tuple[int, Job, tuple[int, ...]], LayerTimer] = {}
+        self._assembled = 0
+
+    @property
+    def trials(self) -> int:
+        """Layouts that were timed."""
+        return self._assembled + sum(timer.trials for timer in self._timers.values())
+
+    def plans(self, request: Request, cluster: Cluster, memory: float) -> list[Candidate]:
+        """Plans that fit, over all sizes of micro-batches."""
+        return list(self._fitting(request, cluster, memory, fewest=False))
+
+    def with_few_replicas(self, request: Request, cluster: Cluster, memory: float) -> Candidate | None:
+        """The first plan found that fits, of as few replicas as may be; ``None``: there is none."""
+        return next(self._fitting(request, cluster, memory, fewest=True), None)
+
+    def _fitting(
+        self, request: Request, cluster: Cluster, memory: float, *, fewest: bool
+    ) -> Iterator[Candidate]:
+        for size in request.micro_batch_sizes():
+            search = JointSearch(request, self._timer(request, cluster, size), memory)
+            yield from (one for one in search.run(self._tell, fewest=fewest) if one.fits)
+            self._assembled += search.trials
+
+    def _timer(self, request: Request, cluster: Cluster, micro_batch_size: int) -> LayerTimer:
+        widths = tuple(request.widths(max(len(node.ranks) for node in cluster.nodes)))
+        # Recomputation of core attention is timed as a pass of its own; all modes follow from one trial.
+        job = replace(
+            request.job,
+            tensor_parallel=widths[0],
+            pipeline_parallel=1,  # stages are put together by the search
+            data_parallel=1,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=micro_batch_size,
+            recompute="selective",
+        )
+        key = id(cluster), job, widths
+        if key not in self._timers:
+            self._timers[key] = LayerTimer(job, cluster, widths)  # it keeps the cluster, and so its id
+        return self._timers[key]
