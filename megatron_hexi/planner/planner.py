@@ -21,13 +21,10 @@ from megatron_hexi.planner.layouts.trial import Progress, order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
-from megatron_hexi.planner.savings import Savings, recomputes, spell_savings
+from megatron_hexi.planner.saved_plans import SavedPlans, first_plan
+from megatron_hexi.planner.savings import spell_savings
 from megatron_hexi.planner.search.solver import SEED
 
-#: Layouts that are changed to save memory; where none fits, of those for GPUs with so many times the memory.
-_ROOMIER, _STARTS = (2.0, 4.0), 3
-#: On so many GPUs one stage of all layers is looked at.
-_ALONE = 128
 #: On so many GPUs it takes a part of the search's own time to see whether any baseline is faster.
 _CHECKED = 32
 
@@ -78,16 +75,13 @@ def find_plan(
         best = faster or best
     unsaved_s = math.inf if best is None else best.iteration_s
     tell("memory", 0, 1)
-    savings = Savings(request, roomy)
-    if best is None:
-        best = _made_to_fit(request, cluster, memory, savings, searches)
-    else:
-        best = _saved(request, cluster, memory, best, found, savings, searches)
+    saved = SavedPlans(request, cluster, memory, searches)
+    best = saved.made_to_fit() if best is None else saved.best(best, found)
     if best is None:
         raise nothing_fits(request, cluster, partial(_first_rate, searches), proven=False)
     tell("bound", 0, 1)
     bound = joint_bound(request, cluster, best.iteration_s)
-    trials += searches.trials + savings.trials
+    trials += searches.trials + saved.trials
     planned = _planned(best, cluster, bound, baselines, trials, begun)
     why = _why_saved(best.plan, best.iteration_s, unsaved_s)
     notes = (*why, *_margin_note(planned.cost, request.memory_margin), *planned.notes)
@@ -106,38 +100,6 @@ def _check_nodes(cluster: Cluster) -> None:
                 )
 
 
-def _saved(
-    request: Request,
-    cluster: Cluster,
-    memory: float,
-    plan: Candidate,
-    found: list[Candidate],
-    savings: Savings,
-    searches: JointSearches,
-) -> Candidate:
-    """The best of a plan and of what saves memory, from it and from others of those found."""
-    starts = [plan, *best_of_each_kind(found, plan)[: _STARTS - 1]]
-    changed = list(map(savings.best, starts))
-    if plan.job.recompute != "none" or recomputes(plan.plan):
-        alone = _one_stage(request, cluster, memory, searches)
-        changed += [one for one in map(savings.made_to_fit, alone) if one is not None]
-    best = min((one for one in changed if spell_savings(one.plan)), key=order_of, default=plan)
-    return plan if best.iteration_s >= plan.iteration_s else best
-
-
-def _made_to_fit(
-    request: Request, cluster: Cluster, memory: float, savings: Savings, searches: JointSearches
-) -> Candidate | None:
-    """The best of what would fit if GPUs had more memory, with what saves it; ``None``: nothing is found."""
-    for times in _ROOMIER:
-        plans = searches.plans(request, cluster, times * memory)
-        tried = map(savings.made_to_fit, sorted(plans, key=order_of)[:_STARTS])
-        best = min((one for one in tried if one is not None), key=order_of, default=None)
-        if best is not None:
-            return best
-    return _first(searches, request, cluster)  # whatever the advice finds
-
-
 def _why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
     """What saves memory, and what it brings."""
     what = spell_savings(plan)
@@ -147,17 +109,6 @@ def _why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
     if unsaved_s < math.inf:
         without = f"the best layout takes {unsaved_s / seconds - 1:.1%} longer"
     return (f"{what or "GPUs with the same weights share the optimizer's state"}: without that {without}",)
-
-
-def _one_stage(request: Request, cluster: Cluster, memory: float, searches: JointSearches) -> list[Candidate]:
-    """All layers on all GPUs, if these had more memory: the last ministage of such a stage runs only once."""
-    alone = frozenset({"pipeline_parallel", "data_parallel"})
-    is_ruled_out = any(getattr(request.job, name) != 1 for name in alone & request.fixed)
-    if is_ruled_out or len(cluster.ranks) > _ALONE:
-        return []
-    job = replace(request.job, pipeline_parallel=1, data_parallel=1)
-    one = replace(request, job=job, fixed=request.fixed | alone)
-    return sorted(searches.plans(one, cluster, max(_ROOMIER) * memory), key=order_of)[:1]
 
 
 def _check_fixed(request: Request, cluster: Cluster) -> None:
@@ -189,20 +140,8 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
 
 def _first_rate(searches: JointSearches, request: Request, cluster: Cluster) -> float | None:
     """Tokens/s of the first plan found that fits; ``None``: there is none."""
-    found = _first(searches, request, cluster)
+    found = first_plan(searches, request, cluster)
     return None if found is None else found.tokens_per_s
-
-
-def _first(searches: JointSearches, request: Request, cluster: Cluster) -> Candidate | None:
-    """The first plan found that fits, of as few replicas as may be; ``None``: there is none.
-
-    Where none fits as it is, one for GPUs with more memory may with what saves memory.
-    """
-    found = searches.with_few_replicas(request, cluster, 1.0)
-    if found is None:
-        roomier = searches.with_few_replicas(request, cluster, max(_ROOMIER))
-        found = roomier and Savings(request, cluster).made_to_fit(roomier)
-    return found
 
 
 def _margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ _TURNS_OFFLOADED: Final = (
 
 
 class Savings:
-    """Changes plans of one request on one cluster.
+    """Changes plans of one request on one cluster; what cannot be faster than the best so far is left alone.
 
     Args:
         request: the job, and what of it is fixed.
@@ -64,10 +64,13 @@ class Savings:
         self._request, self._cluster = request, cluster
         self._models: dict[Job, CostModel] = {}
         self._timed = cache(self._time)
+        #: Seconds of the best that fits.
+        self._best_s = np.inf
         self.trials = 0
 
     def best(self, candidate: Candidate) -> Candidate:
         """The best of a plan that fits and of what it becomes; itself, where nothing is better."""
+        self._best_s = min(self._best_s, candidate.iteration_s)
         base = self._written_out(candidate)
         if base is None:
             return candidate
@@ -76,7 +79,10 @@ class Savings:
         return min([chosen, *self._by_samples(chosen)], key=order_of)
 
     def made_to_fit(self, candidate: Candidate) -> Candidate | None:
-        """The best of what a plan becomes that needs more memory than there is; ``None``: nothing fits."""
+        """The best of what a plan becomes that needs more memory than there is.
+
+        ``None``: nothing fits, or nothing is faster than what was found before.
+        """
         base = self._written_out(candidate)
         if base is None:
             return None
@@ -129,6 +135,9 @@ class Savings:
         for count in [*(count for count in _MINISTAGES if count < least), least]:
             if count < 2:
                 continue
+            first = next(filter(self._allows, _TURNS), None)
+            if first is None or self._on_rung(base, count, first).iteration_s >= self._best_s:
+                return  # more ministages take longer
             on_device = list(self._climbed(base, count, _TURNS))
             yield from on_device
             if any(one.fits and not recomputes(one.plan) for one in on_device):
@@ -148,7 +157,7 @@ class Savings:
         if ministages is not None and not _may_fit(base, ministages, rungs):
             return
         chosen: dict[tuple[int, int], Rung] = {}
-        stages = [(r, s) for r, replica in enumerate(base.plan.replicas) for s in range(len(replica.stages))]
+        stages = _places(base.plan)
         if ministages is None:
             own = {place: _stage(base.plan, place) for place in stages}
             full = base.timing.stage_fullness
@@ -161,12 +170,22 @@ class Savings:
             left = [place for place in stages if place not in chosen]
             if not left:
                 break
-            trial = self._timed(_with(base.plan, ministages, dict.fromkeys(stages, rung)), base.job)
+            trial = self._on_rung(base, ministages, rung)
+            if not chosen and trial.iteration_s >= self._best_s:
+                return  # other rungs take longer
             full = trial.timing.stage_fullness
             chosen |= {place: rung for place in left if full[place] <= 1}
         if len(chosen) < len(stages):
             return
-        yield self._timed(_with(base.plan, ministages, chosen), base.job)
+        found = self._timed(_with(base.plan, ministages, chosen), base.job)
+        if found.fits:
+            self._best_s = min(self._best_s, found.iteration_s)
+        yield found
+
+    def _on_rung(self, base: Candidate, ministages: int | None, rung: Rung) -> Candidate:
+        """The plan with all stages on one rung."""
+        rungs = dict.fromkeys(_places(base.plan), rung)
+        return self._timed(_with(base.plan, ministages, rungs), base.job)
 
     def _allows(self, rung: Rung) -> bool:
         """Whether the request leaves it to the planner."""
@@ -240,6 +259,11 @@ def spell_savings(plan: Plan) -> str:
 def _gpus(candidate: Candidate) -> Sequence[int]:
     plan = candidate.plan
     return plan.gpus or range(plan.ranks)
+
+
+def _places(plan: Plan) -> list[tuple[int, int]]:
+    """Replica and number of each stage."""
+    return [(r, s) for r, replica in enumerate(plan.replicas) for s in range(len(replica.stages))]
 
 
 def _stage(plan: Plan, place: tuple[int, int]) -> Stage:

@@ -48,17 +48,18 @@ class JointSearch:
         """Layouts that were timed, besides the timer's."""
         return self._assembly.trials
 
-    def run(self, tell: Progress, *, fewest: bool = False) -> Iterator[Candidate]:
+    def run(self, tell: Progress, faster_than: float, *, fewest: bool) -> Iterator[Candidate]:
         """The best plan of each class of replicas, as long as it may be the best of all.
 
         Args:
             tell: told how far it is.
+            faster_than: seconds of an iteration; slower plans are of no use.
             fewest: only plans of the fewest replicas, which need least memory.
         """
         whole = self._columns(1)
-        found = self._find(whole, 1, tell, fewest=fewest)
+        found = self._find(whole, 1, tell, faster_than, fewest=fewest)
         if not (fewest or whole.looks_at_all or "data_parallel" in self._request.fixed):
-            found += self._repeated(tell)
+            found += self._repeated(tell, faster_than)
         unique: dict[tuple[object, ...], Packed] = {}
         for packed in sorted(found, key=lambda packed: (len(packed.columns) > 1, packed.seconds)):
             unique.setdefault(_name(packed), packed)
@@ -66,25 +67,26 @@ class JointSearch:
         best: tuple[Candidate, Packed] | None = None
         for number, packed in enumerate(finalists):
             tell("finalists", number, len(finalists) + 1)
-            if best is not None and packed.seconds > _NEAR * best[0].iteration_s:
+            if packed.seconds > _NEAR * faster_than:
                 continue
             candidate = self._assembly.run(packed, polished=False)
             if candidate is not None:
                 if best is None or candidate.order <= best[0].order:
                     best = candidate, packed
+                    faster_than = min(faster_than, candidate.iteration_s)
                 yield candidate
         polished = None if best is None else self._assembly.run(best[1], polished=True)
         if polished is not None:
             yield polished
 
-    def _repeated(self, tell: Progress) -> list[Packed]:
+    def _repeated(self, tell: Progress, faster_than: float) -> list[Packed]:
         """Replicas of one part of the fleet and the batch, as often as there are equal parts.
 
         Of a large fleet only some choices of GPUs are looked at; a part is small enough for more.
         """
         parts = math.gcd(self._micro_batches, *(len(pool.nodes) for pool in self._pools.pools))
         for copies in (number for number in range(parts, 1, -1) if parts % number == 0):
-            found = self._find(self._columns(copies), copies, tell)
+            found = self._find(self._columns(copies), copies, tell, faster_than)
             if found:
                 return [
                     replace(one, columns=one.columns * copies, micro_batches=one.micro_batches * copies)
@@ -98,7 +100,7 @@ class JointSearch:
         return ReplicaColumns(self._request, self._timer, pools, self._pipelines, micro_batches)
 
     def _find(
-        self, part: ReplicaColumns, copies: int, tell: Progress, *, fewest: bool = False
+        self, part: ReplicaColumns, copies: int, tell: Progress, faster_than: float, *, fewest: bool = False
     ) -> list[Packed]:
         """The best sets of replicas of each class, for one of so many equal parts.
 
@@ -116,8 +118,8 @@ class JointSearch:
                 columns = part.find(_class_of(replicas[0]), shards, width)
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
                 for some in (columns, whole):
-                    limit = _FAR * min((one.seconds for one in found), default=math.inf)
-                    found += _best(part, some, replicas, limit)
+                    limit = min([faster_than, *(one.seconds for one in found)])
+                    found += _best(part, some, replicas, _FAR * limit)
         return found
 
     def _replicas(self, part: ReplicaColumns, shards: int) -> range:

@@ -6,6 +6,7 @@ the same GPUs share the layers that were timed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -34,20 +35,25 @@ class JointSearches:
         """Layouts that were timed."""
         return self._assembled + sum(timer.trials for timer in self._timers.values())
 
-    def plans(self, request: Request, cluster: Cluster, memory: float) -> list[Candidate]:
-        """Plans that fit, over all sizes of micro-batches."""
-        return list(self._fitting(request, cluster, memory, fewest=False))
+    def plans(
+        self, request: Request, cluster: Cluster, memory: float, faster_than: float = math.inf
+    ) -> list[Candidate]:
+        """Plans that fit, over all sizes of micro-batches, but for those that are slower by far."""
+        return list(self._fitting(request, cluster, memory, faster_than, fewest=False))
 
     def with_few_replicas(self, request: Request, cluster: Cluster, memory: float) -> Candidate | None:
         """The first plan found that fits, of as few replicas as may be; ``None``: there is none."""
-        return next(self._fitting(request, cluster, memory, fewest=True), None)
+        return next(self._fitting(request, cluster, memory, math.inf, fewest=True), None)
 
     def _fitting(
-        self, request: Request, cluster: Cluster, memory: float, *, fewest: bool
+        self, request: Request, cluster: Cluster, memory: float, faster_than: float, *, fewest: bool
     ) -> Iterator[Candidate]:
         for size in request.micro_batch_sizes():
             search = JointSearch(request, self._timer(request, cluster, size), memory)
-            yield from (one for one in search.run(self._tell, fewest=fewest) if one.fits)
+            for candidate in search.run(self._tell, faster_than, fewest=fewest):
+                if candidate.fits:
+                    faster_than = min(faster_than, candidate.iteration_s)
+                    yield candidate
             self._assembled += search.trials
 
     def _timer(self, request: Request, cluster: Cluster, micro_batch_size: int) -> LayerTimer:

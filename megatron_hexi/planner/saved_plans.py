@@ -1,0 +1,81 @@
+"""Plans with what saves memory: from those that the joint search finds, or would if GPUs had more memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.planner.joint import Candidate, JointSearches
+from megatron_hexi.planner.layouts.trial import order_of
+from megatron_hexi.planner.request import Request
+from megatron_hexi.planner.rivals import best_of_each_kind
+from megatron_hexi.planner.savings import Savings, recomputes, spell_savings
+
+#: Layouts that are changed to save memory; where none fits, of those for GPUs with so many times the memory.
+_ROOMIER, _STARTS = (2.0, 4.0), 3
+#: On so many GPUs one stage of all layers is looked at.
+_ALONE = 128
+
+
+class SavedPlans:
+    """Plans of one request on one cluster.
+
+    Args:
+        request: the job, and what of it is fixed.
+        cluster: where.
+        memory: of each GPU's, what may be used, from 0 to 1.
+        searches: for plans that need no savings.
+    """
+
+    def __init__(self, request: Request, cluster: Cluster, memory: float, searches: JointSearches) -> None:
+        self._request, self._cluster = request, cluster
+        self._memory, self._searches = memory, searches
+        self._savings = Savings(request, cluster.with_memory_margin(1 - memory))
+
+    @property
+    def trials(self) -> int:
+        """Layouts that were timed, besides those of the searches."""
+        return self._savings.trials
+
+    def best(self, plan: Candidate, found: list[Candidate]) -> Candidate:
+        """The best of a plan and of what saves memory, from it and from others of those found."""
+        starts = [plan, *best_of_each_kind(found, plan)[: _STARTS - 1]]
+        changed = list(map(self._savings.best, starts))
+        if plan.job.recompute != "none" or recomputes(plan.plan):
+            alone = map(self._savings.made_to_fit, self._one_stage(min(changed, key=order_of).iteration_s))
+            changed += [one for one in alone if one is not None]
+        best = min((one for one in changed if spell_savings(one.plan)), key=order_of, default=plan)
+        return plan if best.iteration_s >= plan.iteration_s else best
+
+    def made_to_fit(self) -> Candidate | None:
+        """The best of what would fit if GPUs had more memory, made to fit; ``None``: nothing is found."""
+        for times in _ROOMIER:
+            plans = self._searches.plans(self._request, self._cluster, times * self._memory)
+            tried = map(self._savings.made_to_fit, sorted(plans, key=order_of)[:_STARTS])
+            best = min((one for one in tried if one is not None), key=order_of, default=None)
+            if best is not None:
+                return best
+        return first_plan(self._searches, self._request, self._cluster)  # whatever the advice finds
+
+    def _one_stage(self, faster_than: float) -> list[Candidate]:
+        """All layers on all GPUs, if these had more memory: such a stage's last ministage runs only once."""
+        job, alone = self._request.job, frozenset({"pipeline_parallel", "data_parallel"})
+        is_ruled_out = any(getattr(job, name) != 1 for name in alone & self._request.fixed)
+        if is_ruled_out or len(self._cluster.ranks) > _ALONE:
+            return []
+        job = replace(job, pipeline_parallel=1, data_parallel=1)
+        one = replace(self._request, job=job, fixed=self._request.fixed | alone)
+        found = self._searches.plans(one, self._cluster, max(_ROOMIER) * self._memory, faster_than)
+        return sorted(found, key=order_of)[:1]
+
+
+def first_plan(searches: JointSearches, request: Request, cluster: Cluster) -> Candidate | None:
+    """The first plan found that fits, of as few replicas as may be; ``None``: there is none.
+
+    Where none fits as it is, one for GPUs with more memory may with what saves memory.
+    """
+    found = searches.with_few_replicas(request, cluster, 1.0)
+    if found is None:
+        roomier = searches.with_few_replicas(request, cluster, max(_ROOMIER))
+        found = roomier and Savings(request, cluster).made_to_fit(roomier)
+    return found
