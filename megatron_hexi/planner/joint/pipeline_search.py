@@ -126,7 +126,7 @@ class PipelineSearch:
                 factor = planned / table.seconds[layers - 1]
                 if not factor:  # by its table it does not fit so
                     return None
-            way = 0.0 if place == last else self._between(shape, shapes[place + 1])
+            way = 0.0 if place == last else self._between(shape, shapes[place + 1], shapes.count(shape))
             seconds.append(table.seconds * factor + way)
             tables.append(table)
         dealt = least_longest(seconds, self._tables.layers)
@@ -141,9 +141,9 @@ class PipelineSearch:
             timed or all(len(shape.kinds) == 1 for shape in shapes),
         )
 
-    def _seconds_between(self, first: Shape, second: Shape) -> float:
+    def _seconds_between(self, first: Shape, second: Shape, alike: int) -> float:
         """Activations there and their gradients back."""
-        return 2 * self._pools.seconds_between(first, second, self._bytes)
+        return 2 * self._pools.seconds_between(first, second, self._bytes, alike)
 
     def _times(self) -> Floats:
         """The grid: from what all GPUs could do together to what one of the slowest takes."""
@@ -183,7 +183,7 @@ class PipelineSearch:
             layers = np.zeros(len(self._grid))
             for place in range(depth):
                 first, last = is_first and place == depth - 1, is_last and place == 0
-                carried = self._carried(shape, min(most, behind + place + 1), first, last, shards)
+                carried = self._carried(shape, min(most, behind + place + 1), first, last, shards, depth)
                 if carried is None:
                     break
                 layers = layers + carried
@@ -192,14 +192,14 @@ class PipelineSearch:
         return found
 
     def _stage_layers(
-        self, shape: Shape, under_way: int, is_first: bool, is_last: bool, shards: int
+        self, shape: Shape, under_way: int, is_first: bool, is_last: bool, shards: int, alike: int
     ) -> Floats | None:
-        """What a stage carries, [times]. Arguments as of `StageTables.table`."""
+        """What a stage carries, [times]. Arguments as of `StageTables.table` and `Pools.seconds_between`."""
         table = self._tables.table(shape, under_way, is_first, is_last, shards, False)
         if table is None:
             return None
         # To another block's stage the way is taken to be as long as to one of the same.
-        way = 0.0 if is_last else self._between(shape, shape)
+        way = 0.0 if is_last else self._between(shape, shape, alike)
         carried = np.searchsorted(table.seconds, self._grid - way, side="right")
         return np.where(carried == 0, _NEVER, carried)
 

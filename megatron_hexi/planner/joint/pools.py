@@ -143,17 +143,33 @@ class Pools:
         each = shape.counts if tier.per == "gpu" else self._nodes_of(shape)
         return tier.bandwidth * sum(each)
 
-    def seconds_between(self, first: Shape, second: Shape, size: float) -> float:
-        """How long bytes take from one stage to the next, roughly: the thinnest of all links together."""
-        same = first.kinds == second.kinds and len(first.kinds) == 1
-        pool = self.pools[first.kinds[0]]
+    def seconds_between(self, first: Shape, second: Shape, size: float, alike: int) -> float:
+        """How long bytes take from one stage to the next, roughly: the thinnest of all links together.
+
+        Args:
+            first: the one stage.
+            second: the next.
+            size: bytes.
+            alike: stages that follow each other and are like the first. Where a node has several but not all
+                of them, of two neighbouring borders one is taken to lie between nodes.
+        """
+        gpus, pool = sum(first.counts), self.pools[first.kinds[0]]
+        together = gpus + sum(second.counts)
+        if first.kinds != second.kinds or len(first.kinds) > 1 or together > pool.size:
+            return self._seconds_outside(first, second, size)
         node = self.cluster.nodes[pool.nodes[0]]
-        if same and sum(first.counts) + sum(second.counts) <= pool.size:
-            return size / (min(sum(first.counts), sum(second.counts)) * node.bandwidth) + node.latency_s
+        inside = size / (min(gpus, sum(second.counts)) * node.bandwidth) + node.latency_s
+        if alike * gpus <= pool.size:
+            return inside
+        return (inside + self._seconds_outside(first, second, size)) / 2
+
+    def _seconds_outside(self, first: Shape, second: Shape, size: float) -> float:
+        """Between stages on different nodes."""
         tiers = self.cluster.tiers
         if not tiers:
             sender, receiver = self.some_gpus(first)[0], self.some_gpus(second)[-1]
-            return size / (self.cluster.bandwidth(sender, receiver) if sender != receiver else node.bandwidth)
+            bandwidth = self.cluster.nodes[self.pools[first.kinds[0]].nodes[0]].bandwidth
+            return size / (self.cluster.bandwidth(sender, receiver) if sender != receiver else bandwidth)
         seconds = size / min(self.way_out(first), self.way_out(second)) + tiers[0].latency_s
         here, there = ({self.pools[kind].site for kind in shape.kinds} for shape in (first, second))
         if here != there and len(tiers) > 1 and tiers[-1].per == "group":
