@@ -117,7 +117,7 @@ class JointSearch:
             for width in [None] if replicas[0] == 1 else self._timer.widths:
                 columns = part.find(_class_of(replicas[0]), shards, width)
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
-                for some in (columns, whole):
+                for some in (columns, whole, *(_alike(columns) if replicas[0] > 1 else ())):
                     limit = min([faster_than, *(one.seconds for one in found)])
                     found += _best(part, some, replicas, _FAR * limit)
         return found
@@ -132,6 +132,15 @@ class JointSearch:
         return range(shards, end + 1)
 
 
+def _alike(columns: list[Column]) -> list[list[Column]]:
+    """Pipelines by the layers of their stages: replicas of the same sum each stage's gradients by itself."""
+    found: dict[tuple[int, ...], list[Column]] = {}
+    for column in columns:
+        if len(column.pipe.stages) > 1:
+            found.setdefault(tuple(stage.layers for stage in column.pipe.stages), []).append(column)
+    return list(found.values())
+
+
 def _best(part: ReplicaColumns, columns: list[Column], replicas: range, most_s: float) -> Iterator[Packed]:
     """The best sets of columns within a time, each without those of the ones before."""
     least = 0.0
@@ -139,7 +148,8 @@ def _best(part: ReplicaColumns, columns: list[Column], replicas: range, most_s: 
         packed = _packed(part, columns, replicas, least, most_s)
         if packed is None:
             return
-        yield packed
+        unlike = part.unlike_seconds(packed.columns)
+        yield replace(packed, seconds=packed.seconds + unlike)
         least, most_s = packed.least_s, min(most_s, _FAR * packed.seconds)
         alike = {(column.counts, column.pipe.shapes) for column in packed.columns}
         columns = [column for column in columns if (column.counts, column.pipe.shapes) not in alike]

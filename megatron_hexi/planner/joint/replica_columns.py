@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -121,6 +121,11 @@ class ReplicaColumns:
         # What is only roughly known may turn out slower.
         timed = [column for column in columns if column.pipe.timed]
         return list(dict.fromkeys([*columns[:most], *timed[:most]]))
+
+    def unlike_seconds(self, columns: Sequence[Column]) -> float:
+        """What replicas wait longer because they are not alike (`Synchronisation`)."""
+        pipes = list(dict.fromkeys(column.pipe for column in columns))
+        return self._sync.unlike_seconds([pipe.stages for pipe in pipes], columns[0].shards)
 
     def timed(self, column: Column) -> Column | None:
         """The same with every stage's own times; ``None`` where it does not fit so."""

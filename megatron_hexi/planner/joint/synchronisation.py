@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cache
 
@@ -40,6 +41,36 @@ class Synchronisation:
             self._stage(stage.shape, stage.layers, place == 0, place == last, last == 0, shards)
             for place, stage in enumerate(stages)
         )
+
+    def unlike_seconds(self, replicas: Sequence[Sequence[Stage]], shards: int) -> float:
+        """What replicas wait longer because their stages do not have the same layers.
+
+        Stages that hold the same layers are summed together, and a stage is in as many sums as it shares
+        layers with different ones. So all between two borders that every replica has are summed one after
+        the other, and not beside each other.
+
+        Args:
+            replicas: stages of each.
+            shards: replicas that hold the same.
+        """
+        layers, own, hidden = [], 0.0, 0.0
+        for stages in replicas:
+            each = [self._layer_seconds(stage.shape, shards) for stage in stages]
+            counts = [stage.layers for stage in stages]
+            layers.append(np.repeat([seconds for seconds, _ in each], counts))
+            for count, (seconds, cover) in zip(counts, each, strict=True):
+                own, hidden = max(own, count * seconds), max(hidden, count * cover)
+        borders = (set(itertools.accumulate(stage.layers for stage in stages)) for stages in replicas)
+        common = sorted(set.intersection(*borders))
+        together = np.add.reduceat(np.max(layers, axis=0), [0, *common[:-1]]).max()
+        return max(0.0, float(together) - max(own, hidden))
+
+    def _layer_seconds(self, shape: Shape, shards: int) -> tuple[float, float]:
+        """Of one layer's gradients and weights, and of what may hide them."""
+        layer, job = self._timer.layer(shape, False), self._timer.job(shape.width)
+        assert layer is not None, "the stage is part of a pipeline that was found"
+        size = job.model.layer_params(shape.width) * (GRADIENT_BYTES[job.precision] + job.element_bytes)
+        return self._ring(shape, shards, float(size)), layer.backward if job.overlap_gradients else 0.0
 
     def _stage_seconds(
         self, shape: Shape, layers: int, is_first: bool, is_last: bool, is_whole: bool, shards: int
