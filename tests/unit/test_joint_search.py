@@ -25,13 +25,16 @@ from megatron_hexi.plan import (
 from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
 from megatron_hexi.planner import find_plan
 from megatron_hexi.planner.baselines import find_baselines
-from megatron_hexi.planner.joint import JointSearch
+from megatron_hexi.planner.joint import JointSearches
+from megatron_hexi.planner.joint.assembly import Assembly
+from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.packing import pack
 from megatron_hexi.planner.joint.pipes import Pipe, least_longest
 from megatron_hexi.planner.joint.pipes import Stage as PipeStage
 from megatron_hexi.planner.joint.placing import Place, find_gpus, number_ranks
 from megatron_hexi.planner.joint.pools import Pools, Shape
 from megatron_hexi.planner.joint.replica_columns import Column
+from megatron_hexi.planner.joint.synchronisation import Synchronisation
 from megatron_hexi.planner.request import Request
 from tests.support.brute import partitions
 from tests.support.costs import TINY, cluster, tiny_job
@@ -42,12 +45,7 @@ DEEP = dataclasses.replace(TINY, layers=4)
 
 def search(request, known):
     """The best plan that fits of all micro-batch sizes, without baselines; ``None``: none."""
-    found = [
-        candidate
-        for size in request.micro_batch_sizes()
-        for candidate in JointSearch(request, known, size).run(lambda *_: None)
-        if candidate.fits
-    ]
+    found = JointSearches(lambda *_: None).plans(request, known, 1.0)
     return min(found, key=lambda candidate: candidate.order, default=None)
 
 
@@ -318,9 +316,9 @@ def moved(part, ranks):
 def test_what_is_fixed_is_kept(terms):
     job = tiny_job(model=DEEP, global_batch_size=12, **terms)
     known = cluster([("a", "DOUBLE", 4), ("b", "PLAIN", 4)])
-    for candidate in JointSearch(Request(job, frozenset(terms)), known, terms.get("micro_batch_size", 1)).run(
-        lambda *_: None
-    ):
+    plans = JointSearches(lambda *_: None).plans(Request(job, frozenset(terms)), known, 1.0)
+    assert plans
+    for candidate in plans:
         stages = [stage for replica in candidate.plan.replicas for stage in replica.stages]
         modes = {candidate.job.recompute if stage.recompute is None else stage.recompute for stage in stages}
         made = {
@@ -428,6 +426,72 @@ def test_replicas_are_packed_as_well_as_can_be(seed):
     assert all(count <= total for count, total in zip(used, totals, strict=True))
     assert best * (1 - 1e-9) <= packed.seconds <= 1.003 * best
     assert packed.least_s <= best * (1 + 1e-9)
+
+
+# Thin links
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8, 16])
+def test_pipelines_over_thin_links_take_what_was_expected(monkeypatch, stages):
+    # Stages of one GPU and of two on nodes of four: some borders lie between nodes.
+    found, run = [], Assembly.run
+
+    def told(self, packed, *, polished):
+        candidate = run(self, packed, polished=polished)
+        found.append((packed.seconds, candidate.iteration_s))
+        return candidate
+
+    monkeypatch.setattr(Assembly, "run", told)
+    known = cluster([(name, "PLAIN", 4) for name in "abcd"], 0.2)
+    model = dataclasses.replace(TINY, layers=16, tied_embeddings=False)
+    job = tiny_job(model=model, seq_length=2**14, global_batch_size=32, pipeline_parallel=stages)
+    find_plan(Request(job, frozenset({"data_parallel", "pipeline_parallel"})), known)
+    assert found
+    for expected, seconds in found:
+        assert 0.8 < seconds / expected < 1.15
+
+
+def test_of_stages_that_share_a_node_every_second_border_lies_between_nodes():
+    known = cluster([("a", "PLAIN", 4), ("b", "PLAIN", 4)], 1)
+    pools = Pools.of(known, [1.0, 1.0])
+    pair, node = Shape((2,), 1), Shape((4,), 1)
+    inside = pools.seconds_between(pair, pair, 1e9, alike=2)
+    outside = pools.seconds_between(node, node, 1e9, alike=2)
+    assert inside < outside / 4
+    mixed = pools.seconds_between(pair, pair, 1e9, alike=4)
+    assert mixed == pytest.approx((inside + 2 * outside) / 2, rel=1e-3)  # two GPUs send what four would
+
+
+def test_replicas_with_other_layers_wait_for_each_other_as_in_the_cost_model():
+    known = cluster([(name, "PLAIN", 1) for name in "abcd"], 0.1)
+    job = tiny_job(model=DEEP, global_batch_size=4)
+    one = dataclasses.replace(job, global_batch_size=1, recompute="selective")
+    sync, shape = Synchronisation(LayerTimer(one, known, [1])), Shape((1,), 1)
+
+    def waiting(*layers):
+        """Seconds of gradients in a plan of replicas whose stages have so many layers, and as expected."""
+        replicas, rank = [], itertools.count()
+        for own in layers:
+            ends = [0, *itertools.accumulate(own)]
+            stages = tuple(
+                Stage((one_unit(job, next(rank)),), part, "none") for part in itertools.pairwise(ends)
+            )
+            replicas.append(Replica(stages, 2))
+        plan = Plan(job.workload(), tuple(replicas))
+        stages = [[PipeStage(shape, count, "none", 1.0) for count in own] for own in layers]
+        timing = CostModel(dataclasses.replace(job, data_parallel=2), known).timing(plan)
+        return timing.phases.gradients, sync.unlike_seconds(stages, 2)
+
+    alike, nothing = waiting((2, 2), (2, 2))
+    unlike, expected = waiting((2, 2), (1, 3))
+    assert nothing == 0
+    assert unlike - alike == pytest.approx(expected, rel=0.2)
+
+
+def one_unit(job, rank):
+    """A GPU with all tokens and heads."""
+    members = (Member((rank,), job.seq_length, (0, job.model.heads)),)
+    return Domain((Group(((0, job.seq_length),), members),))
 
 
 # GPUs for stages

@@ -14,6 +14,7 @@ from megatron_hexi.plan import read_plan, validate_plan, write_plan
 from megatron_hexi.planner import CHOSEN, Request, find_plan, planner
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.bound import memory_fits
+from megatron_hexi.planner.joint import JointSearches
 from tests.support.costs import cluster, tiny_job
 from tests.support.fleets import random_case, random_parallel_case, read_text, reproduce
 
@@ -321,8 +322,8 @@ def test_that_nothing_fits_is_said_only_where_it_is_certain(monkeypatch):
     for known, request, text in itertools.islice(too_large(), 10):
         certain = not memory_fits(request, known)
         assert text.startswith("no plan fits" if certain else "no plan was found that fits")
-    monkeypatch.setattr(planner, "_search", lambda *_: ([], 0))
-    monkeypatch.setattr(planner, "_first", lambda *_: None)
+    monkeypatch.setattr(JointSearches, "plans", lambda *_: [])
+    monkeypatch.setattr(JointSearches, "with_few_replicas", lambda *_: None)
     monkeypatch.setattr(planner, "find_faster", lambda *_: (None, 0))
     with pytest.raises(NothingFitsError, match=r"^no plan was found that fits on cluster test at 4096 "):
         find_plan(Request(tiny_job()), cluster([("a", "PLAIN", 1)]))

@@ -12,7 +12,8 @@ from megatron_hexi.plan import read_plan, validate_plan, write_plan
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.planner import planner as planner_module
 from megatron_hexi.planner.bound import joint_bound
-from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.joint import Candidate, JointSearches
+from megatron_hexi.planner.saved_plans import SavedPlans
 from megatron_hexi.planner.savings import Savings, spell_savings
 from tests.support.costs import TINY, cluster, tiny_job
 
@@ -47,13 +48,13 @@ def options(plan):
 @pytest.fixture
 def before(monkeypatch):
     """The plans that were found before anything was saved."""
-    plans, saved = [], planner_module._saved
+    plans, saved = [], SavedPlans.best
 
-    def told(request, cluster, plan, *rest):
+    def told(self, plan, found):
         plans.append(plan)
-        return saved(request, cluster, plan, *rest)
+        return saved(self, plan, found)
 
-    monkeypatch.setattr(planner_module, "_saved", told)
+    monkeypatch.setattr(SavedPlans, "best", told)
     return plans
 
 
@@ -76,7 +77,7 @@ def test_what_fits_on_no_layout_fits_with_ministages_or_host_memory(memory, tmp_
     assert options(planned.plan)["ministages"] or options(planned.plan)["offload"]
     (note, *_) = planned.notes
     assert note == f"{spell_savings(planned.plan)}: without that no layout was found that fits"
-    assert planner_module._search(request, known, lambda *_: None)[0] == []
+    assert JointSearches(lambda *_: None).plans(request, known, 1.0) == []
 
 
 @pytest.mark.slow
@@ -100,7 +101,7 @@ def test_no_plan_becomes_slower(memory, before, tmp_path):
 
 def test_where_there_is_room_nothing_is_saved_and_little_tried():
     known, request = machines(80), request_for(seq_length=32768)
-    found = planner_module._search(request, known, lambda *_: None)[0]
+    found = JointSearches(lambda *_: None).plans(request, known, 1.0)
     plan = min(found, key=lambda one: one.order)
     savings = Savings(request, known)
     assert savings.best(plan) is plan
