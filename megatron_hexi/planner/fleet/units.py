@@ -81,6 +81,15 @@ class Fleet:
         return tuple(map(tuple, sites.values()))
 
     @cached_property
+    def models(self) -> dict[tuple[Device, ...], tuple[int, ...]]:
+        """Units of each model of GPU (or stack of models), the fastest first; equal entries are one model."""
+        found: dict[tuple[Device, ...], list[int]] = {}
+        of_kind = [found.setdefault(kind.devices, []) for kind in self.kinds]
+        for number, unit in enumerate(self.units):
+            of_kind[unit.kind].append(number)
+        return {devices: tuple(units) for devices, units in found.items() if units}
+
+    @cached_property
     def file_order(self) -> tuple[int, ...]:
         """Place of each unit among all by the cluster file: the order in which ranks are numbered."""
         places = {
