@@ -139,7 +139,8 @@ def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) 
         key = _device_key(cluster, stack)
         if key not in found:
             devices = tuple(cluster.ranks[part[0]].device for part in stack)
-            slowest = min(ceiling_tokens_per_s(job, [device]) for device in devices)
+            alike = {id(device): device for device in devices}
+            slowest = min(ceiling_tokens_per_s(job, [device]) for device in alike.values())
             found[key] = Kind(devices, slowest * job.tensor_parallel * job.pipeline_parallel)
     kinds = sorted(
         found, key=lambda key: (-found[key].tokens_per_s, *(device.name for device in found[key].devices))
