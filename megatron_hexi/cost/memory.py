@@ -159,8 +159,8 @@ class ModelPart:
     rows_on_host: Bools | bool = False
 
     @classmethod
-    def of_job(cls, job: Job, stage: int) -> ModelPart:
-        """That of a pipeline stage of a job whose stages are alike."""
+    def of_job(cls, job: Job, stage: Ints | int) -> ModelPart:
+        """That of a pipeline stage, or of several, of a job whose stages are alike."""
         return cls(
             layers=job.stage_layers,
             again=layers_again(job.stage_layers, job.recompute),
@@ -255,18 +255,19 @@ class Holdings:
         return cls(tokens, group_tokens, heads, kv, micro_batches, flights)
 
 
-def stage_memory(job: Job, stage: int, held: Holdings, window: int, shards: int) -> dict[str, Floats]:
+def stage_memory(job: Job, stage: Ints | int, held: Holdings, window: int, shards: int) -> dict[str, Floats]:
     """`part_memory` of a pipeline stage of a job whose stages are alike.
 
     Args:
         job: the job.
-        stage: pipeline stage.
+        stage: pipeline stage, or several, [S, 1].
         held: what the units hold.
         window: steps under way ahead of the one in use.
         shards: units that share the optimizer's state.
     """
-    own = stage_params(job, stage) / (shards if job.distributed_optimizer else 1)
-    return part_memory(job, ModelPart.of_job(job, stage), held, window, own)
+    part = ModelPart.of_job(job, stage)
+    own = part_params(job, part) / (shards if job.distributed_optimizer else 1)
+    return part_memory(job, part, held, window, own)
 
 
 def part_memory(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
@@ -14,7 +14,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.memory import GRADIENT_BYTES, Present, part_params
+from megatron_hexi.cost.memory import GRADIENT_BYTES, ModelPart, Present, part_params
 from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
@@ -77,24 +77,37 @@ def repeated_reductions(
         rings: of the cluster.
         shards: units that share the optimizer's state, where not those of the plan.
     """
-    gradients, weights, owned = list[Floats](), list[Floats](), list[Floats | float]()
-    for section in sections:
-        params, gpus = part_params(job, section.parts), section.ground.stage.gpus
-        once = np.ones(len(section.replicas))
+    held = [(section.parts, section.ground.stage.gpus, len(section.replicas)) for section in sections]
+    owned: list[Floats | float] = [
+        part_params(job, part) / ((shards or len(gpus)) if job.distributed_optimizer else 1)
+        for part, gpus, _ in held
+    ]
+    return Reductions(repeated_turns(job, held, rings), owned, [None] * len(owned))
+
+
+def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], rings: Rings) -> tuple[Turn, ...]:
+    """What ranks do together there.
+
+    Args:
+        job: the job.
+        stages: of each what it has of the model, the first GPU of its units in rank order, and how many
+            domains it has.
+        rings: of the cluster.
+    """
+    gradients, weights = list[Floats](), list[Floats]()
+    for part, gpus, domains in stages:
+        params, once = part_params(job, part), np.ones(domains)
         sizes = float(params * GRADIENT_BYTES[job.precision]), float(params * job.element_bytes)
         seconds = [rings.seconds(gpus, size, job.tensor_parallel) for size in sizes]
         gradients.append(once * seconds[0])
         weights.append(once * seconds[1])
-        owned.append(params / ((shards or len(gpus)) if job.distributed_optimizer else 1))
     hidden = job.overlap_gradients
     if not job.distributed_optimizer:
-        turn = Turn([2 * one for one in gradients], "backward" if hidden else None)
-        return Reductions((turn,), owned, [None] * len(owned))
-    turns = (
+        return (Turn([2 * one for one in gradients], "backward" if hidden else None),)
+    return (
         Turn(gradients, "backward" if hidden else None),
         Turn(weights, "forward" if hidden else None),
     )
-    return Reductions(turns, owned, [None] * len(owned))
 
 
 def uneven_reductions(

@@ -30,7 +30,7 @@ class Rings:
     """
 
     def __init__(self, links: LinkTable) -> None:
-        self._links = links
+        self.links = links
         self._laid: dict[tuple[bytes, int], tuple[float, float]] = {}
 
     def seconds(self, gpus: Ints, size: float, width: int, least: float | None = None) -> float:
@@ -61,11 +61,11 @@ class Rings:
         """Seconds a byte, and latency of a step."""
         nodes: dict[int, list[int]] = {}
         for gpu in gpus.tolist():
-            nodes.setdefault(int(self._links.nodes[gpu]), []).append(gpu)
+            nodes.setdefault(int(self.links.nodes[gpu]), []).append(gpu)
         hops = np.array(list(_hops(list(nodes.values()))))
         src, dst, part = hops[:, 0].astype(np.int64), hops[:, 1].astype(np.int64), hops[:, 2]
-        latency = self._links.message_seconds(src, dst, np.zeros(len(part)))
-        seconds = self._links.message_seconds(src, dst, part * _MUCH, width=width)
+        latency = self.links.message_seconds(src, dst, np.zeros(len(part)))
+        seconds = self.links.message_seconds(src, dst, part * _MUCH, width=width)
         return float((seconds - latency).max()) / _MUCH, float(latency.max())
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_hexi.cluster import Device
 from megatron_hexi.planner.fleet.units import Fleet
 
 #: Units in the order of their ranks.
@@ -18,21 +17,12 @@ Order = tuple[int, ...]
 Deal = tuple[Order, ...]
 
 
-def models(fleet: Fleet) -> dict[tuple[Device, ...], tuple[int, ...]]:
-    """The units of each model of GPU (or stack of models), the fastest first; equal entries are one model."""
-    found: dict[tuple[Device, ...], list[int]] = {}
-    of_kind = [found.setdefault(kind.devices, []) for kind in fleet.kinds]
-    for number, unit in enumerate(fleet.units):
-        of_kind[unit.kind].append(number)
-    return {devices: tuple(units) for devices, units in found.items() if units}
-
-
 def orders(fleet: Fleet) -> dict[str, Order]:
     """Orders of the machines, by a name for people; the plain one, fast machines first, has none."""
     sites = [sorted(site, key=lambda unit: fleet.units[unit].gpus) for site in fleet.sites]
     paths = _paths(fleet, sites)
     domains = sorted(range(len(sites)), key=lambda site: (*paths[site], site))
-    model_of = {unit: number for number, units in enumerate(models(fleet).values()) for unit in units}
+    model_of = {unit: number for number, units in enumerate(fleet.models.values()) for unit in units}
     alike = [(model_of[site[0]], len(site)) for site in sites]
     found: dict[Order, str] = {}
     for name, ways in (("", range(len(sites))), ("domain by domain", domains)):
@@ -46,7 +36,7 @@ def orders(fleet: Fleet) -> dict[str, Order]:
 def deals(fleet: Fleet, count: int, order: Order) -> Iterator[Deal]:
     """Equal replicas: runs of the order, and, where every model can be dealt out evenly, all of one mix."""
     yield _runs(order, count)
-    owned = models(fleet).values()
+    owned = fleet.models.values()
     if count > 1 and len(owned) > 1 and not any(len(units) % count for units in owned):
         place = {unit: number for number, unit in enumerate(order)}
         shares = [_runs(sorted(units, key=lambda unit: place[unit]), count) for units in owned]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from sys import float_info
+
+import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job
@@ -19,8 +21,10 @@ from megatron_hexi.cost.memory import (
     ModelPart,
     part_params,
 )
+from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.cost.rings import Rings
 from megatron_hexi.errors import HexiError
-from megatron_hexi.planner.baselines.arrange import models
+from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.hexiscale import hexiscale
 from megatron_hexi.planner.baselines.race import Entry, Race
 from megatron_hexi.planner.baselines.rules import (
@@ -29,6 +33,7 @@ from megatron_hexi.planner.baselines.rules import (
     UNIFORM,
     Entrant,
     candidates,
+    replica_counts,
     why_none,
 )
 from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
@@ -90,7 +95,7 @@ def find_baselines(
     replicas = _fixed_replicas(request)
     fleets = _fleets(request, cluster)
     race = Race(inf, progress)
-    race.run([one for fleet in fleets for one in _entrants(fleet, replicas, lambda _part: True)])
+    race.run(_heats(fleets, replicas, inf))
     found = [_baseline(name, race.best.get(name), fleets, replicas) for name in NAMES]
     judge = StagedJudge(request, cluster)
     for number, (name, planner) in enumerate(PUBLISHED.items()):
@@ -111,11 +116,9 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
         cluster: where.
         faster_than: seconds of an iteration; infinite: whatever fits.
     """
-    entrants: list[Entrant] = []
-    for fleet in _fleets(request, cluster):
-        entrants += _entrants(fleet, _fixed_replicas(request), lambda part: _least_s(part) < faster_than)
+    heats = _heats(_fleets(request, cluster), _fixed_replicas(request), faster_than)
     race = Race(min(faster_than, float_info.max), None)
-    race.run([replace(one, texts={_ANY: ""}) for one in entrants])
+    race.run((floor, [replace(one, texts={_ANY: ""}) for one in entrants]) for floor, entrants in heats)
     found: list[Candidate] = [best.trial for best in race.best.values()]
     trials = race.trials
     if faster_than == inf:
@@ -130,23 +133,19 @@ def _fixed_replicas(request: Request) -> int | None:
     return request.job.data_parallel if "data_parallel" in request.fixed else None
 
 
-def _entrants(fleet: Fleet, replicas: int | None, wanted: Callable[[Fleet], bool]) -> Iterator[Entrant]:
-    """Layouts of all baselines on a fleet, and on the GPUs of each model alone, of those that are wanted."""
-    alone = _homogeneous_parts(fleet)
-    is_alone = any(part is fleet for part in alone)
-    if wanted(fleet):
-        names = NAMES if is_alone else tuple(name for name in NAMES if name != HOMOGENEOUS)
-        yield from candidates(fleet, replicas, names)
-    for part in alone:
-        if part is not fleet and wanted(part):
-            yield from candidates(part, replicas, (HOMOGENEOUS,))
-
-
-def _least_s(fleet: Fleet) -> float:
-    """Seconds of an iteration at best: all work at the best rates, and pipelines that fill and drain."""
-    job = fleet.job
-    work = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
-    return work * (1 + (job.pipeline_parallel - 1) * job.micro_batch_size / job.global_batch_size)
+def _heats(
+    fleets: Sequence[Fleet], replicas: int | None, faster_than: float
+) -> Iterator[tuple[Floor, list[Entrant]]]:
+    """Layouts of all baselines on each fleet, and on the GPUs of each model alone, that may be faster."""
+    rings = Rings(LinkTable(fleets[0].cluster))
+    for fleet in fleets:
+        alone = {id(part): part for part in _homogeneous_parts(fleet)}
+        for part in ({id(fleet): fleet} | alone).values():
+            floor = Floor(part, rings)
+            counts = [one for one in replica_counts(part, replicas) if floor.least_s(one) < faster_than]
+            names = [one for one in NAMES if (id(part) in alone if one == HOMOGENEOUS else part is fleet)]
+            if counts:
+                yield floor, candidates(part, counts, names)
 
 
 def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
@@ -183,18 +182,16 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
 
 def _least_bytes(fleet: Fleet) -> float:
     """What a GPU of the emptiest stage needs before activations, optimizer state cut over all units."""
-    job, needed = fleet.job, []
-    for stage in range(job.pipeline_parallel):
-        params = float(part_params(job, ModelPart.of_job(job, stage)))
-        owned = params / (len(fleet.units) if job.distributed_optimizer else 1)
-        held = params * (job.element_bytes + GRADIENT_BYTES[job.precision])
-        needed.append(held + owned * OPTIMIZER_BYTES[job.precision] + RESERVE_BYTES)
-    return min(needed)
+    job = fleet.job
+    params = np.min(part_params(job, ModelPart.of_job(job, np.arange(job.pipeline_parallel))))
+    owned = params / (len(fleet.units) if job.distributed_optimizer else 1)
+    held = params * (job.element_bytes + GRADIENT_BYTES[job.precision])
+    return float(held + owned * OPTIMIZER_BYTES[job.precision] + RESERVE_BYTES)
 
 
 def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
     """The units of each model of GPU; a stack of several models is in none."""
-    owned = [units for devices, units in models(fleet).items() if len(set(devices)) == 1]
+    owned = [units for devices, units in fleet.models.items() if len(set(devices)) == 1]
     return [fleet if len(units) == len(fleet.units) else fleet.subset(units) for units in owned]
 
 

@@ -1,60 +1,62 @@
 """A time that layouts cannot beat, and memory that they need: cheap enough to spare timing most of them.
 
-    group     >= its longest token work + the longest of its members' attention work and keys from other nodes
-                                                                            in each pass
-    stage     >= layers x (its slowest group in each pass) + its longest logits
-    replica   >= sum of its stages + (micro-batches - 1) x slowest stage
-    iteration >= slowest replica
+    group     >= its longest token work + the longest of its members' attention work, of the way of keys from
+                 other nodes, and of an all-to-all to them                   in each pass
+    stage     >= layers x (its slowest group in each pass) + longest logits + sends to the next stage
+    replica   >= sum of its stages + (micro-batches - 1) x slowest stage + gradients and weights less a pass
+    iteration >= slowest replica + optimizer
 
-The terms of computing and of tensor-parallel sums are those of cost/layer.py, at the layout's own sizes, but
-for the keys' gradients. Keys of groups without a member on a unit's node cross that unit's best link to other
-nodes, in the backward pass their gradients too. All other communication, waits inside the exchange, gradients
-and the optimizer are left out. Jobs are causal.
+Computing, tensor-parallel sums, sends, gradients, weights and the optimizer are those of cost/ at the
+layout's own sizes, but for the keys' gradients. Keys of groups without a member on a node cross that node's
+links, in the backward pass their gradients too. Other messages, the smaller one of a pass's two all-to-alls,
+and waits inside the exchange are left out. Jobs are causal, and layouts take all units of a fleet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hexi.cluster import Cluster, LinkId
-from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.collectives import tensor_parallel_seconds
+from megatron_hexi.cost.arrays import Bools, Floats, Ints
+from megatron_hexi.cost.collectives import pipeline_seconds, tensor_parallel_seconds
 from megatron_hexi.cost.compute import (
-    Speeds,
     device_speeds,
     logits_times,
     merge_times,
+    optimizer_seconds,
     own_block_times,
     rectangle_times,
     token_times,
 )
+from megatron_hexi.cost.job import layers_again
 from megatron_hexi.cost.layer_bytes import Flights
-from megatron_hexi.cost.memory import GIB, Holdings, stage_memory
+from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_params, stage_memory
+from megatron_hexi.cost.reductions import repeated_turns
+from megatron_hexi.cost.rings import Rings
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Layout
 
 
-class _Blocks(NamedTuple):
-    """Groups of a domain by size.
+class _Arrays(NamedTuple):
+    """Layouts of several candidates, one after the other.
 
     Args:
-        sizes: that occur, [C].
-        number: which of them each group has, [N].
-        outside: groups of each size that stand outside of each group, [N, C].
-        inside: likewise inside.
+        units: of the fleet, [V].
+        tokens: of each, [V].
+        heads: of each, [V].
+        group: of each, [V].
+        first: the first of each group, [N].
+        totals: tokens of each group, [N].
+        replica: of each group, [N].
+        begin: the first group of each replica, [R].
+        micro_batches: of each replica, [R].
+        candidate: of each replica, [R].
+        starts: the first replica of each candidate, [K].
     """
-
-    sizes: Floats
-    number: Ints
-    outside: Ints
-    inside: Ints
-
-
-class _Arrays(NamedTuple):
-    """A layout: units, tokens, heads and group of each, [U]; first unit and tokens of groups, [N]."""
 
     units: Ints
     tokens: Ints
@@ -62,194 +64,204 @@ class _Arrays(NamedTuple):
     group: Ints
     first: Ints
     totals: Ints
+    replica: Ints
+    begin: Ints
+    micro_batches: Ints
+    candidate: Ints
+    starts: Ints
 
     @classmethod
-    def of(cls, layout: Layout) -> _Arrays:
-        """Those of a layout."""
+    def of(cls, candidates: Sequence[Sequence[Layout]]) -> _Arrays:
+        """Those of candidates, each of one layout a replica."""
+        layouts = [layout for one in candidates for layout in one]
+        parts = [part for layout in layouts for part in layout.parts]
         units, tokens, heads = (
-            np.array([value for part in layout.parts for value in getattr(part, name)])
+            np.array([value for part in parts for value in getattr(part, name)])
             for name in ("units", "tokens", "heads")
         )
-        sizes = np.array([len(part.units) for part in layout.parts])
-        first = np.cumsum(sizes) - sizes
-        group = np.repeat(np.arange(len(sizes)), sizes)
-        return cls(units, tokens, heads, group, first, np.add.reduceat(tokens, first))
+        group, first = _numbered([len(part.units) for part in parts])
+        replica, begin = _numbered([len(layout.parts) for layout in layouts])
+        candidate, starts = _numbered([len(one) for one in candidates])
+        totals = np.add.reduceat(tokens, first)
+        micro_batches = np.array([layout.micro_batches for layout in layouts])
+        return cls(
+            units, tokens, heads, group, first, totals, replica, begin, micro_batches, candidate, starts
+        )
+
+    def beside(self, values: Floats) -> tuple[Floats, Floats]:
+        """Sums over the groups outside of each in its replica, and over those inside, [..., N, C] all."""
+        before = np.cumsum(values, axis=-2) - values
+        outside = before - before[..., self.begin, :][..., self.replica, :]
+        whole = np.add.reduceat(values, self.begin, axis=-2)[..., self.replica, :]
+        return outside, whole - values - outside
 
 
 class Floor:
-    """Lower bounds for layouts of one fleet.
+    """Lower bounds for layouts of one fleet, many candidates at once.
 
     Args:
         fleet: the units that the layouts' numbers mean.
+        rings: of its cluster.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._job = fleet.job
-        workload = fleet.job.workload()
-        #: Keys and values of one token for a query head, bytes.
-        element = fleet.job.micro_batch_size * fleet.job.model.head_dim * fleet.job.element_bytes
-        self._token_bytes = 2 * element / workload.queries_per_kv
-        stages = range(fleet.job.pipeline_parallel)
-        ranks = fleet.cluster.ranks
-        #: Of each unit on each stage: its node, and its best link to other nodes, bytes/s.
-        self._nodes = np.array(
-            [[ranks[unit.gpus[stage][0]].node for unit in fleet.units] for stage in stages]
-        )
-        nodes = fleet.cluster.nodes
-        self._outside = np.array([_way_out(fleet.cluster, node) for node in range(len(nodes))])[self._nodes]
-        self._inside = np.array([(node.bandwidth, node.latency_s) for node in nodes]).T
-        self._kinds = np.array([unit.kind for unit in fleet.units])
-        self._speeds = [[device_speeds(device, fleet.job) for device in kind.devices] for kind in fleet.kinds]
-        #: Bytes of a GPU of each kind on each stage.
-        self._usable = GIB * np.array([[one.usable_gib for one in kind.devices] for kind in fleet.kinds])
-        #: Replicas that are cut alike take as long, and need as much.
-        self._known: dict[tuple[object, ...], float] = {}
-        self._roomy: dict[tuple[object, ...], bool] = {}
+    def __init__(self, fleet: Fleet, rings: Rings) -> None:
+        self._fleet, self._job, self._links = fleet, fleet.job, rings.links
+        job, cluster = fleet.job, fleet.cluster
+        stages = np.arange(job.pipeline_parallel)
+        #: First GPU of each unit on each stage, [S, units], and its node.
+        self._gpus = np.array([[unit.gpus[stage][0] for unit in fleet.units] for stage in stages])
+        self._nodes = self._links.nodes[self._gpus]
+        devices = {id(one): one for kind in fleet.kinds for one in kind.devices}
+        kinds = [[list(devices).index(id(one)) for one in kind.devices] for kind in fleet.kinds]
+        #: Device of each unit on each stage, [S, units], among these.
+        self._device = np.array([kinds[unit.kind] for unit in fleet.units]).T
+        self._speeds = [device_speeds(one, job) for one in devices.values()]
+        self._usable = GIB * np.array([one.usable_gib for one in devices.values()])
+        self._inside = np.array([(node.bandwidth, node.latency_s) for node in cluster.nodes]).T
+        self._outside = np.array([_way_out(cluster, node) for node in range(len(cluster.nodes))])
+        self._per_gpu = bool(cluster.tiers) and cluster.tiers[0].per == "gpu"
+        order = sorted(range(len(fleet.units)), key=fleet.file_order.__getitem__)
+        held = [(ModelPart.of_job(job, stage), self._gpus[stage, order], 1) for stage in stages.tolist()]
+        self._turns = repeated_turns(job, held, rings)
+        params = np.asarray(part_params(job, ModelPart.of_job(job, stages)), dtype=float)
+        owned = params / (len(fleet.units) if job.distributed_optimizer else 1)
+        steps = np.array([optimizer_seconds(one, job, params, owned) for one in self._speeds])
+        #: Seconds of all work at the best rates, and of the optimizer.
+        self._work = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
+        self._step = float(steps[self._device, stages[:, None]].max())
 
-    def seconds(self, layouts: Iterable[Layout]) -> float:
-        """Seconds that an iteration of one layout a replica takes at least."""
-        return max(self._replica(layout) for layout in layouts)
+    def least_s(self, replicas: int) -> float:
+        """Seconds of an iteration of so many equal replicas, however they are laid out.
 
-    def may_fit(self, layouts: Sequence[Layout]) -> bool:
-        """Whether memory may suffice: for all but the keys under way it does."""
-        shards = sum(len(part.units) for layout in layouts for part in layout.parts)
-        return all(self._has_room(layout, shards) for layout in layouts)
-
-    def _has_room(self, layout: Layout, shards: int) -> bool:
-        one = _Arrays.of(layout)
-        kinds, nothing = self._kinds[one.units], np.zeros(len(one.units))
-        name = layout.micro_batches, shards, *map(bytes, (kinds, one.tokens, one.heads, one.first))
-        if name not in self._roomy:
-            held = Holdings(
-                tokens=one.tokens.astype(float),
-                group_tokens=one.totals[one.group].astype(float),
-                heads=one.heads.astype(float),
-                kv=one.heads / self._job.workload().queries_per_kv,
-                micro_batches=np.array([layout.micro_batches]),
-                flights=Flights(nothing, nothing),
-            )
-            self._roomy[name] = all(
-                bool((sum(stage_memory(self._job, stage, held, 1, shards).values()) <= usable).all())
-                for stage, usable in enumerate(self._usable[kinds].T)
-            )
-        return self._roomy[name]
-
-    def _replica(self, layout: Layout) -> float:
-        one = _Arrays.of(layout)
-        kinds, outside = self._kinds[one.units], self._outside[:, one.units]
-        nodes = self._nodes[:, one.units]
-        inside = self._inside[:, nodes]
-        nodes = np.array([np.unique(stage, return_inverse=True)[1] for stage in nodes])
-        arrays = kinds, one.tokens, one.heads, one.first, nodes, outside, inside
-        key = layout.micro_batches, *(array.tobytes() for array in arrays)
-        if key not in self._known:
-            keys, rows = one.heads * self._token_bytes, self._job.micro_batch_size * one.tokens.astype(float)
-            stages = [
-                self._stage(
-                    stage,
-                    kinds,
-                    one,
-                    2 * tensor_parallel_seconds(self._job, rows, *inside[:, stage]),
-                    keys * _from_other_nodes(nodes[stage], one.group, one.totals) / outside[stage],
-                )
-                for stage in range(self._job.pipeline_parallel)
-            ]
-            self._known[key] = sum(stages) + (layout.micro_batches - 1) * max(stages)
-        return self._known[key]
-
-    def _stage(self, stage: int, kinds: Ints, one: _Arrays, sums: Floats, wire: Floats) -> float:
-        """Seconds of a micro-batch on a pipeline stage.
-
-        Args:
-            stage: which.
-            kinds: of each unit.
-            one: the layout.
-            sums: seconds of each unit's tensor-parallel sums, one way.
-            wire: seconds in which each unit's heads of keys come from other nodes, one way.
+        All work at the best rates, while pipelines fill and drain; or, as gradients and weights hide behind
+        one micro-batch at most, the work of the others and these.
         """
-        tokens, heads, group, first = one.tokens, one.heads, one.group, one.first
-        job = self._job
-        last = stage == job.pipeline_parallel - 1
-        rows = job.micro_batch_size * tokens.astype(float)
-        token, attention = np.zeros((2, len(tokens))), np.zeros((2, len(tokens)))
-        logits = np.zeros(len(tokens))
-        blocks = _blocks(one.totals)
-        for kind in np.unique(kinds):
-            speeds, own = self._speeds[kind][stage], kinds == kind
-            token[:, own] = np.array(token_times(speeds, job, rows[own])) + sums[own]
-            attention[:, own] = heads[own] * self._attention(speeds, blocks)[:, group[own]]
-            if last:
-                logits[own] = sum(logits_times(speeds, job, rows[own]))
-        attention = np.maximum(attention, [wire, 2 * wire])
-        longest_token, longest_attention = (
-            np.maximum.reduceat(work, first, axis=1) for work in (token, attention)
-        )
-        passes = longest_token + longest_attention
-        seconds = passes.max(axis=1).sum()
-        if job.recompute == "full":
-            seconds += passes[0].max()
-        elif job.recompute == "selective":
-            seconds += longest_attention[0].max()
-        return float(job.stage_layers * seconds + logits.max())
+        job, work = self._job, self._work
+        micro_batches = job.global_batch_size / job.micro_batch_size
+        filled = work * (1 + (job.pipeline_parallel - 1) / micro_batches) + self._shown(np.inf, np.inf).max()
+        others = work * (1 - replicas / micro_batches) + self._shown(0.0, 0.0).max()
+        return float(self._step + max(filled, others))
 
-    def _attention(self, speeds: Speeds, blocks: _Blocks) -> Floats:
-        """Seconds of one head in each group, [2, groups]."""
+    def may_fit(self, candidates: Sequence[Sequence[Layout]]) -> Bools:
+        """Whether memory may suffice for each candidate: for all but the keys under way it does."""
+        one, nothing = _Arrays.of(candidates), np.zeros(1)
+        held = Holdings(
+            tokens=one.tokens.astype(float),
+            group_tokens=one.totals[one.group].astype(float),
+            heads=one.heads.astype(float),
+            kv=one.heads / self._job.workload().queries_per_kv,
+            micro_batches=one.micro_batches[one.replica][one.group],
+            flights=Flights(nothing, nothing),
+        )
+        stages = np.arange(self._job.pipeline_parallel)[:, None]
+        needed = sum(stage_memory(self._job, stages, held, 1, len(self._fleet.units)).values())
+        fits = (needed <= self._usable[self._device[:, one.units]]).all(axis=0)
+        return np.logical_and.reduceat(fits, one.first[one.begin[one.starts]])
+
+    def seconds(self, candidates: Sequence[Sequence[Layout]]) -> Floats:
+        """Seconds that an iteration of each candidate takes at least."""
+        job, one = self._job, _Arrays.of(candidates)
+        rows = job.micro_batch_size * one.tokens.astype(float)
+        device, slots = self._device[:, one.units], np.arange(len(rows))
+        sums = tensor_parallel_seconds(job, rows, *self._inside[:, self._nodes[:, one.units]])
+        # All by stage, then unit, group or replica, then pass.
+        token = np.array([token_times(speeds, job, rows) for speeds in self._speeds])[device, :, slots]
+        heads = one.heads[:, None] * self._attention(one)[device, :, one.group]
+        token = np.maximum.reduceat(token + 2 * sums[..., None], one.first, axis=1)
+        attention = np.maximum.reduceat(heads, one.first, axis=1)
+        attention = np.maximum(attention, self._from_other_nodes(one))
+        passes = np.maximum.reduceat(token + attention, one.begin, axis=1)
+        again = passes
+        if job.mode == "selective":
+            again = np.maximum.reduceat(attention, one.begin, axis=1)
+        repeated = layers_again(job.stage_layers, job.recompute)
+        stages = job.stage_layers * passes.sum(axis=2) + repeated * again[..., 0]
+        logits = np.array([sum(logits_times(speeds, job, rows)) for speeds in self._speeds])
+        logits = logits[device[-1], slots] + sums[-1]
+        stages[-1] += np.maximum.reduceat(logits, one.first[one.begin])
+        stages[:-1] += self._sends(one, rows)
+        replicas = stages.sum(axis=0) + (one.micro_batches - 1) * stages.max(axis=0)
+        replicas += self._shown(passes[..., 0], passes[..., 1]).max(axis=0)
+        return self._step + np.maximum.reduceat(replicas, one.starts)
+
+    def _attention(self, one: _Arrays) -> Floats:
+        """Seconds of one head in each group on each device, [D, 2, N]."""
         job = self._job
-        sizes, number = blocks.sizes, blocks.number
-        fronts = np.floor(sizes / 2)
-        own = own_block_times(speeds, job, sizes, True)
-        seconds = np.array([way[number] for way in own])
-        # All queries see an outer group's front half; those of the back half see all of an inner group.
-        for queries, keys, counts in (
-            (sizes, fronts, blocks.outside),
-            (sizes - fronts, sizes, blocks.inside),
-        ):
-            seen = (queries[:, None] > 0) & (keys > 0)
-            blocks_s = rectangle_times(speeds, job, queries[:, None], keys)
-            merges_s = merge_times(speeds, job, queries[:, None])
-            for way in range(2):
-                one = np.where(seen, blocks_s[way] + merges_s[way], 0.0)
-                seconds[way] += (counts * one[number]).sum(axis=1)
-        return seconds
+        totals, number = np.unique(one.totals, return_inverse=True)
+        outside, inside = one.beside((number[:, None] == np.arange(len(totals))).astype(float))
+        sizes, fronts = totals.astype(float), np.floor(totals / 2)
+        found = []
+        for speeds in self._speeds:
+            seconds = np.array(own_block_times(speeds, job, sizes, True))[:, number]
+            # All queries see an outer group's front half; those of the back half see all of an inner group.
+            for queries, keys, counts in ((sizes, fronts, outside), (sizes - fronts, sizes, inside)):
+                blocks = np.array(rectangle_times(speeds, job, queries[:, None], keys))
+                blocks += np.array(merge_times(speeds, job, queries[:, None]))
+                blocks *= (queries[:, None] > 0) & (keys > 0)
+                seconds += (counts * blocks[:, number]).sum(axis=2)
+            found.append(seconds)
+        return np.array(found)
+
+    def _from_other_nodes(self, one: _Arrays) -> Floats:
+        """Seconds of what each group has to send to its own members on other nodes, or sees of groups there.
+
+        A node's links carry what all of the group's members there send or receive, a GPU's what its own does.
+
+        Returns:
+            [S, N, 2].
+        """
+        job, workload = self._job, self._job.workload()
+        place = np.arange(len(self._nodes))[:, None], one.group, self._nodes[:, one.units]
+        tokens, heads, sent, used = np.zeros((4, len(self._nodes), len(one.totals), len(self._outside)))
+        np.add.at(tokens, place, one.tokens)
+        np.add.at(heads, place, one.heads)
+        if self._per_gpu:
+            np.maximum.at(sent, place, one.tokens)
+            np.maximum.at(used, place, one.heads)
+        else:
+            sent, used = job.tensor_parallel * tokens, job.tensor_parallel * heads
+        away, totals = heads == 0, one.totals[:, None]
+        # The front half of outer groups, and all of inner ones.
+        keys = used * (one.beside(away * (totals // 2.0))[0] + one.beside(away * (totals * 1.0))[1])
+        rows = np.maximum(sent * (workload.local_heads - heads), used * (totals - tokens))
+        element = job.micro_batch_size * job.model.head_dim * job.element_bytes
+        # Keys and values of a query head; the gradients of keys and values are as many.
+        part = 2 / workload.queries_per_kv
+        seconds = [np.maximum(times * part * keys, (1 + part) * rows) / self._outside for times in (1, 2)]
+        return element * np.stack(seconds, axis=-1).max(axis=2)
+
+    def _sends(self, one: _Arrays, rows: Floats) -> Floats:
+        """Seconds of each replica's rows to the next stage, and of their gradients back, [S - 1, R]."""
+        by_unit = np.zeros((len(one.starts), len(self._fleet.units)))
+        by_unit[one.candidate[one.replica][one.group], one.units] = rows
+        distinct, number = np.unique(by_unit, axis=0, return_inverse=True)
+        seconds = [
+            [2 * pipeline_seconds(self._links, self._job, held, *ends) for ends in pairwise(self._gpus)]
+            for held in distinct
+        ]
+        return np.array(seconds)[number][one.candidate].T
+
+    def _shown(self, forward: Floats | float, backward: Floats | float) -> Floats:
+        """Seconds that gradients and weights add to each stage, given those of a layer's passes."""
+        layers, shown = self._job.stage_layers, np.zeros(1)
+        for turn in self._turns:
+            seconds = np.array(turn.seconds)
+            if turn.hides_behind is not None:
+                cover = forward if turn.hides_behind == "forward" else backward
+                seconds = np.maximum(seconds / layers, seconds - layers * cover)
+            shown = shown + seconds
+        return shown
+
+
+def _numbered(counts: Sequence[int]) -> tuple[Ints, Ints]:
+    """The number of each of so many that follow each other, and where those of each number begin."""
+    return np.repeat(np.arange(len(counts)), counts), np.cumsum(counts) - counts
 
 
 def _way_out(cluster: Cluster, node: int) -> float:
-    """Bytes/s of a GPU's best link to other nodes; thinner ones further up are left out."""
+    """Bytes/s of a node's (or GPU's) best link to other nodes; thinner ones further up are left out."""
     if len(cluster.nodes) == 1:
         return np.inf
     if cluster.tiers:
         return cluster.tiers[0].bandwidth * cluster.tiers[0].factors.get(node, 1.0)
     return max(cluster.capacity(LinkId(1, "node", node, way)) for way in ("out", "in"))
-
-
-def _from_other_nodes(nodes: Ints, group: Ints, totals: Ints) -> Floats:
-    """Tokens that each unit's group sees of groups that have no member on the unit's node, [U]."""
-    groups = len(totals)
-    beside = np.unique(nodes * groups + group)
-    number = np.searchsorted(beside, nodes * groups + group)
-    node, near = beside // groups, beside % groups
-    seen = _seen(totals, np.zeros(groups, dtype=np.int64), np.arange(groups))
-    return seen[group] - _seen(totals[near], node, near)[number]
-
-
-def _seen(totals: Ints, node: Ints, place: Ints) -> Floats:
-    """Keys that each group sees of the others on its node: the front half of outer ones, all of inner ones.
-
-    Args:
-        totals: tokens of each.
-        node: of each, ascending.
-        place: of each among all groups, ascending on a node, from the outermost.
-    """
-    whole, fronts = np.cumsum(totals), np.cumsum(totals // 2)
-    starts = np.searchsorted(node, node)
-    ends = np.searchsorted(node, node, side="right") - 1
-    outer = fronts - totals // 2 - (fronts - totals // 2)[starts]
-    inner = whole[ends] - whole
-    return (outer + inner).astype(float)
-
-
-def _blocks(totals: Ints) -> _Blocks:
-    sizes, number = np.unique(totals, return_inverse=True)
-    one = number[:, None] == np.arange(len(sizes))
-    upto = np.cumsum(one, axis=0)
-    return _Blocks(sizes.astype(float), number, upto - one, upto[-1] - upto)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from math import inf
 
 from megatron_hexi.planner.baselines.floor import Floor
@@ -52,20 +53,20 @@ class Race:
         """Layouts that were timed."""
         return sum(judge.trials for judge in self._judges.values())
 
-    def run(self, candidates: Sequence[Entrant]) -> None:
-        """Find the best of each baseline."""
-        fleets = {id(one.fleet): one.fleet for one in candidates}
-        floors = {name: Floor(fleet) for name, fleet in fleets.items()}
-        known: dict[tuple[object, ...], float] = {}
+    def run(self, heats: Iterable[tuple[Floor, Sequence[Entrant]]]) -> None:
+        """Find the best of each baseline, of layouts of several fleets.
+
+        Args:
+            heats: those of each fleet, and its floor; of a layout those that compute less again come first.
+        """
         entrants: list[tuple[float, bool, Entrant]] = []
-        for one in candidates:  # of a layout those come first that compute less again
-            key, floor = (one.fleet.units, one.layouts), floors[id(one.fleet)]
-            if known.get(key, 0.0) >= self._faster_than:
-                continue
-            has_room = floor.may_fit(one.layouts)
-            if has_room or self._faster_than == inf:
-                known[key] = floor.seconds(one.layouts) * (1 - _ROUNDING)
-                entrants.append((known[key], has_room, one))
+        for floor, some in heats:
+            room = floor.may_fit([one.layouts for one in some])
+            if self._faster_than < inf:
+                some, room = list(compress(some, room)), room[room]
+            if some:
+                seconds = floor.seconds([one.layouts for one in some]) * (1 - _ROUNDING)
+                entrants += zip(seconds.tolist(), room.tolist(), some, strict=True)
         entrants.sort(key=lambda entrant: entrant[0])
         for done, (least, has_room, one) in enumerate(entrants):
             self._tell("baselines", done, len(entrants))

@@ -14,7 +14,7 @@ Replicas are equal rectangles. A length that the ranks do not divide is apportio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -51,11 +51,11 @@ def replica_counts(fleet: Fleet, data_parallel: int | None) -> list[int]:
     return [count for count in wanted if units % count == 0 and together % count == 0]
 
 
-def candidates(fleet: Fleet, data_parallel: int | None, names: Sequence[str] = NAMES) -> list[Entrant]:
-    """All layouts of the baselines asked for, each once."""
+def candidates(fleet: Fleet, counts: Iterable[int], names: Sequence[str] = NAMES) -> list[Entrant]:
+    """All layouts of the baselines asked for with such numbers of replicas, each once."""
     found: dict[tuple[Layout, ...], Entrant] = {}
     ways = orders(fleet)
-    for count in replica_counts(fleet, data_parallel):
+    for count in counts:
         seen: set[Deal] = set()
         for name, order in ways.items():
             for deal in deals(fleet, count, order):

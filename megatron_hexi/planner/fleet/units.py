@@ -81,6 +81,15 @@ class Fleet:
         return tuple(map(tuple, sites.values()))
 
     @cached_property
+    def models(self) -> dict[tuple[Device, ...], tuple[int, ...]]:
+        """Units of each model of GPU (or stack of models), the fastest first; equal entries are one model."""
+        found: dict[tuple[Device, ...], list[int]] = {}
+        of_kind = [found.setdefault(kind.devices, []) for kind in self.kinds]
+        for number, unit in enumerate(self.units):
+            of_kind[unit.kind].append(number)
+        return {devices: tuple(units) for devices, units in found.items() if units}
+
+    @cached_property
     def file_order(self) -> tuple[int, ...]:
         """Place of each unit among all by the cluster file: the order in which ranks are numbered."""
         places = {
@@ -130,7 +139,8 @@ def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) 
         key = _device_key(cluster, stack)
         if key not in found:
             devices = tuple(cluster.ranks[part[0]].device for part in stack)
-            slowest = min(ceiling_tokens_per_s(job, [device]) for device in devices)
+            alike = {id(device): device for device in devices}
+            slowest = min(ceiling_tokens_per_s(job, [device]) for device in alike.values())
             found[key] = Kind(devices, slowest * job.tensor_parallel * job.pipeline_parallel)
     kinds = sorted(
         found, key=lambda key: (-found[key].tokens_per_s, *(device.name for device in found[key].devices))
