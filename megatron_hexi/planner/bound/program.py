@@ -216,8 +216,10 @@ class Program:
         own[:, _FILL:_TURNS] *= ends.scale
         parts = [self._gives[span] @ price for span, price in zip(self._spans, own, strict=True)]
         each = np.ascontiguousarray(np.concatenate(parts).T) + idle
-        first, second = each[1 + self._pairs]
-        vertices = each[0] + ends.works[0] * first + ends.works[1] * second
+        first, second = self._pairs
+        vertices = ends.works[0] * each[1:].take(first, axis=0)
+        vertices += ends.works[1] * each[1:].take(second, axis=0)
+        vertices += each[0]
         worth = np.where(ends.possible, vertices.max(axis=0), 0)
         top = np.zeros(len(self._gpus))
         np.maximum.at(top, self._kind, worth)
