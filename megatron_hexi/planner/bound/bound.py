@@ -35,50 +35,28 @@ layers are whole: on thin links the bound says little.
 
 A solver only suggests prices of rows. At any prices the batch is at most what is worth most of each kind's
 GPUs over all vertices of all options (weak duality); that is evaluated here, and decides.
+
+A plan has one size of micro-batches. What the program of a range refutes, it refutes for all sizes in it.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import numpy as np
-from ortools.linear_solver import pywraplp
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import RECOMPUTES
-from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.hosts import Hosts
-from megatron_hexi.cost.memory import OPTIMIZER_BYTES
-from megatron_hexi.planner.bound.options import MODES, Places, Unit, ranges
+from megatron_hexi.planner.bound.options import ranges
+from megatron_hexi.planner.bound.program import MARGIN, SHARES_STEP, Program
 from megatron_hexi.planner.request import Request
 
-#: The bound is found to this part; rounding of floats adds up to much less than the margin.
-_PRECISION, _MARGIN = 2e-3, 1e-9
-#: The first time that is tried is so much longer than the least; each one after it four times as much.
-_RISE = 0.04
+#: The bound is found to this part.
+_PRECISION = 2e-4
+#: The first time that is tried is so much longer than the least.
+_RISE = 0.01
+#: How often a time is sought at which prices cease to refute, and what of the batch may be left there.
+_TRIES, _NEAR = 6, 5e-5
 #: So many times the least time: only memory decides.
 _LONG = 1e9
-#: Sequences of a micro-batch and of a replica, from the least of a range to the most.
-_STEP = 2.0
-#: Where tangents touch: square roots of depths.
-_TANGENTS = (1.0, 1.4, 2.0, 3.0)
-#: Columns are added so often; what is not refuted then may be.
-_ROUNDS = 60
-#: Pairs of works that fill time and memory together.
-_PAIRS = np.array(list(itertools.combinations(range(2 * MODES), 2))).T
-#: Rows of a range of shares: batch, spread, last stages and depth (no more and no less), fill by x and by z.
-_BATCH, _SPREAD, _LAST, _DEPTH, _FILL = 0, slice(1, 1 + MODES), 1 + MODES, 3 + MODES, 5 + MODES
-#: And the stages before the last in ministages.
-_TURNS = _FILL + 2 * len(_TANGENTS)
-_OWN = _TURNS + 1
-#: How GLOP solves: from its last basis, which it needs no presolve for; where it gives up, with one.
-_WAYS = pywraplp.MPSolverParameters(), pywraplp.MPSolverParameters()
-_WAYS[0].SetIntegerParam(pywraplp.MPSolverParameters.PRESOLVE, pywraplp.MPSolverParameters.PRESOLVE_OFF)
 
 
 @dataclass(frozen=True)
@@ -107,18 +85,26 @@ def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
     """
     nothing = "no layout fits in memory" if math.isinf(found_s) else "no layout is faster than the one found"
     least = Bound(found_s, nothing)
-    for program in _programs(request, cluster):
-        low, high = program.ceiling_s * (1 - _MARGIN), least.iteration_s
-        if low >= high or not program.carries(min(high, _LONG * low)):
-            continue
-        needs, step = "", _RISE
-        while high > low * (1 + _PRECISION):
-            middle = min(low * (1 + step), math.sqrt(low * high))
-            if program.carries(middle):
-                high = middle
-            else:
-                low, needs, step = middle, program.needs, 4 * step
-        least = Bound(low, f"all GPUs at their best rates take {program.ceiling_s:.4g} s{needs}")
+    program, sizes = None, _sizes(request)
+    while sizes:
+        program = Program(request, cluster, sizes.pop(0), program)
+        most_s = min(least.iteration_s, _LONG * program.ceiling_s)
+        if program.carries(most_s):
+            seconds = _least_s(program, most_s)
+            if seconds < least.iteration_s:
+                why = f"all GPUs at their best rates take {program.ceiling_s:.4g} s{program.needs}"
+                least = Bound(seconds, why)
+        if not sizes:
+            break
+        # Larger micro-batches, all at once: mostly none is faster, or hardly.
+        larger = Program(request, cluster, (sizes[0][0], sizes[-1][1]), program)
+        most_s = min(least.iteration_s, _LONG * larger.ceiling_s)
+        near_s = most_s * (1 - _PRECISION)
+        if not larger.carries(most_s):
+            break
+        if not larger.carries(near_s):
+            least = replace(least, iteration_s=_refuted_to(larger, near_s, most_s))
+            break
     return least
 
 
@@ -128,258 +114,45 @@ def memory_fits(request: Request, cluster: Cluster) -> bool:
     Raises:
         ClusterError: a GPU cannot do the job.
     """
-    return any(program.carries(_LONG * program.ceiling_s) for program in _programs(request, cluster))
+    programs = (Program(request, cluster, sizes) for sizes in _sizes(request))
+    return any(program.carries(_LONG * program.ceiling_s) for program in programs)
 
 
-def _programs(request: Request, cluster: Cluster) -> Iterator[_Program]:
-    """One for each range of micro-batch sizes: a plan has one size."""
+def _sizes(request: Request) -> list[tuple[int, int]]:
+    """Ranges of micro-batch sizes, the least and the most."""
     batch, size = request.job.global_batch_size, request.job.micro_batch_size
-    fixed = "micro_batch_size" in request.fixed
-    for first, last in [(size, size)] if fixed else ranges(1, batch, _STEP):
-        sizes = [size for size in range(first, last + 1) if batch % size == 0]
-        if sizes:
-            yield _Program(request, cluster, (sizes[0], sizes[-1]))
+    if "micro_batch_size" in request.fixed:
+        return [(size, size)]
+    divisors = [size for size in range(1, batch + 1) if batch % size == 0]
+    some = [
+        [size for size in divisors if first <= size <= last] for first, last in ranges(1, batch, SHARES_STEP)
+    ]
+    return [(own[0], own[-1]) for own in some if own]
 
 
-class _Solved(NamedTuple):
-    """Over some columns: what of the batch is done, prices of rows and of a kind's GPUs, columns in use."""
-
-    done: float
-    rows: Floats
-    kinds: Floats
-    used: Ints
-
-
-class _Program:
-    """The linear program, for some sizes of micro-batches.
-
-    Columns are vertices of what all GPUs of a kind can do in one option. Rows are in parts of the batch, and
-    of the optimizer's state. `Raises` as `joint_bound`.
-
-    Args:
-        request: the job.
-        cluster: its GPUs.
-        sizes: sequences of a micro-batch, the least and the most.
-    """
-
-    def __init__(self, request: Request, cluster: Cluster, sizes: tuple[int, int]) -> None:
-        job, fixed = request.job, request.fixed
-        stages = job.pipeline_parallel if "pipeline_parallel" in fixed else None
-        self._batch, self._layers, self._size = job.global_batch_size, job.model.layers, sizes[0]
-        shares = list(ranges(sizes[0], self._batch, _STEP))
-        both = [vars(some(self._layers, stages, shares)) for some in (Places.of, Places.of_turns)]
-        places = Places(**{name: np.concatenate([one[name] for one in both]) for name in both[0]})
-        nodes = {(id(node.device), len(node.ranks), node.bandwidth): node for node in cluster.nodes}
-        counts = Counter((id(node.device), len(node.ranks), node.bandwidth) for node in cluster.nodes)
-        self._gpus = np.array([float(counts[key] * key[1]) for key in nodes])
-        some = {job.mode, "none"} if isinstance(job.recompute, int) else {job.mode}
-        modes = ["recompute" not in fixed or mode in some for mode in RECOMPUTES]
-        units, kinds = list[Unit](), list[int]()
-        for kind, node in enumerate(nodes.values()):
-            for width in request.widths(len(node.ranks)):
-                own = replace(request.with_width(width), pipeline_parallel=1, recompute="none")
-                units.append(Unit(replace(own, micro_batch_size=1), node, places, sizes, sum(modes) > 1))
-                kinds.append(kind)
-        self._units = units
-        #: Options by range of shares, from all places of the first unit, then of the others.
-        self._order = np.argsort(np.tile(places.share, len(units)), kind="stable")
-        self._kind = np.repeat(np.array(kinds, dtype=np.int64), len(places.low))[self._order]
-        self._places = Places(*(np.tile(each, len(units))[self._order] for each in vars(places).values()))
-        self._turns = self._places.parts > 0
-        self._room, self._step_s, self._held, self._attended = (
-            np.concatenate([getattr(unit, name) for unit in units])[self._order]
-            for name in ("room", "step_s", "held_bytes", "attended_bytes")
-        )
-        self._host = Hosts(cluster).bytes
-        self._state = job.model.total_params * float(OPTIMIZER_BYTES[job.precision])
-        self._modes = np.array(modes * 2)
-        self._set_worth(modes.index(True))
-        self._set_shares(shares, stages, job.data_parallel if "data_parallel" in fixed else None)
-        #: What the last proof needed besides the best rates, for people.
-        self.needs = ""
-        #: Vertices that the last solution used, by number.
-        self._useful = np.zeros(0, dtype=np.int64)
-
-    def _set_worth(self, mode: int) -> None:
-        """What a second of a GPU is worth: enough in the least mode, and all together as little as can be."""
-        seconds = np.where(self._room[:, None] > 0, self._seconds(math.inf)[:, [mode, MODES + mode]], np.inf)
-        best = np.full((len(self._gpus), 2), np.inf)
-        np.minimum.at(best, self._kind, seconds)
-        token, attention = best.T
-
-        def worth(part: float) -> Floats:
-            return np.maximum(part / token, (1 - part) / attention)
-
-        parts = [first / (first + second) for first, second in best if first < np.inf]
-        self._worth = worth(min(parts, key=lambda part: float(self._gpus @ worth(part)), default=0.5))
-        together = float(self._gpus @ self._worth)
-        #: A sequence on all GPUs at their best, and an iteration's.
-        self._pass_s = 1 / together if together else 1.0
-        self.ceiling_s = self._batch * self._pass_s
-
-    def _set_shares(self, shares: list[tuple[int, int]], stages: int | None, replicas: int | None) -> None:
-        """What no column gives to rows. The last rows are the room, no fewer and no more replicas."""
-        count = len(shares) * _OWN
-        #: What a range's part of the batch gives to all rows, [ranges, rows], and what these come to.
-        self._shares, self._least = np.zeros((len(shares), count + 3)), np.zeros(count + 3)
-        self._least[count] = 1 - self._host / self._state
-        for number, (fewest, most) in enumerate(shares):
-            own = self._shares[number, number * _OWN : (number + 1) * _OWN]
-            own[[_BATCH, _LAST, _LAST + 1]] = -1, 1, -1
-            if stages:
-                own[[_DEPTH, _DEPTH + 1]] = stages, -stages
-            if replicas:
-                self._shares[number, count + 1 :] = 1 / fewest, -1 / most
-        if replicas:
-            self._least[count + 1 :] = replicas / self._batch, -replicas / self._batch
-        self._has_depth = stages is not None
-
-    def _seconds(self, iteration_s: float) -> Floats:
-        return np.concatenate([unit.seconds(iteration_s) for unit in self._units])[self._order]
-
-    def _vertices(self, seconds: Floats, left: Floats) -> tuple[Ints, Floats]:
-        """What a GPU of each option can do at the ends: nothing, a work, or two that fill time and memory.
-
-        Args:
-            seconds: of each work, [options, works].
-            left: seconds that there are, [options].
-
-        Returns:
-            The number of each vertex, by options, [V], and works, [V, works].
-        """
-        size, room, left = np.hstack([self._held, self._attended / 2]), self._room[:, None], left[:, None]
-        count, (first, second) = size.shape[1], _PAIRS
-        works = np.zeros((len(size), 1 + count + len(first), count))
-        alone, both = np.arange(count), 1 + count + np.arange(len(first))
-        a, b, c, d = (one[:, pair] for one in (seconds, size) for pair in (first, second))
-        with np.errstate(divide="ignore", invalid="ignore"):  # a work may take no memory
-            works[:, 1 + alone, alone] = np.minimum(left / seconds, room / size)
-            works[:, both, first] = (left * d - b * room) / (a * d - b * c)
-            works[:, both, second] = (a * room - left * c) / (a * d - b * c)
-        found = (np.isfinite(works) & (works >= 0)).all(axis=2) & (left > 0) & (room > 0)
-        found &= ~(works[:, :, ~self._modes] > 0).any(axis=2)
-        return np.flatnonzero(found), works[found]
-
-    def _columns(self, iteration_s: float) -> tuple[Ints, Ints, Floats]:
-        """What all GPUs of its kind give at each vertex to the rows of its range, and to the room.
-
-        Returns:
-            The number of each vertex, the option, [V], and [rows, V]; the room is the last.
-        """
-        places, seconds = self._places, self._seconds(iteration_s)
-        time, q, deepest = iteration_s - self._step_s, self._layers / places.high, self._layers / places.low
-        passed = np.where(self._turns, 0.0, 1 - 1 / q) * self._size * self._pass_s
-        number, works = self._vertices(seconds, time - passed)
-        option = number // (1 + 2 * MODES + len(_PAIRS[0]))
-        x, z = works[:, :MODES].T, works[:, MODES:].T
-        done = x.sum(axis=0), z.sum(axis=0)
-        busy = np.einsum("vw,vw->v", works, seconds[option])
-        idle = self._worth[self._kind[option]] * (time[option] - busy)
-        columns = np.zeros((_OWN + 1, len(option)))
-        columns[_BATCH], columns[_SPREAD] = done[0], z - x
-        stages = done[0] * np.stack([-q, deepest])[:, option]
-        columns[_LAST : _LAST + 2] = stages * places.last[option]
-        if self._has_depth:
-            columns[_DEPTH : _DEPTH + 2] = stages
-        touch = np.array(_TANGENTS)[:, None]
-        pipes = self._size * (2 * touch * np.sqrt(q) - touch**2 - 1)
-        pipes /= np.where(pipes > 0, places.most, places.fewest)
-        pipes[:, self._turns] = 0
-        before = self._turns * np.where(places.last, 1 - q, 1.0)
-        columns[_TURNS] = done[0] * before[option]
-        for row, work in zip((_FILL, _FILL + len(touch)), done, strict=True):
-            fill = idle - work * pipes[:, option]
-            columns[row : row + len(touch)] = fill * (self.ceiling_s / iteration_s)
-        columns /= self._batch
-        whole = np.einsum("wv,vw->v", x, (self._held + self._attended)[option])
-        columns[-1] = (self._room[option] - whole) / self._state
-        return number, option, columns * self._gpus[self._kind[option]]
-
-    def carries(self, iteration_s: float) -> bool:
-        """Whether the batch may be done in a time; if not, it cannot be done."""
-        number, option, columns = self._columns(iteration_s)
-        share, kind, count = self._places.share[option], self._kind[option], len(self._shares)
-        rows = np.hstack([np.arange(count * _OWN).reshape(count, _OWN), np.full((count, 1), count * _OWN)])
-        part = 2 * (kind * count + share) + self._places.last[option]
-        chosen = np.flatnonzero(np.isin(number, self._useful))
-        spans = list(itertools.starmap(slice, itertools.pairwise(np.searchsorted(share, range(count + 1)))))
-        master, new = _Master(self._least, self._shares, len(self._gpus)), chosen
-        for _ in range(_ROUNDS):
-            solved = master.solve(kind[new], rows[share[new]], columns[:, new].T)
-            if solved is None or solved.done >= 1:
-                break
-            self._useful = number[chosen[solved.used]]
-            prices = zip(spans, solved.rows[rows], strict=True)
-            worth = np.concatenate([own @ columns[:, span] for span, own in prices])
-            top = np.zeros(len(self._gpus))
-            np.maximum.at(top, kind, worth)
-            rest = max(0.0, float((1 + self._shares @ solved.rows).max())) - float(self._least @ solved.rows)
-            if float(top.sum()) + rest < 1 - _MARGIN:
-                self.needs = _name_needs(solved.rows)
-                return False
-            # The best of each kind in each range, on last stages and before them.
-            best = np.zeros(2 * len(self._gpus) * count)
-            np.maximum.at(best, part, worth)
-            first = np.flatnonzero(worth == best[part])
-            first = first[np.unique(part[first], return_index=True)[1]]
-            new = np.setdiff1d(first[worth[first] > solved.kinds[kind[first]] + _MARGIN], chosen)
-            if not len(new):
-                break
-            chosen = np.concatenate([chosen, new])
-        return True
+def _least_s(program: Program, most_s: float) -> float:
+    """A time that a program refutes, with all below it; to the precision the longest up to `most_s`."""
+    low, high, step = program.ceiling_s * (1 - MARGIN), most_s, _RISE
+    while high > low * (1 + _PRECISION):
+        middle = min(low * (1 + step), math.sqrt(low * high))
+        if program.carries(middle):
+            high, step = middle, _PRECISION
+        else:
+            low = _refuted_to(program, middle, high)
+            step = _PRECISION if low > middle else 4 * step
+    return low
 
 
-class _Master:
-    """The program over columns that were added so far, for GLOP.
-
-    Args:
-        least: of each row.
-        shares: what a range's part of the batch gives to all rows, [ranges, rows].
-        kinds: of GPUs; all columns of one together are its GPUs once.
-    """
-
-    def __init__(self, least: Floats, shares: Floats, kinds: int) -> None:
-        self._solver = solver = pywraplp.Solver.CreateSolver("GLOP")
-        solver.Objective().SetMaximization()
-        self._rows = [solver.Constraint(value, solver.infinity()) for value in least.tolist()]
-        self._kinds = [solver.Constraint(-solver.infinity(), 1) for _ in range(kinds)]
-        self._columns: list[Any] = []
-        for share in shares.tolist():
-            self._variable(1, enumerate(share))
-        for row in range(len(least) - 3, len(least)):  # what is missing, at a price that none can pay
-            self._variable(-10, [(row, 1)])
-
-    def _variable(self, worth: float, entries: Iterable[tuple[int, float]]) -> Any:
-        variable = self._solver.NumVar(0, self._solver.infinity(), "")
-        if worth:
-            self._solver.Objective().SetCoefficient(variable, worth)
-        for row, value in entries:
-            if abs(value) > _MARGIN:  # less only makes it unstable
-                self._rows[row].SetCoefficient(variable, value)
-        return variable
-
-    def solve(self, kind: Ints, at: Ints, columns: Floats) -> _Solved | None:
-        """With some more columns; ``None``: GLOP gave up.
-
-        Args:
-            kind: of GPUs of each.
-            at: its rows, [V, rows].
-            columns: what it gives to these.
-        """
-        for number, *one in zip(kind.tolist(), at.tolist(), columns.tolist(), strict=True):
-            variable = self._variable(0, zip(*one, strict=True))
-            self._kinds[number].SetCoefficient(variable, 1)
-            self._columns.append(variable)
-        if self._solver.OPTIMAL not in map(self._solver.Solve, _WAYS):
-            return None
-        rows, kinds = (np.abs([one.dual_value() for one in which]) for which in (self._rows, self._kinds))
-        used = np.flatnonzero([variable.solution_value() > _MARGIN for variable in self._columns])
-        return _Solved(self._solver.Objective().Value(), rows, kinds, used)
-
-
-def _name_needs(rows: Floats) -> str:
-    """What has a price besides time."""
-    own = rows[:-3].reshape(-1, _OWN)
-    prices = {"pipelines that fill and drain": own[:, _FILL:_TURNS].max(), "the memory of all GPUs": rows[-3]}
-    needs = [name for name, price in prices.items() if price > _MARGIN]
-    return f"; {' and '.join(needs)} add to it" if needs else ""
+def _refuted_to(program: Program, low: float, high: float) -> float:
+    """A time up to `high` that the prices which refute `low` refute too, near where they cease to."""
+    done, time = program.done, low * (1 + _PRECISION)
+    for _ in range(_TRIES):
+        time = min(time, high)
+        then = program.most_done(time)
+        slope = (then - done) / (time - low)
+        if then < 1 - MARGIN:
+            low, done = time, then
+        if low >= high or done > 1 - _NEAR:
+            break
+        time = low + (1 - _NEAR / 2 - done) / slope if slope > 0 else high
+    return low

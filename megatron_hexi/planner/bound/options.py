@@ -131,7 +131,11 @@ class Unit:
             full=_up_to(speeds.full, length / 2),
         )
         sums = tensor_parallel_seconds(job, np.ones(1), np.array([node.bandwidth]), np.zeros(1))
-        self._sum_s = float(sums[0])
+        # A row forward, backward and through the logits: FLOPs at the rate of matrices, and seconds besides.
+        at, one = np.array([1.0, np.inf]), np.ones(2)
+        layer, logits = token_times(self._speeds, job, one, at), logits_times(self._speeds, job, one, at)
+        rows = np.stack([layer[0], layer[1], logits[0] + logits[1]]) + np.array([[2], [2], [1]]) * sums[0]
+        self._row_flops, self._row_s = (rows[:, :1] - rows[:, 1:]), rows[:, 1:]
         self._attention_s = [
             length * attention_seconds(self._speeds, replace(job, recompute=mode), causal=True)
             for mode in RECOMPUTES
@@ -194,16 +198,13 @@ class Unit:
         A unit takes r rows m times through l layers in the time. At the rate of too many rows that says
         they are fewer, at whose rate they are fewer still.
         """
-        job, places, speeds = self._job, self._places, self._speeds
+        job, places = self._job, self._places
         layers, width = job.model.layers, job.tensor_parallel
         turns = np.maximum(1.0, places.fewest / self._most) * places.low
         rows = np.full(len(turns), float(self._most * job.seq_length))
-        one = np.ones(len(turns))
         for _ in range(_STEPS):
-            reached = rates(speeds.matmul, rows)
-            forward, backward = (way + 2 * self._sum_s for way in token_times(speeds, job, one, reached))
+            forward, backward, logits = self._row_flops / rates(self._speeds.matmul, rows) + self._row_s
             rows = np.minimum(rows, iteration_s / (turns * (forward + backward)))
-        logits = sum(logits_times(speeds, job, one, reached)) + self._sum_s
         ends = places.last * logits / places.high
         tokens = [(1 + self._again + (mode == "full")) * forward + backward + ends for mode in RECOMPUTES]
         token_s = job.seq_length * layers * width * np.array(tokens).T
