@@ -16,7 +16,7 @@ import numpy as np
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.deal import deal_tokens
 from megatron_hexi.planner.layouts.layout import Layout
-from megatron_hexi.planner.layouts.orders import in_a_row, kinds_of
+from megatron_hexi.planner.layouts.orders import in_a_row
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 
 _WINDOWS = (1, 2, 3, 4, 6, 8)
@@ -98,7 +98,7 @@ def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
 
     Of a few groups each is a class: what travels to an outer one and to an inner one differs.
     """
-    classes = [kinds_of(fleet, part) for part in layout.parts]
+    classes = [fleet.kinds_of(part.units) for part in layout.parts]
     alone = len(classes) <= _FEW
     names = [(number if alone else 0, kinds) for number, kinds in enumerate(classes)]
     for name in dict.fromkeys(names):
