@@ -17,12 +17,12 @@ from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearch
+from megatron_hexi.planner.joint.packing import SEED
 from megatron_hexi.planner.layouts.trial import Progress, order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.savings import Savings, recomputes, spell_savings
-from megatron_hexi.planner.search.solver import SEED
 
 #: Layouts that are changed to save memory; where none fits, of those for GPUs with so many times the memory.
 _ROOMIER, _STARTS = (2.0, 4.0), 3
