@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -104,20 +105,20 @@ def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
     for name in dict.fromkeys(names):
         places = [number for number, found in enumerate(names) if found == name]
         if len(places) < len(classes):
-            yield lambda old, factor, places=places: _scale_groups(old, places, factor)  # type: ignore[misc]
+            yield partial(_scale_groups, places)
     for kinds in dict.fromkeys(classes):
         if len(set(kinds)) > 1:
             for kind in sorted(set(kinds))[:-1]:
-                yield lambda old, factor, kind=kind: _scale_kind(fleet, old, kind, factor)  # type: ignore[misc]
+                yield partial(_scale_kind, fleet, kind)
 
 
-def _scale_groups(layout: Layout, places: Sequence[int], factor: float) -> Layout:
+def _scale_groups(places: Sequence[int], layout: Layout, factor: float) -> Layout:
     totals = [part.total for part in layout.parts]
     weights = [total * (factor if place in places else 1.0) for place, total in enumerate(totals)]
     return layout.dealt(sum(totals), weights)
 
 
-def _scale_kind(fleet: Fleet, layout: Layout, kind: int, factor: float) -> Layout:
+def _scale_kind(fleet: Fleet, kind: int, layout: Layout, factor: float) -> Layout:
     parts = []
     for part in layout.parts:
         weights = np.array(part.tokens, dtype=float) + 1e-9
