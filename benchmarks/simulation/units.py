@@ -78,7 +78,8 @@ def _by_size(job: Job) -> Sequence[Sequence[Job]]:
 def _uniform_tokens_per_s(job: Job, cluster: Cluster) -> float:
     """Of the strongest uniform layout; 0 where none fits."""
     try:
-        if find_units(job, cluster).left_out:
+        units = len(find_units(job, cluster).units)
+        if units * job.tensor_parallel * job.pipeline_parallel < len(cluster.ranks):
             return 0.0  # a unit that leaves GPUs out is no setting for this cluster
     except HexiError:
         return 0.0

@@ -26,33 +26,17 @@ _MOST_PLANNED, _EACH = 3500, 512
 _ROUND = 1024
 #: Times as many nodes of an entry; clusters of more GPUs are not tried.
 _TIMES, _MOST_GPUS = (2, 4, 8), 1024
-#: Terms that save memory with another value, and which.
+#: Terms that save memory: from which value to which.
 _SAVING = {
-    "sequence_parallel": True,
-    "distributed_optimizer": True,
-    "precision": "bf16",
+    "sequence_parallel": (False, True),
+    "distributed_optimizer": (False, True),
+    "precision": ("fp32", "bf16"),
 }
 
 #: Tokens/s of a plan for a request on a cluster, ``None``: none is found that fits.
 Planner = Callable[[Request, Cluster], float | None]
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """A change after which a plan was found.
-
-    Args:
-        changes: what to type, or to write into the cluster file.
-        tokens_per_s: of the first plan that was found, predicted.
-    """
-
-    changes: tuple[str, ...]
-    tokens_per_s: float
-
-    @property
-    def text(self) -> str:
-        """All changes in one line."""
-        return " and ".join(self.changes)
+#: Changes after which a plan was found, to type or to write into the cluster file, and its tokens/s.
+_Remedy = tuple[tuple[str, ...], float]
 
 
 @dataclass(frozen=True)
@@ -88,8 +72,8 @@ class _Trials:
         self._planner, self._left = planner, _MOST_PLANNED
         self.count, self.ended = 0, False
 
-    def first(self, others: Iterable[_Other]) -> Remedy | None:
-        """The first that fits, and what it took; ``None``: none, or too many were planned."""
+    def first(self, others: Iterable[_Other]) -> _Remedy | None:
+        """The first that fits; ``None``: none, or too many were planned."""
         for other in others:
             if not memory_fits(other.request, other.cluster):
                 continue
@@ -100,7 +84,7 @@ class _Trials:
             self.count += 1
             rate = self._planner(other.request, other.cluster)
             if rate is not None:
-                return Remedy(other.changes, rate)
+                return other.changes, rate
         return None
 
 
@@ -115,23 +99,22 @@ def nothing_fits(request: Request, cluster: Cluster, planner: Planner, *, proven
     """
     what = "no plan fits on cluster" if proven else "no plan was found that fits on cluster"
     trials = _Trials(planner)
-    remedies = _remedies(_Other((), request, cluster), trials)
-    told = "; or ".join(f"{one.text} (about {one.tokens_per_s:,.0f} tokens/s)" for one in remedies)
+    fits = [
+        {"change": " and ".join(changes), "tokens_per_s": rate}
+        for changes, rate in _remedies(_Other((), request, cluster), trials)
+    ]
+    told = "; or ".join(f"{one['change']} (about {one['tokens_per_s']:,.0f} tokens/s)" for one in fits)
     ended = ", no more were tried" if trials.ended else ""
     count = f"{trials.count} other request{'' if trials.count == 1 else 's'} planned{ended}"
-    advice = f"fits: {told}" if remedies else "none fits: take GPUs with more memory, or a smaller model"
+    advice = f"fits: {told}" if fits else "none fits: take GPUs with more memory, or a smaller model"
     return NothingFitsError(
         f"{what} {cluster.name} at {request.job.seq_length} tokens{_spell_fixed(request)}: "
         f"{_spell_memory(request, cluster)}; {count}; {advice}",
-        {
-            "proven": proven,
-            "tried": trials.count,
-            "fits": [{"change": one.text, "tokens_per_s": one.tokens_per_s} for one in remedies],
-        },
+        {"proven": proven, "tried": trials.count, "fits": fits},
     )
 
 
-def _remedies(asked: _Other, trials: _Trials) -> list[Remedy]:
+def _remedies(asked: _Other, trials: _Trials) -> list[_Remedy]:
     """The first of each kind that fits."""
     found = [trials.first(kind(asked)) for kind in (_freed, _switched)]
     eased = _switch_all(asked.without(sorted(asked.request.fixed)))
@@ -143,7 +126,7 @@ def _remedies(asked: _Other, trials: _Trials) -> list[Remedy]:
         found += [trials.first(kind(base)) for base in bases]
     remedies = [one for one in found if one is not None]
     # A change that is enough alone is not proposed with more.
-    return [one for one in remedies if not any(set(other.changes) < set(one.changes) for other in remedies)]
+    return [one for one in remedies if not any(set(other[0]) < set(one[0]) for other in remedies)]
 
 
 def _freed(asked: _Other) -> Iterator[_Other]:
@@ -155,20 +138,15 @@ def _freed(asked: _Other) -> Iterator[_Other]:
 
 def _switched(asked: _Other) -> Iterator[_Other]:
     """One of the terms that save memory."""
-    for field, value in _SAVING.items():
-        if _saves(asked, field):
-            yield asked.with_term(field, value)
+    for field, (costly, saving) in _SAVING.items():
+        if getattr(asked.request.job, field) == costly:
+            yield asked.with_term(field, saving)
 
 
 def _switch_all(asked: _Other) -> _Other:
-    for field, value in _SAVING.items():
-        if _saves(asked, field):
-            asked = asked.with_term(field, value)
+    while other := next(_switched(asked), None):
+        asked = other
     return asked
-
-
-def _saves(asked: _Other, field: str) -> bool:
-    return getattr(asked.request.job, field) in (False, "fp32")
 
 
 def _shortened(asked: _Other) -> Iterator[_Other]:

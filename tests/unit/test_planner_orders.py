@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.layout import Layout, Part
-from megatron_hexi.planner.layouts.orders import alternating, facing, in_a_row, kinds_of, other_orders
+from megatron_hexi.planner.layouts.orders import alternating, facing, in_a_row, other_orders
 from megatron_hexi.planner.layouts.trial import Judge
 from tests.support.costs import cluster, tiny_job
 
@@ -62,7 +62,7 @@ def test_members_keep_what_they_take(seed):
 @given(st.integers(0, 10**6))
 def test_each_kind_is_spread_evenly_over_the_heads(seed):
     fleet, parts = mixed_fleet(), parts_of(seed)
-    before = [kinds_of(fleet, part) for part in parts]
+    before = [fleet.kinds_of(part.units) for part in parts]
     for kinds, part in zip(before, facing(fleet, parts), strict=True):
         if len(set(before)) == 1:
             continue

@@ -10,8 +10,8 @@ from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.layouts.layout import Layout, Part, build_plan
 from megatron_hexi.planner.search.groupings import (
     all_partitions,
-    choices,
-    group_by_choice,
+    group_by_counts,
+    group_counts,
     mixed_groupings,
     site_classes,
 )
@@ -37,7 +37,6 @@ def test_each_gpu_is_a_unit_and_fast_nodes_come_first():
     assert [kind.name for kind in fleet.kinds] == ["DOUBLE", "PLAIN"]
     assert [unit.kind for unit in fleet.units] == [0, 0, 0, 1, 1]
     assert fleet.sites == ((0, 1, 2), (3, 4))
-    assert fleet.left_out == ()
 
 
 def test_large_nodes_come_before_small_ones_of_the_same_gpu():
@@ -48,7 +47,6 @@ def test_large_nodes_come_before_small_ones_of_the_same_gpu():
 def test_tensor_parallel_units_stay_inside_a_node_and_the_rest_is_left_out():
     fleet = fleet_of([("a", "PLAIN", 3), ("b", "PLAIN", 5)], tensor_parallel=2)
     assert gpus(fleet) == [((3, 4),), ((5, 6),), ((0, 1),)]
-    assert fleet.left_out == (2, 7)
     assert fleet.gpus([0, 2]) == (3, 4, 0, 1)
 
 
@@ -81,7 +79,7 @@ def test_tensor_and_pipeline_parallelism_together():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_gpu_is_in_one_unit_or_left_out(seed):
+def test_every_gpu_is_in_one_unit_at_most(seed):
     _, known, job = random_parallel_case(seed)
     try:
         fleet = find_units(job, known)
@@ -91,13 +89,12 @@ def test_every_gpu_is_in_one_unit_or_left_out(seed):
         )
         return
     used = [gpu for unit in fleet.units for part in unit.gpus for gpu in part]
-    assert sorted([*used, *fleet.left_out]) == list(range(len(known.ranks)))
+    assert len(set(used)) == len(used)
     for unit in fleet.units:
         assert [len(part) for part in unit.gpus] == [job.tensor_parallel] * job.pipeline_parallel
         for part, device in zip(unit.gpus, fleet.kinds[unit.kind].devices, strict=True):
             assert {known.ranks[gpu].device for gpu in part} == {device}
             assert len({known.ranks[gpu].node for gpu in part}) == 1
-    assert sorted(fleet.file_order) == list(range(len(fleet.units)))
     assert [unit.kind for unit in fleet.units] == sorted(unit.kind for unit in fleet.units)
     speeds = [kind.tokens_per_s for kind in fleet.kinds]
     assert speeds == sorted(speeds, reverse=True)
@@ -145,7 +142,6 @@ def test_racks_are_kept_together_whatever_the_file_s_order():
 def test_a_layout_as_a_plan():
     fleet = fleet_of([("a", "PLAIN", 2), ("b", "DOUBLE", 2)])
     layout = Layout((Part((0, 3), (1500, 500), (3, 1)), Part((2,), (2096,), (4,))), 1)
-    assert layout.units == (0, 2, 3)
     plan = build_plan(fleet, [layout], 3)
     # Ranks by the file: a-0/0, a-0/1, b-0/0 are units 2, 3, 0.
     assert plan.gpus == (0, 1, 2)
@@ -195,11 +191,12 @@ def test_partitions_of_two_sites():
 
 
 def reached(nodes, heads=4):
-    """Sizes of the groups that the choices of the only class of sites come to."""
+    """Sizes of the groups that the only class of sites may form."""
     fleet = fleet_of(nodes)
     ((name, sites),) = site_classes(fleet).items()
-    options = choices(name[1], len(sites), len(fleet.units), heads)
-    found = [group_by_choice(fleet, {name: one}) for one in options]
+    counts = group_counts(name[1], len(sites), len(fleet.units), heads)
+    found = [group_by_counts(fleet, {name: count}) for count in counts]
+    assert [len(grouping) for grouping in found] == counts
     assert all(is_partition(grouping, len(fleet.units)) for grouping in found)
     return {tuple(sorted(map(len, grouping))) for grouping in found}
 
@@ -220,19 +217,20 @@ def test_sites_are_merged_so_that_each_unit_has_a_head_or_two():
 NODES = [("a", "DOUBLE", 4), ("b", "DOUBLE", 4), ("c", "PLAIN", 2)]
 
 
-def test_a_choice_is_a_grouping():
+def test_sites_are_cut_each_or_merged_whole():
     fleet = fleet_of(NODES)
     assert {name: len(sites) for name, sites in site_classes(fleet).items()} == {(0, 4): 2, (1, 2): 1}
-    cut = group_by_choice(fleet, {(0, 4): (3, 1), (1, 2): (2,)})
-    assert sorted(cut) == [(0, 1, 2), (3,), (4, 5, 6), (7,), (8, 9)]
+    cut = group_by_counts(fleet, {(0, 4): 4, (1, 2): 1})
+    assert sorted(cut) == [(0, 1), (2, 3), (4, 5), (6, 7), (8, 9)]
+    assert sorted(group_by_counts(fleet, {(0, 4): 1, (1, 2): 2})) == [tuple(range(8)), (8,), (9,)]
 
 
-def test_every_choice_and_every_mix_has_each_unit_once():
+def test_every_count_and_every_mix_has_each_unit_once():
     fleet = fleet_of(NODES)
     classes = site_classes(fleet)
-    ladders = [choices(name[1], len(sites), len(fleet.units), 4) for name, sites in classes.items()]
+    ladders = [group_counts(name[1], len(sites), len(fleet.units), 4) for name, sites in classes.items()]
     for picked in itertools.product(*ladders):
-        assert is_partition(group_by_choice(fleet, dict(zip(classes, picked, strict=True))), 10)
+        assert is_partition(group_by_counts(fleet, dict(zip(classes, picked, strict=True))), 10)
     mixed = list(mixed_groupings(fleet, 8))
     assert all(is_partition(grouping, 10) for grouping in mixed)
     assert (tuple(range(10)),) in mixed

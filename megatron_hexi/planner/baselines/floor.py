@@ -120,7 +120,7 @@ class Floor:
         self._inside = np.array([(node.bandwidth, node.latency_s) for node in cluster.nodes]).T
         self._outside = np.array([_way_out(cluster, node) for node in range(len(cluster.nodes))])
         self._per_gpu = bool(cluster.tiers) and cluster.tiers[0].per == "gpu"
-        order = sorted(range(len(fleet.units)), key=fleet.file_order.__getitem__)
+        order = sorted(range(len(fleet.units)), key=lambda unit: fleet.units[unit].gpus)
         held = [(ModelPart.of_job(job, stage), self._gpus[stage, order], 1) for stage in stages.tolist()]
         self._turns = repeated_turns(job, held, rings)
         params = np.asarray(part_params(job, ModelPart.of_job(job, stages)), dtype=float)

@@ -60,7 +60,6 @@ class Fleet:
         job: what they are for.
         kinds: the fastest first.
         units: in canonical order: units of a site follow each other.
-        left_out: GPUs of the cluster that make up no whole unit, in file order.
         part: what units have of the model, where they are one stage of several that differ; ``None``: what
             the job says.
     """
@@ -69,7 +68,6 @@ class Fleet:
     job: Job
     kinds: tuple[Kind, ...]
     units: tuple[Unit, ...]
-    left_out: tuple[int, ...] = ()
     part: ModelPart | None = None
 
     @cached_property
@@ -89,13 +87,9 @@ class Fleet:
             of_kind[unit.kind].append(number)
         return {devices: tuple(units) for devices, units in found.items() if units}
 
-    @cached_property
-    def file_order(self) -> tuple[int, ...]:
-        """Place of each unit among all by the cluster file: the order in which ranks are numbered."""
-        places = {
-            unit.gpus: place for place, unit in enumerate(sorted(self.units, key=lambda unit: unit.gpus))
-        }
-        return tuple(places[unit.gpus] for unit in self.units)
+    def kinds_of(self, units: Iterable[int]) -> tuple[int, ...]:
+        """The kinds of some units, ascending."""
+        return tuple(sorted(self.units[unit].kind for unit in units))
 
     def subset(self, units: Iterable[int]) -> Fleet:
         """Some of the units only."""
@@ -134,56 +128,46 @@ def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) 
             f"cluster {cluster.name} has {there} units of tensor_parallel = {job.tensor_parallel} GPUs on "
             f"one node, too few for pipeline_parallel = {job.pipeline_parallel}; give smaller sizes"
         )
-    found: dict[tuple[int, ...], Kind] = {}
-    for stack in stacks:
-        key = _device_key(cluster, stack)
-        if key not in found:
-            devices = tuple(cluster.ranks[part[0]].device for part in stack)
-            alike = {id(device): device for device in devices}
-            slowest = min(ceiling_tokens_per_s(job, [device]) for device in alike.values())
-            found[key] = Kind(devices, slowest * job.tensor_parallel * job.pipeline_parallel)
-    kinds = sorted(
-        found, key=lambda key: (-found[key].tokens_per_s, *(device.name for device in found[key].devices))
+    found = {_device_key(cluster, stack): stack for stack in stacks}
+    kinds = {key: _kind(job, cluster, stack) for key, stack in found.items()}
+    order = sorted(
+        kinds, key=lambda key: (-kinds[key].tokens_per_s, *(device.name for device in kinds[key].devices))
     )
-    units = _in_canonical_order(cluster, stacks, kinds)
-    used = {gpu for stack in stacks for part in stack for gpu in part}
-    return Fleet(
-        cluster=cluster,
-        job=job,
-        kinds=tuple(found[key] for key in kinds),
-        units=units,
-        left_out=tuple(gpu for gpu in range(len(cluster.ranks)) if gpu not in used),
-    )
+    units = _in_canonical_order(cluster, stacks, order)
+    return Fleet(cluster, job, tuple(kinds[key] for key in order), units)
 
 
 _Stack = tuple[tuple[int, ...], ...]
 
 
-def _runs(gpus: list[int], size: int) -> list[tuple[int, ...]]:
-    """Consecutive GPUs in runs of `size`; what is left over makes none."""
-    return [tuple(gpus[first : first + size]) for first in range(0, len(gpus) - size + 1, size)]
+def _runs[T](things: Sequence[T], size: int) -> list[tuple[T, ...]]:
+    """Things that follow each other in runs of `size`; what is left over makes none."""
+    return [tuple(things[first : first + size]) for first in range(0, len(things) - size + 1, size)]
 
 
 def _stacks(job: Job, cluster: Cluster, runs: list[list[tuple[int, ...]]]) -> list[_Stack]:
     stages = job.pipeline_parallel
-    if stages == 1:
-        return [(run,) for node in runs for run in node]
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, node in enumerate(cluster.nodes):
         alike[id(node.device), len(runs[number])].append(number)
     stacks: list[_Stack] = []
     rest: list[tuple[int, ...]] = []
     for nodes in alike.values():
-        across = len(nodes) - len(nodes) % stages
-        for first in range(0, across, stages):
-            stacks += zip(*(runs[number] for number in nodes[first : first + stages]), strict=True)
-        for number in nodes[across:]:
+        for across in _runs(nodes, stages):
+            stacks += zip(*(runs[number] for number in across), strict=True)
+        for number in nodes[len(nodes) - len(nodes) % stages :]:
             depth = len(runs[number]) // stages
             cut = [runs[number][stage * depth : (stage + 1) * depth] for stage in range(stages)]
             stacks += zip(*cut, strict=True)
             rest += runs[number][depth * stages :]
-    stacks += [tuple(rest[first : first + stages]) for first in range(0, len(rest) - stages + 1, stages)]
-    return stacks
+    return stacks + _runs(rest, stages)
+
+
+def _kind(job: Job, cluster: Cluster, stack: _Stack) -> Kind:
+    devices = tuple(cluster.ranks[part[0]].device for part in stack)
+    alike = {id(device): device for device in devices}
+    slowest = min(ceiling_tokens_per_s(job, [device]) for device in alike.values())
+    return Kind(devices, slowest * job.tensor_parallel * job.pipeline_parallel)
 
 
 def _device_key(cluster: Cluster, stack: _Stack) -> tuple[int, ...]:

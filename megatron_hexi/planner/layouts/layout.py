@@ -58,11 +58,6 @@ class Layout:
     parts: tuple[Part, ...]
     micro_batches: int
 
-    @property
-    def units(self) -> tuple[int, ...]:
-        """All members, ascending."""
-        return tuple(sorted(unit for part in self.parts for unit in part.units))
-
     def dealt(self, tokens: int, weights: Sequence[float]) -> Layout:
         """The same groups with so many tokens: by weights, inside them in proportion to what members have."""
         parts = [
@@ -94,9 +89,9 @@ def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
 
 
 def units_by_rank(fleet: Fleet, layouts: Sequence[Layout]) -> list[int]:
-    """The unit of each of the plan's ranks."""
+    """The unit of each of the plan's ranks: ranks are numbered by the cluster file."""
     units = [unit for layout in layouts for part in layout.parts for unit in part.units]
-    return sorted(units, key=fleet.file_order.__getitem__)
+    return sorted(units, key=lambda unit: fleet.units[unit].gpus[0][0])
 
 
 def build_domain(fleet: Fleet, layout: Layout, ranks: Mapping[int, tuple[int, ...]]) -> Domain:

@@ -22,12 +22,12 @@ def alternating(fleet: Fleet, parts: Iterable[Part]) -> tuple[Part, ...]:
     sizes alternate, all keep pace.
     """
     largest = sorted(parts, key=lambda part: (-part.total, part.units))
-    return _spread(largest, lambda part: kinds_of(fleet, part))
+    return _spread(largest, lambda part: fleet.kinds_of(part.units))
 
 
 def facing(fleet: Fleet, parts: tuple[Part, ...]) -> tuple[Part, ...]:
     """The same groups; unless all are alike, the members of each kind spread evenly over the heads."""
-    if len({kinds_of(fleet, part) for part in parts}) == 1:
+    if len({fleet.kinds_of(part.units) for part in parts}) == 1:
         return parts
 
     def spread(part: Part) -> Part:
@@ -52,11 +52,6 @@ def other_orders(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
     largest_first = tuple(sorted(parts, key=lambda part: -part.total))
     yield largest_first
     yield largest_first[::-1]
-
-
-def kinds_of(fleet: Fleet, part: Part) -> tuple[int, ...]:
-    """The kinds of a group's members, ascending."""
-    return tuple(sorted(fleet.units[unit].kind for unit in part.units))
 
 
 def _spread[T](things: Iterable[T], name: Callable[[T], Hashable]) -> tuple[T, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron_hexi.cost import CostModel, Job, Timing
 from megatron_hexi.plan import Plan
@@ -46,7 +47,7 @@ class Candidate:
         """Whether every GPU's memory suffices."""
         return self.timing.fits
 
-    @property
+    @cached_property
     def excess(self) -> float:
         """The largest part by which a GPU's memory is overdrawn; 0 where all fits."""
         return max(0.0, self.timing.fullness - 1)

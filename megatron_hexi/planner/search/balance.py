@@ -50,27 +50,26 @@ def rebalanced(rates: Rates, trial: Trial) -> Layout:
     layout = trial.layouts[0]
     measured = Measured.of(trial)
     scale = _token_scale(rates, trial, measured)
-    weights, caps, splits = [], [], []
-    heads: list[tuple[int, ...]] = []
+    weights, caps, members = [], [], []
     for part in layout.parts:
         units = list(part.units)
         tokens, present = np.array(part.tokens, dtype=float), np.array(part.heads, dtype=float)
-        speed = np.where(tokens > 0, tokens / np.maximum(measured.token[units], 1e-300), 0.0)
-        split = np.where(tokens > 0, speed, rates.token[units] * scale)
+        inside, free = measured.inside[units], measured.free[units]
+        speeds = np.where(
+            tokens > 0, tokens / np.maximum(measured.token[units], 1e-300), rates.token[units] * scale
+        )
+        room = np.maximum(0.0, free - inside) / measured.token_bytes
         seconds = _head_seconds(rates, units, present, measured.attention[units])
-        free = measured.free[units]
-        head_caps = _head_caps(present, measured.inside[units], free)
-        heads.append(deal_heads(rates.local_heads, list(seconds), head_caps))
-        token_caps = np.maximum(0.0, free - measured.inside[units]) / measured.token_bytes
-        splits.append((split, token_caps))
-        caps.append(group_cap(part.total, measured.inside[units], free, measured.token_bytes))
+        heads = deal_heads(rates.local_heads, list(seconds), _head_caps(present, inside, free))
+        members.append((speeds, room, heads))
+        caps.append(group_cap(part.total, inside, free, measured.token_bytes))
         busy = float(measured.group[units[0]])
-        first = part.total or 1
-        weights.append(first / busy if busy > 0 else 1.0)
-    groups = deal_tokens(sum(part.total for part in layout.parts), np.array(weights), np.array(caps))
-    parts = []
-    for part, total, (split, token_caps), dealt in zip(layout.parts, groups, splits, heads, strict=True):
-        parts.append(Part(part.units, deal_tokens(total, split, token_caps), dealt))
+        weights.append((part.total or 1) / busy if busy > 0 else 1.0)
+    totals = deal_tokens(trial.fleet.job.seq_length, np.array(weights), np.array(caps))
+    parts = [
+        Part(part.units, deal_tokens(total, speeds, room), heads)
+        for part, total, (speeds, room, heads) in zip(layout.parts, totals, members, strict=True)
+    ]
     return Layout(tuple(parts), layout.micro_batches)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.search.groupings import (
-    choices,
-    group_by_choice,
-    groups_a_site,
+    group_by_counts,
+    group_counts,
     mixed_groupings,
     rearranged,
     site_classes,
@@ -31,27 +30,27 @@ def descend(tried: Tried, fleet: Fleet, heads: int) -> None:
     """
     classes = site_classes(fleet)
     units = len(fleet.units)
-    ladders = {name: choices(name[1], len(sites), units, heads) for name, sites in classes.items()}
+    ladders = {name: group_counts(name[1], len(sites), units, heads) for name, sites in classes.items()}
     starts = []
     for density in _DENSITIES:
-        chosen = {
-            name: min(ladder, key=lambda choice: abs(groups_a_site(choice, len(classes[name])) - density))
+        counts = {
+            name: min(ladder, key=lambda count: abs(count / len(classes[name]) - density))
             for name, ladder in ladders.items()
         }
-        starts.append((tried.attempt(group_by_choice(fleet, chosen), sparing=True).promise, chosen))
+        starts.append((tried.attempt(group_by_counts(fleet, counts), sparing=True).promise, counts))
     for grouping in mixed_groupings(fleet, heads):
         tried.attempt(grouping, sparing=True)
-    promise, chosen = min(starts, key=lambda start: start[0])
+    promise, counts = min(starts, key=lambda start: start[0])
     improved = True
     while improved:
         improved = False
         for name, ladder in ladders.items():
-            place = ladder.index(chosen[name])
-            for option in ladder[max(0, place - 1) : place] + ladder[place + 1 : place + 2]:
-                other = chosen | {name: option}
-                found = tried.attempt(group_by_choice(fleet, other), sparing=True).promise
+            place = ladder.index(counts[name])
+            for count in ladder[max(0, place - 1) : place] + ladder[place + 1 : place + 2]:
+                other = counts | {name: count}
+                found = tried.attempt(group_by_counts(fleet, other), sparing=True).promise
                 if found < promise:
-                    promise, chosen, improved = found, other, True
+                    promise, counts, improved = found, other, True
     _rearrange(tried, fleet)
 
 

@@ -1,8 +1,8 @@
 """Candidate groupings: how the units of a domain form A2A groups.
 
 Sites (units on the same nodes) that are alike are a class and are treated alike: each whole, cut into equal
-or unequal parts, or merged with others of the class. That breaks the symmetry by GPU type: what is chosen
-is one word for a class, not one for a rank. Groups over several classes come from the cluster's fast domains
+parts, or merged with others of the class. That breaks the symmetry by GPU type: what is chosen is one number
+for a class, not one for a rank. Groups over several classes come from the cluster's fast domains
 (racks, a measured matrix's clusters, everything) and from equal mixes of all classes. For a handful of units,
 all partitions are listed.
 """
@@ -24,8 +24,6 @@ _NEARLY = (2, 3, 4, 5, 6, 8, 10, 13, 16)
 
 #: Kind, and units of a site.
 SiteClass = tuple[int, int]
-#: What becomes of a class's sites: sizes of the parts of each one, or (-n,): together they make n groups.
-Choice = tuple[int, ...]
 
 
 def site_classes(fleet: Fleet) -> dict[SiteClass, list[tuple[int, ...]]]:
@@ -36,8 +34,8 @@ def site_classes(fleet: Fleet) -> dict[SiteClass, list[tuple[int, ...]]]:
     return classes
 
 
-def choices(size: int, sites: int, units: int, heads: int) -> list[Choice]:
-    """Equal groups, or nearly, that the sites of a class may form, from the largest to single units.
+def group_counts(size: int, sites: int, units: int, heads: int) -> list[int]:
+    """Numbers of groups of equal size, or nearly, that the sites of a class may form, ascending.
 
     Args:
         size: units of each site.
@@ -46,43 +44,31 @@ def choices(size: int, sites: int, units: int, heads: int) -> list[Choice]:
         heads: query heads of each group.
     """
     # Besides numbers that divide the sites, those with one head a unit, or two.
-    counts = {*_counts(sites), *(max(1, round(sites * size * each / heads)) for each in (1, 2))}
-    merges: list[Choice] = [(-groups,) for groups in sorted(counts) if groups < sites]
-    finest = min(size, _finest(units))
-    return [*merges, *((size // parts,) * parts for parts in range(1, finest + 1) if size % parts == 0)]
+    merged = {*_counts(sites), *(max(1, round(sites * size * each / heads)) for each in (1, 2))}
+    cut = {sites * parts for parts in range(1, min(size, _finest(units)) + 1) if size % parts == 0}
+    return sorted({count for count in merged if count < sites} | cut)
 
 
 def _counts(most: int, *others: int) -> list[int]:
     """Numbers of groups that divide things evenly, and where few do, some that nearly do."""
     even = [count for count in range(1, most + 1) if all(number % count == 0 for number in (most, *others))]
-    return (
-        even if len(even) > _FEW_DIVISORS else sorted({*even, *(count for count in _NEARLY if count <= most)})
-    )
+    if len(even) > _FEW_DIVISORS:
+        return even
+    return sorted({*even, *(count for count in _NEARLY if count <= most)})
 
 
 def _finest(units: int) -> int:
     return next(parts for limit, parts in _FINEST.items() if units > limit)
 
 
-def groups_a_site(choice: Choice, sites: int) -> float:
-    """Groups over sites."""
-    return -choice[0] / sites if choice[0] < 0 else len(choice)
-
-
-def group_by_choice(fleet: Fleet, chosen: Mapping[SiteClass, Choice]) -> Grouping:
-    """The grouping of one choice a class."""
+def group_by_counts(fleet: Fleet, counts: Mapping[SiteClass, int]) -> Grouping:
+    """The grouping of so many groups of each class: sites merged whole, or each of them cut."""
     groups: list[tuple[int, ...]] = []
     for name, sites in site_classes(fleet).items():
-        choice = chosen[name]
-        if choice[0] < 0:
-            runs = [_run(sites, place, -choice[0]) for place in range(-choice[0])]
-            groups += [tuple(sorted(unit for site in run for unit in site)) for run in runs]
-        else:
-            for site in sites:
-                first = 0
-                for part in choice:
-                    groups.append(site[first : first + part])
-                    first += part
+        count = counts[name]
+        pieces = sites if count <= len(sites) else [(unit,) for site in sites for unit in site]
+        for place in range(count):
+            groups.append(tuple(sorted(unit for piece in _run(pieces, place, count) for unit in piece)))
     return tuple(groups)
 
 
@@ -137,7 +123,7 @@ def rearranged(fleet: Fleet, grouping: Grouping) -> Iterator[Grouping]:
     """Two groups joined, for each pair of kinds of groups one pair; one group cut in half, for each kind."""
     alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for group in grouping:
-        alike.setdefault(tuple(sorted(fleet.units[unit].kind for unit in group)), []).append(group)
+        alike.setdefault(fleet.kinds_of(group), []).append(group)
     kinds = list(alike.values())
     for number, groups in enumerate(kinds):
         for others in kinds[number:]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.deal import deal_tokens
 from megatron_hexi.planner.layouts.layout import Layout
-from megatron_hexi.planner.layouts.orders import in_a_row, kinds_of
+from megatron_hexi.planner.layouts.orders import in_a_row
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 
 _WINDOWS = (1, 2, 3, 4, 6, 8)
@@ -98,26 +99,26 @@ def _changes(fleet: Fleet, layout: Layout) -> Iterator[_Change]:
 
     Of a few groups each is a class: what travels to an outer one and to an inner one differs.
     """
-    classes = [kinds_of(fleet, part) for part in layout.parts]
+    classes = [fleet.kinds_of(part.units) for part in layout.parts]
     alone = len(classes) <= _FEW
     names = [(number if alone else 0, kinds) for number, kinds in enumerate(classes)]
     for name in dict.fromkeys(names):
         places = [number for number, found in enumerate(names) if found == name]
         if len(places) < len(classes):
-            yield lambda old, factor, places=places: _scale_groups(old, places, factor)  # type: ignore[misc]
+            yield partial(_scale_groups, places)
     for kinds in dict.fromkeys(classes):
         if len(set(kinds)) > 1:
             for kind in sorted(set(kinds))[:-1]:
-                yield lambda old, factor, kind=kind: _scale_kind(fleet, old, kind, factor)  # type: ignore[misc]
+                yield partial(_scale_kind, fleet, kind)
 
 
-def _scale_groups(layout: Layout, places: Sequence[int], factor: float) -> Layout:
+def _scale_groups(places: Sequence[int], layout: Layout, factor: float) -> Layout:
     totals = [part.total for part in layout.parts]
     weights = [total * (factor if place in places else 1.0) for place, total in enumerate(totals)]
     return layout.dealt(sum(totals), weights)
 
 
-def _scale_kind(fleet: Fleet, layout: Layout, kind: int, factor: float) -> Layout:
+def _scale_kind(fleet: Fleet, kind: int, layout: Layout, factor: float) -> Layout:
     parts = []
     for part in layout.parts:
         weights = np.array(part.tokens, dtype=float) + 1e-9
