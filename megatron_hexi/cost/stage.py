@@ -151,7 +151,7 @@ def optimizer_times(section: Section, params: Ints | int, owned: Floats | float)
     """
     job, stage = section.job, section.ground.stage
     times = np.zeros(len(stage.gpus))
-    held, own = (np.broadcast_to(values, times.shape) for values in (params, owned))
+    held, own = params + times, owned + times
     for speeds, units in stage.by_kind:
         times[units] = optimizer_seconds(speeds, job, held[units], own[units])
     return times
