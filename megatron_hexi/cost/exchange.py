@@ -89,7 +89,7 @@ def _chunk(plan: PlanArrays, first: int, count: int) -> Chunk:
     received = keys.max(axis=2)
     uses = (received > 0).tobytes()
     # Of small plans a search asks for few, over and over; those of large ones are too much to keep.
-    find = _found_messages if received.size <= KEPT else _messages
+    find = _messages if received.size <= KEPT else _messages.__wrapped__
     part, owner, user, kv, place = find(plan.grouping, first, count, uses)
     heads, kv_heads = (np.broadcast_to(held, (count, len(held))) for held in (plan.heads, plan.kv))
     parts = (len(plan.part_heads) if first == 1 else 1, *(1,) * (count - 1))
@@ -110,6 +110,7 @@ def _sources(grouping: Grouping, first: int, count: int) -> tuple[Ints, Bools]:
     return source, distances < grouping.groups_beside
 
 
+@lru_cache(maxsize=64)
 def _messages(grouping: Grouping, first: int, count: int, uses: bytes) -> Ints:
     """What travels: part, owner, user, KV heads, and where the tokens stand in [steps, N], [5, M].
 
@@ -140,9 +141,6 @@ def _messages(grouping: Grouping, first: int, count: int, uses: bytes) -> Ints:
     if parts > 1:
         return np.concatenate([_first_step(grouping, source[0], used[0]), messages], axis=1)
     return np.array(messages)
-
-
-_found_messages = lru_cache(maxsize=64)(_messages)
 
 
 def _first_step(grouping: Grouping, source: Ints, used: Bools) -> Ints:

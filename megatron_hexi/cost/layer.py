@@ -147,8 +147,7 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
         attention = attention + work.sum(axis=1)
         received = np.maximum(received, chunk.received.max(axis=0)[plan.group] * plan.kv)
         sent = np.maximum(sent, _most_sent(chunk, len(rows)))
-    last_step = _last_step(plan, own[0], steps) if plan.in_halves else own[0]
-    last_rest = last_step * (1 - share)
+    last_rest = (_last_step(plan, own[0], steps) if plan.in_halves else own[0]) * (1 - share)
     leaving = by_group(plan, np.stack(outward))
     for halves in (inward, outward):
         wire += (halves.shown + halves.hidden).max(axis=1)

@@ -51,12 +51,7 @@ class LinkTable:
         self._crossed[0, 0] = 0
 
     def message_seconds(
-        self,
-        src: Ints,
-        dst: Ints,
-        size: Floats,
-        sets: Ints | None = None,
-        width: int = 1,
+        self, src: Ints, dst: Ints, size: Floats, sets: Ints | None = None, width: int = 1
     ) -> Floats:
         """Seconds of each message.
 

@@ -77,12 +77,7 @@ class _Wire:
 
 
 def pass_ends(
-    backward: bool,
-    steps: Sequence[Sequence[Part]],
-    start: Start,
-    window: int,
-    halves: int,
-    last_rest: Floats,
+    backward: bool, steps: Sequence[Sequence[Part]], start: Start, window: int, halves: int, last_rest: Floats
 ) -> Ends:
     """Read the clocks.
 

@@ -21,9 +21,6 @@ from megatron_hexi.plan.heads import head_parts, heads_first, kv_range
 from megatron_hexi.plan.layout import merge_segments
 from megatron_hexi.plan.model import Group, Range
 
-#: Of a member: its first rank, its query heads, and whether it has tokens.
-_Held = tuple[int, Range, bool]
-
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
@@ -133,9 +130,9 @@ def domain_arrays(workload: Workload, domains: Sequence[Domain], parts: int) -> 
 
 @lru_cache(maxsize=64)  # a search moves tokens more often than heads
 def _grouping(
-    groups: tuple[tuple[_Held, ...], ...], counts: tuple[int, ...], ratio: int, parts: int
+    groups: tuple[tuple[tuple[int, Range, bool], ...], ...], counts: tuple[int, ...], ratio: int, parts: int
 ) -> Grouping:
-    """That of groups, of which each replica has so many."""
+    """That of each group's first ranks, query heads and whether it has tokens; counts: by replica."""
     leads = [lead for members in groups for lead, _, _ in members]
     number = {lead: place for place, lead in enumerate(sorted(leads))}
     slots = np.array([number[lead] for lead in leads])
