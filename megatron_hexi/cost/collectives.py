@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -40,26 +39,28 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
 
     In halves, query heads travel in two; keys and values with the first, their gradients with the last.
     """
+    queries, keys = _pair_bytes(plan, job)
+    ways: list[tuple[Literal["forward", "backward"], bool, int | None]]
+    ways = [("forward", True, 0), ("forward", False, None), ("backward", True, None)]
+    ways.append(("backward", False, len(queries) - 1))
+    return [
+        AllToAll(way, inward, half, size + keys if half == with_keys else size)
+        for way, inward, with_keys in ways
+        for half, size in enumerate(queries)
+    ]
+
+
+def _pair_bytes(plan: PlanArrays, job: Job) -> tuple[list[Floats], Floats]:
+    """Bytes of each pair: of each half of the query heads, and of keys and values."""
     holder, taker = plan.all_to_all_pairs
     element = job.micro_batch_size * job.model.head_dim * job.element_bytes
     tokens = plan.tokens[holder].astype(float) * element
-    keys = tokens * 2 * plan.kv[taker]
-    first = plan.heads_first if plan.in_halves else plan.heads
-    halves = [tokens * first[taker]] + [tokens * (plan.heads - first)[taker]] * plan.in_halves
-    last = len(halves) - 1
-    ways: list[tuple[Literal["forward", "backward"], bool]]
-    ways = [("forward", True), ("forward", False), ("backward", True), ("backward", False)]
-    found = []
-    for way, inward in ways:
-        with_keys = {("forward", True): 0, ("backward", False): last}.get((way, inward))
-        for half, queries in enumerate(halves):
-            found.append(AllToAll(way, inward, half, queries + keys if half == with_keys else queries))
-    return found
+    heads = [plan.heads_first, plan.heads - plan.heads_first] if plan.in_halves else [plan.heads]
+    return [tokens * half[taker] for half in heads], tokens * 2 * plan.kv[taker]
 
 
-@dataclass(frozen=True, eq=False)
-class Halves:
-    """Seconds of each unit's longest message in the halves of an all-to-all, [U].
+class Halves(NamedTuple):
+    """Seconds of each unit's longest message in the halves of an all-to-all, forward and backward, [2, U].
 
     Args:
         shown: of the half that is waited for: on the way in the first, on the way out the last.
@@ -69,15 +70,8 @@ class Halves:
     shown: Floats
     hidden: Floats
 
-    @property
-    def both(self) -> Floats:
-        """Of both, one after the other."""
-        return self.shown + self.hidden
 
-
-def all_to_alls(
-    plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints
-) -> tuple[list[Halves], list[Halves]]:
+def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> tuple[Halves, Halves]:
     """All groups of all replicas at once.
 
     Args:
@@ -87,31 +81,27 @@ def all_to_alls(
         gpus: the first GPU of each unit, [U].
 
     Returns:
-        On the way in and on the way out, each of the forward and the backward pass.
+        On the way in, and on the way out.
     """
     holder, taker = plan.all_to_all_pairs
-    units, moves = len(plan.tokens), all_to_all_bytes(plan, job)
-    # Forward and backward pass share an array where they send the same: that is worked out once.
-    sizes = [{id(move.size): move.size for move in moves if move.inward is way} for way in (True, False)]
+    units, cut = len(plan.tokens), int(plan.in_halves)
+    if not len(holder):
+        return (Halves(*np.zeros((2, 2, units))),) * 2
+    queries, keys = _pair_bytes(plan, job)
+    # Forward and backward pass differ in what keys and values travel with; the other half is the same.
+    inward = [queries[0] + keys, queries[0], queries[-1]]
+    outward = [queries[-1], queries[-1] + keys, queries[0]]
     # Both ways at once, as sets of their own: that is faster.
     src, dst = np.concatenate([holder, taker]), np.concatenate([taker, holder])
     sets = np.repeat([0, 1], len(holder))
-    both = np.concatenate([list(way.values()) for way in sizes], axis=1)
-    seconds = {}
-    message = links.message_seconds(gpus[src], gpus[dst], both, sets, job.tensor_parallel)
-    for inward, outward, times in zip(*sizes, message, strict=True):
-        longest = np.zeros(2 * units)  # flat: NumPy is several times as fast with one index
-        np.maximum.at(longest, sets * units + src, times)
-        np.maximum.at(longest, sets * units + dst, times)
-        seconds[True, inward], seconds[False, outward] = longest[:units], longest[units:]
-    nothing = np.zeros(units)
-    found = {True: [Halves(nothing, nothing)] * 2, False: [Halves(nothing, nothing)] * 2}
-    for move in moves:
-        ways, number = found[move.inward], int(move.way == "backward")
-        is_shown = not plan.in_halves or move.half == (0 if move.inward else 1)
-        values = seconds[move.inward, id(move.size)]
-        ways[number] = replace(ways[number], **{"shown" if is_shown else "hidden": values})
-    return found[True], found[False]
+    sizes = np.concatenate([inward, outward], axis=1)[: 2 + cut]
+    seconds = links.message_seconds(gpus[src], gpus[dst], sizes, sets, job.tensor_parallel)
+    longest = np.zeros((3, 2 * units))
+    for row, times in zip(longest, seconds, strict=False):  # the third row is 0 where nothing is cut
+        np.maximum.at(row, sets * units + src, times)
+        np.maximum.at(row, sets * units + dst, times)
+    there, back = longest[:, :units], longest[:, units:]
+    return Halves(there[:2], there[[2, 2]]), Halves(back[:2], back[[2, 2]])
 
 
 def tensor_parallel_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: Floats) -> Floats:
@@ -127,6 +117,8 @@ def tensor_parallel_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: 
         latency: of a message there, s.
     """
     tp = job.tensor_parallel
+    if tp == 1:
+        return np.zeros(rows.shape)
     size = rows * job.model.hidden_size * job.element_bytes
     return np.where(rows > 0, 2 * (tp - 1) / tp * size / bandwidth + 2 * (tp - 1) * latency, 0.0)
 

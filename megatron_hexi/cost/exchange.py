@@ -13,16 +13,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Ints
-from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.plan_arrays import Grouping, PlanArrays
 from megatron_hexi.cost.serving import serving_in_parts
 
 #: Entries of a chunk's arrays, about.
 CHUNK = 2**17
+#: Steps x groups of a chunk whose messages are kept for the next plan of the same grouping, at most.
+KEPT = 2**12
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,66 +81,85 @@ def exchange_chunks(plan: PlanArrays) -> Iterator[Chunk]:
     steps = int(plan.groups_beside.max()) - 1
     length = max(1, CHUNK // max(len(plan.tokens), groups * most))
     for first in range(1, steps + 1, length):
-        yield _chunk(plan, np.arange(first, min(first + length, steps + 1)))
+        yield _chunk(plan, first, min(length, steps + 1 - first))
 
 
-def _chunk(plan: PlanArrays, distances: Ints) -> Chunk:
-    # Groups of a replica with fewer groups have no further steps.
-    active = distances[:, None] < plan.groups_beside
-    numbers = np.arange(len(plan.replica))
-    source = plan.first_group + (numbers - plan.first_group - distances[:, None]) % plan.groups_beside
-    queries, keys = _rectangles(plan, source, active)
+def _chunk(plan: PlanArrays, first: int, count: int) -> Chunk:
+    queries, keys = _rectangles(plan, *_sources(plan.grouping, first, count))
     received = keys.max(axis=2)
+    uses = (received > 0).tobytes()
+    # Of small plans a search asks for few, over and over; those of large ones are too much to keep.
+    find = _messages if received.size <= KEPT else _messages.__wrapped__
+    part, owner, user, kv, place = find(plan.grouping, first, count, uses)
+    heads, kv_heads = (np.broadcast_to(held, (count, len(held))) for held in (plan.heads, plan.kv))
+    parts = (len(plan.part_heads) if first == 1 else 1, *(1,) * (count - 1))
+    if parts[0] > 1:
+        rows = np.repeat(np.arange(count), parts)
+        queries, keys = queries[rows], keys[rows]
+        heads = np.concatenate([plan.part_heads, heads[1:]])
+        kv_heads = np.concatenate([plan.part_kv, kv_heads[1:]])
+    return Chunk(parts, queries, keys, heads, kv_heads, part, owner, user, kv, received.ravel()[place])
+
+
+@lru_cache(maxsize=64)
+def _sources(grouping: Grouping, first: int, count: int) -> tuple[Ints, Bools]:
+    """The group whose keys each group uses, and whether its replica has such a step, [steps, N]."""
+    distances = np.arange(first, first + count)[:, None]
+    place = np.arange(len(grouping.replica)) - grouping.first_group - distances
+    source = grouping.first_group + place % grouping.groups_beside
+    return source, distances < grouping.groups_beside
+
+
+@lru_cache(maxsize=64)
+def _messages(grouping: Grouping, first: int, count: int, uses: bytes) -> Ints:
+    """What travels: part, owner, user, KV heads, and where the tokens stand in [steps, N], [5, M].
+
+    `uses` says whether each group is sent anything, [steps, N].
+    """
+    source, _ = _sources(grouping, first, count)
+    used = np.frombuffer(uses, dtype=bool).reshape(source.shape)
     # The first step may travel in parts.
-    parts = len(plan.part_heads) if distances[0] == 1 else 1
-    step, user_group = np.nonzero(received[parts > 1 :])
+    parts = len(grouping.part_heads) if first == 1 else 1
+    step, user_group = np.nonzero(used[parts > 1 :])
     step += parts > 1
     owner_group = source[step, user_group]
-    serving = plan.serving
-    classes = plan.head_class[user_group], plan.head_class[owner_group]
+    serving = grouping.serving
+    classes = grouping.head_class[user_group], grouping.head_class[owner_group]
     repeats = serving.count[classes]
     # For each pair of groups the entries of its pair of classes: first, first + 1, …
     pair = np.repeat(np.arange(len(step)), repeats)
     ends = np.cumsum(repeats)
     entry = serving.first[classes][pair] + np.arange(len(pair)) - (ends - repeats)[pair]
+    step, user_group = step[pair], user_group[pair]
     messages = [
-        step[pair] + parts - 1,
-        plan.slots[plan.first_slot[owner_group[pair]] + serving.owner[entry]],
-        plan.slots[plan.first_slot[user_group[pair]] + serving.user[entry]],
+        step + parts - 1,
+        grouping.slots[grouping.first_slot[owner_group[pair]] + serving.owner[entry]],
+        grouping.slots[grouping.first_slot[user_group] + serving.user[entry]],
         serving.kv[entry],
-        received[step[pair], user_group[pair]],
+        step * source.shape[1] + user_group,
     ]
-    heads, kv_heads = (np.broadcast_to(held, (len(distances), len(held))) for held in (plan.heads, plan.kv))
-    counts = (parts, *(1,) * (len(distances) - 1))
     if parts > 1:
-        rows = np.repeat(np.arange(len(distances)), counts)
-        queries, keys = queries[rows], keys[rows]
-        heads = np.concatenate([plan.part_heads, heads[1:]])
-        kv_heads = np.concatenate([plan.part_kv, kv_heads[1:]])
-        messages = [
-            np.concatenate(pair)
-            for pair in zip(_first_step(plan, source[0], received[0]), messages, strict=True)
-        ]
-    return Chunk(counts, queries, keys, heads, kv_heads, *messages)
+        return np.concatenate([_first_step(grouping, source[0], used[0]), messages], axis=1)
+    return np.array(messages)
 
 
-def _first_step(plan: PlanArrays, source: Ints, received: Ints) -> Ints:
-    """The messages of the first step in parts: part, owner, user, KV heads, tokens, [5, M]."""
-    using = np.flatnonzero(received)
+def _first_step(grouping: Grouping, source: Ints, used: Bools) -> Ints:
+    """The messages of the first step in parts, likewise."""
+    using = np.flatnonzero(used)
     found = [
         serving_in_parts(
-            plan.head_ranges[plan.head_class[group]],
-            plan.head_ranges[plan.head_class[source[group]]],
-            plan.queries_per_kv,
-            len(plan.part_heads),
+            grouping.head_ranges[grouping.head_class[group]],
+            grouping.head_ranges[grouping.head_class[source[group]]],
+            grouping.queries_per_kv,
+            len(grouping.part_heads),
         )
         for group in using
     ]
     user, owner, kv, part = np.concatenate([np.zeros((4, 0), dtype=np.int64), *found], axis=1)
     group = np.repeat(using, [one.shape[1] for one in found])
-    owner = plan.slots[plan.first_slot[source[group]] + owner]
-    user = plan.slots[plan.first_slot[group] + user]
-    return np.stack([part, owner, user, kv, received[group]])[:, np.argsort(part, kind="stable")]
+    owner = grouping.slots[grouping.first_slot[source[group]] + owner]
+    user = grouping.slots[grouping.first_slot[group] + user]
+    return np.stack([part, owner, user, kv, group])[:, np.argsort(part, kind="stable")]
 
 
 def _rectangles(plan: PlanArrays, source: Ints, active: Bools) -> tuple[Ints, Ints]:

@@ -105,12 +105,12 @@ class Hosts:
             gpus: of units, [U, tensor_parallel] each.
             taken: bytes for each GPU of each unit, [U] each.
         """
+        if not any(size.any() for size in taken):
+            return ()
         nodes = self._cluster.nodes
         needed, usable = np.zeros(len(nodes)), np.zeros(len(nodes))
         for own, size in zip(gpus, taken, strict=True):
             np.add.at(needed, self._node[own], np.broadcast_to(size[:, None], own.shape) / GIB)
-        if not needed.any():
-            return ()
         np.add.at(usable, self._node, self._usable)
         return tuple(
             NodeLoad(nodes[number].name, float(needed[number]), float(usable[number]))

@@ -22,7 +22,6 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import all_to_alls, tensor_parallel_seconds
 from megatron_hexi.cost.compute import (
     Speeds,
-    Times,
     keys_merge_times,
     merge_times,
     own_block_times,
@@ -107,9 +106,12 @@ class Stage:
     latency: Floats
 
     @cached_property
-    def by_kind(self) -> list[tuple[Speeds, Ints]]:
-        """The speeds in use, each with its units."""
-        return [(self.speeds[kind], np.flatnonzero(self.kinds == kind)) for kind in np.unique(self.kinds)]
+    def by_kind(self) -> list[tuple[Speeds, Ints | slice]]:
+        """The speeds in use, each with its units; of one kind with all, which need not be picked."""
+        used = np.unique(self.kinds).tolist()
+        if len(used) == 1:
+            return [(self.speeds[used[0]], slice(None))]
+        return [(self.speeds[kind], np.flatnonzero(self.kinds == kind)) for kind in used]
 
 
 def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, window: int) -> Layer:
@@ -127,14 +129,13 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
     sums = 2 * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
     inward, outward = all_to_alls(plan, job, links, stage.gpus)
     share = plan.heads_first / np.maximum(plan.heads, 1)
+    first = own * share
+    shown, hidden, ready = by_group(plan, np.stack([inward.shown, inward.hidden, token + sums]))
     # What of the second half's way in does not hide behind the own block of the first half.
-    late = [
-        np.maximum(by_group(plan, halves.hidden) - seconds * share, 0.0)
-        for halves, seconds in zip(inward, own, strict=True)
-    ]
-    enter = [by_group(plan, halves.shown) + rest for halves, rest in zip(inward, late, strict=True)]
-    begin = [by_group(plan, part + sums) + way_in for part, way_in in zip(token, enter, strict=True)]
-    attention = [own.forward.copy(), own.backward.copy()]
+    late = np.maximum(hidden - first, 0.0)
+    enter = shown + late
+    begin = ready + enter
+    attention = own
     received, sent, wire = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(2)
     steps: list[list[Part]] = []
     for chunk in exchange_chunks(plan):
@@ -143,30 +144,31 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
         steps += _parts(chunk, work, there, home)
         out_s, home_s = (_longest(chunk, seconds) for seconds in (there, home))
         wire += (out_s, out_s + home_s)
-        attention[0] += work.forward.sum(axis=0)
-        attention[1] += work.backward.sum(axis=0)
+        attention = attention + work.sum(axis=1)
         received = np.maximum(received, chunk.received.max(axis=0)[plan.group] * plan.kv)
         sent = np.maximum(sent, _most_sent(chunk, len(rows)))
-    last_step = _last_step(plan, own, steps) if plan.in_halves else own.forward
+    last_rest = (_last_step(plan, own[0], steps) if plan.in_halves else own[0]) * (1 - share)
+    leaving = by_group(plan, np.stack(outward))
+    for halves in (inward, outward):
+        wire += (halves.shown + halves.hidden).max(axis=1)
 
     def assemble(way: int, whole: bool = True) -> Pass:
-        start, halves = begin[way] if whole else enter[way], outward[way]
-        first = own[way] * share
-        entry = Start(start - late[way], late[way], first, own[way] - first)
-        ends = pass_ends(way > 0, steps, entry, window, 1 + plan.in_halves, last_step * (1 - share))
-        end = by_group(plan, ends.whole)
-        first_out = by_group(plan, ends.first_half) + by_group(plan, halves.hidden)
-        leave = np.maximum(first_out - end, 0.0) + by_group(plan, halves.shown)
+        start, (out, out_first) = begin[way] if whole else enter[way], leaving[:, way]
+        entry = Start(start - late[way], late[way], first[way], own[way] - first[way])
+        ends = pass_ends(way > 0, steps, entry, window, 1 + plan.in_halves, last_rest)
+        end, first_end = by_group(plan, np.stack(ends))
+        leave = np.maximum(first_end + out_first - end, 0.0) + out
+        nothing = np.zeros(len(rows))
         return Pass(
-            token=token[way] if whole else np.zeros(len(rows)),
-            tensor_parallel=sums if whole else np.zeros(len(rows)),
+            token=token[way] if whole else nothing,
+            tensor_parallel=sums if whole else nothing,
             all_to_all_in=enter[way],
             begin=start,
             attention=attention[way],
             end=ends.whole,
             all_to_all_out=leave,
             finish=end + leave,
-            wire=float(wire[way] + inward[way].both.max() + halves.both.max()),
+            wire=float(wire[way]),
         )
 
     return Layer(
@@ -177,59 +179,52 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
     )
 
 
-def _parts(chunk: Chunk, work: Times, there: Floats, home: Floats) -> Iterator[list[Part]]:
+def _parts(chunk: Chunk, work: Floats, there: Floats, home: Floats) -> Iterator[list[Part]]:
     """The parts of each step."""
     for numbers in chunk.steps:
         step = []
         for n in numbers:
             own = chunk.messages(n)
-            compute = Times(work.forward[n], work.backward[n])
-            step.append(Part(compute, chunk.owner[own], chunk.user[own], there[own], home[own]))
+            step.append(Part(work[:, n], chunk.owner[own], chunk.user[own], there[own], home[own]))
         yield step
 
 
-def _last_step(plan: PlanArrays, own: Times, steps: Sequence[Sequence[Part]]) -> Floats:
+def _last_step(plan: PlanArrays, own: Floats, steps: Sequence[Sequence[Part]]) -> Floats:
     """Each unit's forward work of its last step, or its own block where it has none."""
-    work, number = own.forward, plan.groups_beside[plan.group] - 1
+    work, number = own, plan.groups_beside[plan.group] - 1
     for last in set(number.tolist()) - {0}:
-        work = np.where(number == last, sum(part.compute.forward for part in steps[last - 1]), work)
+        work = np.where(number == last, sum(part.compute[0] for part in steps[last - 1]), work)
     return work
 
 
 def by_group(plan: PlanArrays, values: Floats) -> Floats:
-    """The largest value of each unit's group."""
-    largest = np.zeros(len(plan.group_tokens))
-    np.maximum.at(largest, plan.group, values)
-    return largest[plan.group]
+    """The largest value of each unit's group, [..., U]."""
+    largest: Floats = np.maximum.reduceat(values[..., plan.slots], plan.first_slot[:-1], axis=-1)
+    return largest[..., plan.group]
 
 
-def unit_times(plan: PlanArrays, job: Job, stage: Stage) -> tuple[Times, Times]:
-    """Seconds of each unit's token work, and of its own group's block, [U]."""
-    rows = job.micro_batch_size * plan.tokens.astype(float)
-    token, own = (Times(np.zeros(len(rows)), np.zeros(len(rows))) for _ in range(2))
+def unit_times(plan: PlanArrays, job: Job, stage: Stage) -> Floats:
+    """Seconds of each unit's token work and of its own group's block, each in both directions, [2, 2, U]."""
+    rows, group_tokens = job.micro_batch_size * plan.tokens.astype(float), plan.group_tokens[plan.group]
+    found = np.empty((2, 2, len(rows)))
     for speeds, units in stage.by_kind:
-        group_tokens = plan.group_tokens[plan.group[units]].astype(float)
-        parts = token_times(speeds, job, rows[units])
-        blocks = own_block_times(speeds, job, group_tokens, plan.causal)
-        for way in range(2):
-            token[way][units] = parts[way]
-            own[way][units] = plan.heads[units] * blocks[way]
-    return token, own
+        found[0][:, units] = token_times(speeds, job, rows[units])
+        found[1][:, units] = own_block_times(speeds, job, group_tokens[units].astype(float), plan.causal)
+    found[1] *= plan.heads
+    return found
 
 
-def chunk_times(plan: PlanArrays, job: Job, stage: Stage, chunk: Chunk) -> Times:
-    """Seconds that each unit computes in each part, [C, U]."""
-    work = Times(np.zeros(chunk.heads.shape), np.zeros(chunk.heads.shape))
+def chunk_times(plan: PlanArrays, job: Job, stage: Stage, chunk: Chunk) -> Floats:
+    """Seconds that each unit computes in each part, forward and backward, [2, C, U]."""
+    work = np.empty((2, *chunk.heads.shape))
     for speeds, units in stage.by_kind:
         groups, column = np.unique(plan.group[units], return_inverse=True)
         queries, keys = chunk.queries[:, groups].astype(float), chunk.keys[:, groups].astype(float)
-        blocks = rectangle_times(speeds, job, queries, keys)
-        merges = merge_times(speeds, job, queries)
+        blocks = np.array(rectangle_times(speeds, job, queries, keys))
+        blocks += merge_times(speeds, job, queries)
         gradients = keys_merge_times(speeds, job, chunk.received[:, groups].astype(float))
-        for way in range(2):
-            per_head = (blocks[way] + merges[way]).sum(axis=2)
-            work[way][:, units] = per_head[:, column] * chunk.heads[:, units]
-        work.backward[:, units] += gradients[:, column] * chunk.kv_heads[:, units]
+        work[:, :, units] = blocks.sum(axis=3)[:, :, column] * chunk.heads[:, units]
+        work[1][:, units] += gradients[:, column] * chunk.kv_heads[:, units]
     return work
 
 

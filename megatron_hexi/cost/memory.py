@@ -314,14 +314,15 @@ def part_memory(
     elif job.mode == "selective":
         working = working + inside
         inside_again = rows * token_qkv_bytes(job)
-    in_flight = part.in_flight(held.micro_batches)
+    at_once = part.in_flight(held.micro_batches) * part.at_once
     activations, attention = (
-        in_flight * part.at_once * (part.again * kept + (part.layers - part.again) * whole)
+        at_once * (part.again * kept + (part.layers - part.again) * whole)
         for kept, whole in ((outside_again, outside), (inside_again, inside))
     )
-    waiting = part.entered(held.micro_batches)
-    waiting = np.where(part.rows_on_host, np.minimum(waiting, ROWS_ON_DEVICE), waiting)
-    activations = activations + waiting * input_bytes(job, held.tokens)
+    if np.any(part.ministages):
+        waiting = part.entered(held.micro_batches)
+        waiting = np.where(part.rows_on_host, np.minimum(waiting, ROWS_ON_DEVICE), waiting)
+        activations = activations + waiting * input_bytes(job, held.tokens)
     # The loss comes before the layers' backward pass: of the two only the larger one is there.
     loss = logits_bytes(job, rows, logit_bytes(job))
     logits = np.where(part.is_last, np.maximum(loss - working, 0.0), 0.0)

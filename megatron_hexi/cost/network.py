@@ -8,8 +8,6 @@ counted as if all were under way from the first byte to the last, which a fair n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,60 +15,43 @@ from megatron_hexi.cluster import Cluster, LinkId
 from megatron_hexi.cost.arrays import Floats, Ints
 
 
-@dataclass(frozen=True, eq=False)
-class _LinkClass:
-    """Links of one kind and direction.
-
-    Args:
-        distance: a message crosses one of them if its nodes are at least this far apart (0: exactly).
-        owner: the link's number, from the sending and the receiving GPU.
-        capacity: of each, bytes/s.
-        per_gpu: whether each GPU has its own.
-    """
-
-    distance: int
-    owner: Callable[[Ints, Ints], Ints]
-    capacity: Floats
-    per_gpu: bool
-
-
 class LinkTable:
-    """The links of a cluster as arrays: `Cluster.route` and `Cluster.capacity` for many messages at once."""
+    """The links of a cluster as arrays: `Cluster.route` and `Cluster.capacity` for many messages at once.
+
+    Links are numbered from 1 on. 0 stands for none, which is never busy.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.nodes = np.array([rank.node for rank in cluster.ranks])
         self._tiers = [np.array(tier.group_of) for tier in cluster.tiers[1:]]
-        local = np.array([cluster.nodes[node].bandwidth for node in self.nodes])
-        self._classes = [
-            _LinkClass(0, lambda src, dst: src, local, True),
-            _LinkClass(0, lambda src, dst: dst, local, True),
-        ]
-        latencies = [node.latency_s for node in cluster.nodes]
-        self._local_latency = np.array(latencies)
+        self._local_latency = np.array([node.latency_s for node in cluster.nodes])
         self._far_latency: Floats = np.cumsum([0.0, *(tier.latency_s for tier in cluster.tiers)])
+        #: Bytes/s of each link, and whether the GPUs of a unit share it: else each has its own.
+        self._capacity, self._is_shared = np.full(1, math.inf), np.zeros(1, dtype=bool)
+        #: The pair's link and latency, by sending and receiving node, where these are measured.
+        self._pairs: Ints | None = None
         self._pair_latency: Floats | None = None
+        gpus, local = np.arange(len(self.nodes)), [cluster.nodes[node].bandwidth for node in self.nodes]
+        ends = [self._add(gpus, np.array([local, local]), is_shared=False)]
         if cluster.is_measured:
-            self._add_matrix(cluster)
-        for number, tier in enumerate(cluster.tiers, start=1):
+            ends.append(self._add_matrix(cluster))
+        for tier in cluster.tiers:
             group_of = np.array(tier.group_of)[self.nodes]
-            owners = {"gpu": np.arange(len(self.nodes)), "node": self.nodes}.get(tier.per, group_of)
-            capacity = np.full(int(owners.max()) + 1, tier.bandwidth)
+            owners = {"gpu": gpus, "node": self.nodes}.get(tier.per, group_of)
+            capacity = np.full((2, int(owners.max()) + 1), tier.bandwidth)
             for number_of, factor in tier.factors.items():
                 held = self.nodes == number_of if tier.per != "group" else group_of == number_of
-                capacity[owners[held]] *= factor  # an owner that several ranks share is scaled once
-            for way in ("out", "in"):
-                self._classes.append(_LinkClass(number, _owner(owners, way), capacity, tier.per == "gpu"))
-        self._by_distance: dict[int, list[_LinkClass]] = {}
-        for links in self._classes:
-            self._by_distance.setdefault(links.distance, []).append(links)
+                capacity[:, owners[held]] *= factor  # an owner that several ranks share is scaled once
+            ends.append(self._add(owners, capacity, tier.per != "gpu"))
+        #: Links out of each GPU and into it: inside its node, of each tier, and none, [2, tiers + 2, GPUs].
+        self._ends = np.stack([*ends, 0 * ends[0]], axis=1)
+        #: Places there of what a message crosses, by distance: its node's own, or one of each tier, [P, D].
+        far = np.arange(1, max(2, len(ends)))[:, None]
+        self._crossed = np.where(far <= np.arange(len(ends)), far, len(ends))
+        self._crossed[0, 0] = 0
 
     def message_seconds(
-        self,
-        src: Ints,
-        dst: Ints,
-        size: Floats,
-        sets: Ints | None = None,
-        width: int = 1,
+        self, src: Ints, dst: Ints, size: Floats, sets: Ints | None = None, width: int = 1
     ) -> Floats:
         """Seconds of each message.
 
@@ -86,24 +67,20 @@ class LinkTable:
         if not len(src):
             return np.zeros(size.shape)
         distance = self._distance(src, dst)
-        batch = np.zeros(len(src), dtype=np.int64) if sets is None else sets
-        batches = 1 + int(batch.max())
-        seconds = np.zeros(size.shape)
-        for least, classes in self._by_distance.items():
-            crossing = np.flatnonzero(distance == 0 if least == 0 else distance >= least)
-            if not len(crossing):
-                continue
-            ends, one = (src[crossing], dst[crossing]), batch[crossing]
-            for links in classes:
-                count = len(links.capacity)
-                key = one * count + links.owner(*ends)
-                for sizes, times in zip(np.atleast_2d(size), np.atleast_2d(seconds), strict=True):
-                    load = np.bincount(key, weights=sizes[crossing], minlength=batches * count)
-                    if not links.per_gpu:
-                        load *= width
-                    busy = (load.reshape(batches, count) / links.capacity).ravel()[key]
-                    times[crossing] = np.maximum(times[crossing], busy)
-        return seconds + self._latency(src, dst, distance)
+        places = self._crossed[:, distance]
+        links = np.concatenate([self._ends[0, places, src], self._ends[1, places, dst]])
+        if self._pairs is not None:
+            links = np.concatenate([links, self._pairs[None, self.nodes[src], self.nodes[dst]]])
+        # A link's load in each set, and of each row of sizes, has a number of its own.
+        number = links if sets is None else links + sets * len(self._capacity)
+        sizes = size.reshape(-1, 1, len(src))
+        if len(sizes) > 1:
+            number = number + np.arange(len(sizes))[:, None, None] * (1 + int(number.max()))
+        number = number.reshape(len(sizes), *links.shape)
+        load = np.bincount(number.ravel(), np.broadcast_to(sizes, number.shape).ravel())
+        capacity = self._capacity[links] / np.where(self._is_shared[links], width, 1)
+        busy = (load[number] / capacity).max(axis=1)
+        return busy.reshape(size.shape) + self._latency(src, dst, distance)
 
     def set_seconds(self, src: Ints, dst: Ints, size: Floats, width: int = 1) -> float:
         """Seconds until all of one set of messages have arrived; messages without bytes are not sent."""
@@ -126,31 +103,29 @@ class LinkTable:
             far = self._pair_latency[a, self.nodes[dst]]
         return np.where(distance == 0, self._local_latency[a], far)
 
-    def _add_matrix(self, cluster: Cluster) -> None:
+    def _add(self, owners: Ints, capacity: Floats, is_shared: bool) -> Ints:
+        """Links out of GPUs and into them, [2, GPUs], by owner; capacities are [2, owners]."""
+        first = len(self._capacity) + np.array([[0], [capacity.shape[1]]])
+        self._capacity = np.concatenate([self._capacity, capacity.ravel()])
+        self._is_shared = np.append(self._is_shared, np.full(capacity.size, is_shared))
+        return first + owners
+
+    def _add_matrix(self, cluster: Cluster) -> Ints:
         """Sender's way out, the measured pair, receiver's way in."""
         count = len(cluster.nodes)
-        pairs = np.full(count * count, math.inf)
         self._pair_latency = np.zeros((count, count))
+        self._pairs = np.zeros((count, count), dtype=np.int64)
+        pairs: list[float] = []
         for a, node in enumerate(cluster.nodes):
             for b, other in enumerate(cluster.nodes):
                 if a != b:
-                    pairs[a * count + b] = cluster.capacity(LinkId(1, "pair", a * count + b, "out"))
-                    latency = cluster.route(node.ranks[0], other.ranks[0]).latency_s
-                    self._pair_latency[a, b] = latency
-        out, into = (
-            np.array([cluster.capacity(LinkId(1, "node", n, way)) for n in range(count)])
+                    self._pairs[a, b] = len(self._capacity) + len(pairs)
+                    pairs.append(cluster.capacity(LinkId(1, "pair", a * count + b, "out")))
+                    self._pair_latency[a, b] = cluster.route(node.ranks[0], other.ranks[0]).latency_s
+        self._capacity = np.append(self._capacity, pairs)
+        self._is_shared = np.append(self._is_shared, np.ones(len(pairs), dtype=bool))
+        ways = [
+            [cluster.capacity(LinkId(1, "node", number, way)) for number in range(count)]
             for way in ("out", "in")
-        )
-        nodes = self.nodes
-        self._classes += [
-            _LinkClass(1, _owner(nodes, "out"), out, False),
-            _LinkClass(1, lambda src, dst: nodes[src] * count + nodes[dst], pairs, False),
-            _LinkClass(1, _owner(nodes, "in"), into, False),
         ]
-
-
-def _owner(owners: Ints, way: str) -> Callable[[Ints, Ints], Ints]:
-    """The owner of the sending GPU's link out, or of the receiving GPU's link in."""
-    if way == "out":
-        return lambda src, dst: owners[src]
-    return lambda src, dst: owners[dst]
+        return self._add(self.nodes, np.array(ways), is_shared=True)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.cost.compute import Times
 from megatron_hexi.plan.program import Batch, FarBlocks, OwnBlock, Wait, attention_program
 
 
@@ -22,14 +21,14 @@ class Part(NamedTuple):
     """Some heads of a step.
 
     Args:
-        compute: seconds of its blocks, [U].
+        compute: seconds of its blocks, forward and backward, [2, U].
         owner: unit that each message of keys comes from, [M].
         user: unit that it goes to, [M].
         there: seconds of each message, [M].
         home: seconds of its gradients' way back, [M].
     """
 
-    compute: Times
+    compute: Floats
     owner: Ints
     user: Ints
     there: Floats
@@ -78,12 +77,7 @@ class _Wire:
 
 
 def pass_ends(
-    backward: bool,
-    steps: Sequence[Sequence[Part]],
-    start: Start,
-    window: int,
-    halves: int,
-    last_rest: Floats,
+    backward: bool, steps: Sequence[Sequence[Part]], start: Start, window: int, halves: int, last_rest: Floats
 ) -> Ends:
     """Read the clocks.
 
@@ -100,7 +94,7 @@ def pass_ends(
     now = first_half = start.posted
     for operation in attention_program(backward, parts, window, halves, turn=parts[-1] - 1 if parts else 0):
         if isinstance(operation, FarBlocks):
-            seconds = steps[operation.step][operation.part].compute[backward]
+            seconds = steps[operation.step][operation.part].compute[int(backward)]
             if operation.piece is not None:
                 # Taken to come after all the rest: what is before it cannot wait for a later part's keys.
                 seconds = last_rest if operation.piece else seconds - last_rest

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Ints
+from megatron_hexi.cost.arrays import Bools, Ints
 from megatron_hexi.cost.serving import Serving, serving
 from megatron_hexi.plan import Domain, Plan, Workload, require_repeated
 from megatron_hexi.plan.heads import head_parts, heads_first, kv_range
@@ -23,12 +23,10 @@ from megatron_hexi.plan.model import Group, Range
 
 
 @dataclass(frozen=True, eq=False)
-class PlanArrays:
-    """What a plan says.
+class Grouping:
+    """Who is in which group with which heads: what stays when tokens move, and is worked out once.
 
     Args:
-        causal: whether a token sees earlier tokens only.
-        tokens: T of each unit.
         heads: query heads (of one tensor-parallel rank) of each unit.
         heads_first: those of them whose own block the backward pass computes before the exchange; all of
             them where there is no exchange and no half.
@@ -39,19 +37,16 @@ class PlanArrays:
         group: group of each unit.
         slots: units by group and position in it.
         first_slot: where each group's units begin in `slots`, [N + 1].
-        group_tokens: G of each group.
         replica: replica of each group.
+        unit_replica: replica of each unit.
         first_group: first group of each group's replica.
         groups_beside: groups of its replica, itself included.
-        starts: first position of each segment, [N, J].
-        stops: position after the last, [N, J].
         head_class: groups with the same head ranges in the same order have the same number.
         head_ranges: of each such class, the query heads of its members.
         queries_per_kv: query heads that share a KV head.
+        all_to_all_pairs: units i and j of one group where i has tokens and j heads: j computes i's.
     """
 
-    causal: bool
-    tokens: Ints
     heads: Ints
     heads_first: Ints
     in_halves: bool
@@ -61,41 +56,40 @@ class PlanArrays:
     group: Ints
     slots: Ints
     first_slot: Ints
-    group_tokens: Ints
     replica: Ints
+    unit_replica: Ints
     first_group: Ints
     groups_beside: Ints
-    starts: Ints
-    stops: Ints
     head_class: Ints
     head_ranges: tuple[tuple[Range, ...], ...]
     queries_per_kv: int
+    all_to_all_pairs: tuple[Ints, Ints]
 
-    @cached_property
-    def unit_replica(self) -> Ints:
-        """Replica of each unit."""
-        return self.replica[self.group]
-
-    @cached_property
-    def all_to_all_pairs(self) -> tuple[Ints, Ints]:
-        """Units i and j of one group where j has heads: j computes them for i's tokens."""
-        sizes = np.diff(self.first_slot)
-        group = np.repeat(np.arange(len(sizes)), sizes)
-        takers = self.slots[self.heads[self.slots] > 0]
-        counts = np.bincount(self.group[takers], minlength=len(sizes))
-        # Each slot's unit with all takers of its group: first, first + 1, ...
-        repeats = counts[group]
-        ends = np.cumsum(repeats)
-        holder = np.repeat(self.slots, repeats)
-        begin = np.repeat((np.cumsum(counts) - counts)[group] - (ends - repeats), repeats)
-        taker = takers[begin + np.arange(len(holder))]
-        apart = (holder != taker) & (self.tokens[holder] > 0)
-        return holder[apart], taker[apart]
-
-    @cached_property
+    @property
     def serving(self) -> Serving:
         """Who serves whom between groups of two head classes."""
         return serving(self.head_ranges, self.queries_per_kv)
+
+
+@dataclass(frozen=True, eq=False)
+class PlanArrays(Grouping):
+    """What a plan says.
+
+    Args:
+        grouping: that of all plans that differ in tokens only.
+        causal: whether a token sees earlier tokens only.
+        tokens: T of each unit.
+        group_tokens: G of each group.
+        starts: first position of each segment, [N, J].
+        stops: position after the last, [N, J].
+    """
+
+    grouping: Grouping
+    causal: bool
+    tokens: Ints
+    group_tokens: Ints
+    starts: Ints
+    stops: Ints
 
 
 def plan_arrays(plan: Plan) -> PlanArrays:
@@ -117,47 +111,78 @@ def domain_arrays(workload: Workload, domains: Sequence[Domain], parts: int) -> 
         parts: of the first exchange step, at most.
     """
     groups = [group for domain in domains for group in domain.groups]
-    counts = [len(domain.groups) for domain in domains]
-    ratio = workload.queries_per_kv
-    beside = np.repeat(counts, counts)
-    leads = [member.lead for group in groups for member in group.members]
-    number = {lead: place for place, lead in enumerate(sorted(leads))}
-    tokens, group_of = (np.zeros(len(leads), dtype=np.int64) for _ in range(2))
-    held = np.zeros((3 + 2 * parts, len(leads)), dtype=np.int64)
-    for place, group in enumerate(groups):
-        ranks = [number[member.lead] for member in group.members]
-        tokens[ranks] = [member.tokens for member in group.members]
-        held[:, ranks] = np.array([_held(member.heads, ratio, parts) for member in group.members]).T
-        group_of[ranks] = place
-    heads, first, kv = held[:3]
-    part_heads, part_kv = held[3 : 3 + parts], held[3 + parts :]
-    in_halves = parts > 1
-    several = np.array([len(group.members) > 1 and group.tokens > 0 for group in groups])
-    classes: dict[tuple[Range, ...], int] = {}
-    head_class = [classes.setdefault(tuple(m.heads for m in group.members), len(classes)) for group in groups]
+    held = tuple(tuple((m.lead, m.heads, m.tokens > 0) for m in group.members) for group in groups)
+    counts = tuple(len(domain.groups) for domain in domains)
+    grouping = _grouping(held, counts, workload.queries_per_kv, parts)
+    tokens = np.zeros(len(grouping.slots), dtype=np.int64)
+    tokens[grouping.slots] = [member.tokens for group in groups for member in group.members]
     starts, stops = _segments(groups)
     return PlanArrays(
+        **vars(grouping),
+        grouping=grouping,
         causal=workload.causal,
         tokens=tokens,
-        heads=heads,
-        heads_first=np.where((beside[group_of] > 1) | (in_halves & several[group_of]), first, heads),
-        in_halves=in_halves,
-        kv=kv,
-        part_heads=part_heads,
-        part_kv=part_kv,
-        group=group_of,
-        slots=np.array([number[lead] for lead in leads]),
-        first_slot=np.cumsum([0, *(len(group.members) for group in groups)]),
-        group_tokens=np.array([group.tokens for group in groups]),
-        replica=np.repeat(np.arange(len(counts)), counts),
-        first_group=np.repeat(np.cumsum([0, *counts[:-1]]), counts),
-        groups_beside=beside,
+        group_tokens=(stops - starts).sum(axis=1),
         starts=starts,
         stops=stops,
-        head_class=np.array(head_class),
+    )
+
+
+@lru_cache(maxsize=64)  # a search moves tokens more often than heads
+def _grouping(
+    groups: tuple[tuple[tuple[int, Range, bool], ...], ...], counts: tuple[int, ...], ratio: int, parts: int
+) -> Grouping:
+    """That of each group's first ranks, query heads and whether it has tokens; counts: by replica."""
+    leads = [lead for members in groups for lead, _, _ in members]
+    number = {lead: place for place, lead in enumerate(sorted(leads))}
+    slots = np.array([number[lead] for lead in leads])
+    sizes = [len(members) for members in groups]
+    held, group = np.zeros((3 + 2 * parts, len(leads)), dtype=np.int64), np.zeros_like(slots)
+    held[:, slots] = np.array([_held(heads, ratio, parts) for members in groups for _, heads, _ in members]).T
+    group[slots] = np.repeat(np.arange(len(groups)), sizes)
+    heads, first, kv = held[:3]
+    replica, beside = np.repeat(np.arange(len(counts)), counts), np.repeat(counts, counts)
+    has_tokens = np.zeros(len(slots), dtype=bool)
+    has_tokens[slots] = [tokens for members in groups for *_, tokens in members]
+    # Without tokens or alone, nothing of a group travels in halves.
+    moves = [len(members) > 1 and any(tokens for *_, tokens in members) for members in groups]
+    classes: dict[tuple[Range, ...], int] = {}
+    return Grouping(
+        heads=heads,
+        heads_first=np.where((beside[group] > 1) | ((parts > 1) & np.array(moves)[group]), first, heads),
+        in_halves=parts > 1,
+        kv=kv,
+        part_heads=held[3 : 3 + parts],
+        part_kv=held[3 + parts :],
+        group=group,
+        slots=slots,
+        first_slot=np.cumsum([0, *sizes]),
+        replica=replica,
+        unit_replica=replica[group],
+        first_group=np.repeat(np.cumsum([0, *counts[:-1]]), counts),
+        groups_beside=beside,
+        head_class=np.array(
+            [classes.setdefault(tuple(one for _, one, _ in members), len(classes)) for members in groups]
+        ),
         head_ranges=tuple(classes),
         queries_per_kv=ratio,
+        all_to_all_pairs=_pairs(heads, has_tokens, group, slots, np.array(sizes)),
     )
+
+
+def _pairs(heads: Ints, has_tokens: Bools, group: Ints, slots: Ints, sizes: Ints) -> tuple[Ints, Ints]:
+    """`Grouping.all_to_all_pairs`, of units in groups of these sizes."""
+    takers = slots[heads[slots] > 0]
+    counts = np.bincount(group[takers], minlength=len(sizes))
+    # Each slot's unit with all takers of its group: first, first + 1, ...
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    repeats = counts[owner]
+    ends = np.cumsum(repeats)
+    holder = np.repeat(slots, repeats)
+    begin = np.repeat((np.cumsum(counts) - counts)[owner] - (ends - repeats), repeats)
+    taker = takers[begin + np.arange(len(holder))]
+    apart = (holder != taker) & has_tokens[holder]
+    return holder[apart], taker[apart]
 
 
 @lru_cache(maxsize=4096)  # a search asks for few ranges, over and over

@@ -87,7 +87,7 @@ class Section:
 
     def by_domain(self, values: Ints | int) -> list[int]:
         """Numbers of `parts`, one a domain."""
-        return [int(value) for value in np.broadcast_to(values, self.replicas.shape)]
+        return values.tolist() if isinstance(values, np.ndarray) else [values] * len(self.replicas)
 
 
 #: Finds the GPUs of sections from their ranks.

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.collectives import pipeline_seconds, tensor_parallel_seconds
-from megatron_hexi.cost.compute import Times, logits_times, optimizer_seconds
+from megatron_hexi.cost.compute import logits_times, optimizer_seconds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Layer, Pass, Stage, layer_times
 from megatron_hexi.cost.network import LinkTable
@@ -60,8 +60,7 @@ def stage_cost(section: Section, links: LinkTable, following: Ints | None) -> St
     rows = job.micro_batch_size * plan.tokens.astype(float)
     logits, sums = np.zeros(len(rows)), np.zeros(len(rows))
     if np.any(section.parts.is_last):
-        times = _logits(job, stage, rows)
-        logits = section.part.is_last * (times.forward + times.backward)
+        logits = section.part.is_last * _logits(job, stage, rows)
         sums = section.part.is_last * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
     parts = section.parts
     passes: list[Pass] = [layer.forward, layer.backward]
@@ -151,16 +150,14 @@ def optimizer_times(section: Section, params: Ints | int, owned: Floats | float)
     """
     job, stage = section.job, section.ground.stage
     times = np.zeros(len(stage.gpus))
-    held, own = (np.broadcast_to(values, times.shape) for values in (params, owned))
+    held, own = params + times, owned + times
     for speeds, units in stage.by_kind:
         times[units] = optimizer_seconds(speeds, job, held[units], own[units])
     return times
 
 
-def _logits(job: Job, stage: Stage, rows: Floats) -> Times:
-    times = Times(np.zeros(len(rows)), np.zeros(len(rows)))
+def _logits(job: Job, stage: Stage, rows: Floats) -> Floats:
+    times = np.zeros(len(rows))
     for speeds, units in stage.by_kind:
-        parts = logits_times(speeds, job, rows[units])
-        for way in range(2):
-            times[way][units] = parts[way]
+        times[units] = sum(logits_times(speeds, job, rows[units]))
     return times

@@ -317,7 +317,8 @@ class Plan:
     @property
     def units(self) -> int:
         """Members over all replicas and stages."""
-        return len(self.members)
+        stages = (stage for replica in self.replicas for stage in replica.stages)
+        return sum(len(group.members) for stage in stages for one in stage.domains for group in one.groups)
 
     @property
     def ranks(self) -> int:

@@ -68,7 +68,7 @@ def layer_work(plan: PlanArrays, job: Job, stage: Stage, layer: Layer) -> LayerW
         stage: what the units run on.
         layer: what the cost model makes of it; sums inside units are taken from there.
     """
-    token, own = unit_times(plan, job, stage)
+    token, own = (Times(*seconds) for seconds in unit_times(plan, job, stage))
     unit_steps = plan.groups_beside[plan.group] - 1
     first = plan.heads_first
     units = np.arange(len(first))
@@ -118,5 +118,5 @@ def _exchange(
                 own = chunk.messages(number)
                 batch = Batch("keys", len(blocks), part)
                 keys[batch] = Messages(chunk.owner[own], chunk.user[own], size[own])
-            blocks.append(tuple(Times(work.forward[n], work.backward[n]) for n in numbers))
+            blocks.append(tuple(Times(*work[:, n]) for n in numbers))
     return tuple(blocks), keys

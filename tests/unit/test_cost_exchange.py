@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost import exchange
 from megatron_hexi.cost.collectives import all_to_all_bytes
-from megatron_hexi.cost.compute import Times
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
 from megatron_hexi.cost.overlap import Part, Start, pass_ends
@@ -131,7 +130,7 @@ BOTH = (np.array([0, 1]), np.array([1, 0]))
 
 
 def part(compute, there, home=(0, 0)):
-    return Part(Times(units(*compute), units(*compute)), *BOTH, units(*there), units(*home))
+    return Part(np.array([compute, compute], dtype=float), *BOTH, units(*there), units(*home))
 
 
 def carried_out(backward, window, posted, first, rest, steps):

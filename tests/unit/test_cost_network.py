@@ -136,12 +136,12 @@ def test_all_to_alls_by_hand():
     inward, outward = all_to_alls(plan_arrays(plan), job, links, whole(0, 1))
     element = 128 * 2 / (10 * GB)
     # In: 0 sends 3000 tokens x (1 query, 1 key, 1 value) heads, 1 sends 1096 x 9; both directions at once.
-    assert list(inward[0].shown) == pytest.approx([1096 * 9 * element] * 2)
+    assert list(inward.shown[0]) == pytest.approx([1096 * 9 * element] * 2)
     # Out: 0 sends its 3 heads of 1096 tokens, 1 sends its head of 3000.
-    assert list(outward[0].shown) == pytest.approx([3 * 1096 * element] * 2)
-    assert list(inward[1].shown) == pytest.approx([3 * 1096 * element] * 2)
-    assert list(outward[1].shown) == pytest.approx([3 * 1096 * 3 * element] * 2)
-    assert not any(halves.hidden.any() for halves in (*inward, *outward))
+    assert list(outward.shown[0]) == pytest.approx([3 * 1096 * element] * 2)
+    assert list(inward.shown[1]) == pytest.approx([3 * 1096 * element] * 2)
+    assert list(outward.shown[1]) == pytest.approx([3 * 1096 * 3 * element] * 2)
+    assert not any(halves.hidden.any() for halves in (inward, outward))
 
 
 def test_halves_of_all_to_alls_by_hand():
@@ -153,17 +153,17 @@ def test_halves_of_all_to_alls_by_hand():
     inward, outward = all_to_alls(arrays, tiny_job(), links, whole(0, 1))
     element = 128 * 2 / (10 * GB)
     # The first half in: 1 sends a query and all 6 keys and values; 0 sends 3 of 3000 tokens.
-    assert list(inward[0].shown) == pytest.approx([3000 * 3 * element] * 2)
-    assert list(inward[0].hidden) == pytest.approx([1096 * 2 * element] * 2)
+    assert list(inward.shown[0]) == pytest.approx([3000 * 3 * element] * 2)
+    assert list(inward.hidden[0]) == pytest.approx([1096 * 2 * element] * 2)
     # Out: 0 sends a head of 1096 tokens, 1 its only head of 3000; then 0 its other two.
-    assert list(outward[0].hidden) == pytest.approx([3000 * element] * 2)
-    assert list(outward[0].shown) == pytest.approx([2 * 1096 * element] * 2)
-    assert list(inward[1].shown) == pytest.approx([3000 * element] * 2)
-    assert list(inward[1].hidden) == pytest.approx([1096 * 2 * element] * 2)
+    assert list(outward.hidden[0]) == pytest.approx([3000 * element] * 2)
+    assert list(outward.shown[0]) == pytest.approx([2 * 1096 * element] * 2)
+    assert list(inward.shown[1]) == pytest.approx([3000 * element] * 2)
+    assert list(inward.hidden[1]) == pytest.approx([1096 * 2 * element] * 2)
     # Backward out, keys' and values' gradients with the second half: 0 sends 2 + 6 heads of 1096 tokens.
-    assert list(outward[1].hidden) == pytest.approx([3000 * element] * 2)
-    assert list(outward[1].shown) == pytest.approx([8 * 1096 * element] * 2)
-    assert list(inward[0].both) == pytest.approx([(9000 + 2192) * element] * 2)
+    assert list(outward.hidden[1]) == pytest.approx([3000 * element] * 2)
+    assert list(outward.shown[1]) == pytest.approx([8 * 1096 * element] * 2)
+    assert list((inward.shown + inward.hidden)[0]) == pytest.approx([(9000 + 2192) * element] * 2)
 
 
 def test_sums_inside_a_unit_by_hand():
