@@ -7,7 +7,6 @@ by how long another stage of the same pools waits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,6 +31,8 @@ from megatron_hexi.planner.search.tried import WINDOW
 
 #: Rounds of balancing for stages of several pools.
 _ROUNDS = 2
+#: Units of the stages whose waiting stands for that of all others of the same pools.
+_WAITING_UNITS = 8
 #: Times the memory that GPUs have: room for any layer.
 _ROOM = 2.0**10
 #: What is timed: a layer between the embedding and the loss.
@@ -103,6 +104,7 @@ class LayerTimer:
         }
         self._judges = {width: Judge(fleet) for width, fleet in self._fleets.items()}
         self.layer = cache(self._layer)
+        self._timed = cache(self._trial)
         self._waiting = cache(self._waiting_factor)
 
     @property
@@ -130,9 +132,9 @@ class LayerTimer:
                 the same pools wait for each other.
         """
         if timed or len(shape.kinds) == 1:
-            return self._trial(shape)
+            return self._timed(shape)
         beside = self._beside(shape)
-        return None if beside is None else beside.slower(self._waiting(*_class_of(shape)))
+        return None if beside is None else beside.slower(self._waiting(tuple(shape.kinds), shape.width))
 
     def _beside(self, shape: Shape) -> LayerTimes | None:
         """Its pools side by side, none of which waits for another."""
@@ -140,16 +142,15 @@ class LayerTimer:
         known = [one for one in alone if one is not None]
         return _side_by_side(known) if len(known) == len(alone) else None
 
-    def _waiting_factor(self, kinds: tuple[int, ...], width: int, size: int) -> float:
-        """The factor by which such stages take longer, of one that stands for all of a class.
+    def _waiting_factor(self, kinds: tuple[int, ...], width: int) -> float:
+        """The factor by which stages of some pools take longer: that of one of a few units.
 
         Args:
-            kinds: its pools.
+            kinds: the pools.
             width: tensor-parallel size.
-            size: units, as a power of 8.
         """
         pools = self.pools.pools
-        most = max(1, 8**size * width // len(kinds))
+        most = max(1, _WAITING_UNITS * width // len(kinds))
         counts = tuple(
             self.pools.rounded(pool, min(most, pools[pool].gpus), width) if pool in kinds else 0
             for pool in range(len(pools))
@@ -238,11 +239,6 @@ class LayerTimer:
 def _only(shape: Shape, pool: int) -> Shape:
     """What a stage has of one pool."""
     return Shape(tuple(count * (place == pool) for place, count in enumerate(shape.counts)), shape.width)
-
-
-def _class_of(shape: Shape) -> tuple[tuple[int, ...], int, int]:
-    """Stages that wait alike: pools, tensor-parallel size, units as a power of 8."""
-    return tuple(shape.kinds), shape.width, math.ceil(math.log(shape.units, 8))
 
 
 def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
