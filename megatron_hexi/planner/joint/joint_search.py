@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -117,9 +118,10 @@ class JointSearch:
             for width in [None] if replicas[0] == 1 else self._timer.widths:
                 columns = part.find(_class_of(replicas[0]), shards, width)
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
-                for some in (columns, whole, *(_alike(columns) if replicas[0] > 1 else ())):
-                    limit = min([faster_than, *(one.seconds for one in found)])
-                    found += _best(part, some, replicas, _FAR * limit)
+                for some in (columns, whole):
+                    found += _best(part, some, replicas, _FAR * _least(faster_than, found))
+                for some in _alike(columns) if replicas[0] > 1 else ():
+                    found += itertools.islice(_best(part, some, replicas, _least(faster_than, found)), 1)
         return found
 
     def _replicas(self, part: ReplicaColumns, shards: int) -> range:
@@ -130,6 +132,11 @@ class JointSearch:
             return range(fixed, fixed + 1) if _class_of(fixed) == shards and fixed <= most else range(0)
         end = most if shards == _CLASSES[-1] else min(most, 2 * shards - 1)
         return range(shards, end + 1)
+
+
+def _least(seconds: float, found: list[Packed]) -> float:
+    """Of an iteration, of all that was found."""
+    return min([seconds, *(one.seconds for one in found)])
 
 
 def _alike(columns: list[Column]) -> list[list[Column]]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from ortools.sat.python import cp_model
 
 from megatron_hexi.planner.joint.pools import Counts
@@ -73,14 +74,15 @@ def pack(
         best = _packed(columns, top, micro_batches, totals, replicas)
     if best is None:
         return None
-    low, high = max(least_s / _CLOSE, min(column.seconds(1) for column in columns) * 0.999), top
+    low = max(least_s / _CLOSE, min(column.seconds(1) for column in columns) * 0.999)
+    high = min(top, best.seconds)
     while high / low > _CLOSE:
         middle = math.sqrt(low * high)
         found = _packed(columns, middle, micro_batches, totals, replicas)
         if found is None:
             low = middle
         else:
-            best, high = found, middle
+            best, high = min(best, found, key=lambda one: one.seconds), min(middle, found.seconds)
     return replace(best, least_s=low)
 
 
@@ -95,11 +97,10 @@ def _packed(
     for column, _ in offers:
         most = min(total // own for total, own in zip(totals, column.counts, strict=True) if own)
         taken.append(model.new_int_var(0, min(most, replicas[-1]), ""))
+    together = cp_model.LinearExpr.weighted_sum
     for pool, total in enumerate(totals):
-        model.add(
-            sum(column.counts[pool] * var for (column, _), var in zip(offers, taken, strict=True)) <= total
-        )
-    model.add(sum(count * var for (_, count), var in zip(offers, taken, strict=True)) >= micro_batches)
+        model.add(together(taken, [column.counts[pool] for column, _ in offers]) <= total)
+    model.add(together(taken, [count for _, count in offers]) >= micro_batches)
     model.add_linear_constraint(sum(taken), replicas[0], replicas[-1])
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -137,15 +138,13 @@ def _undominated(columns: Sequence[Column], seconds: float, micro_batches: int) 
     """Columns with what they take in so many seconds, but for those that another one does with fewer GPUs."""
     offers = [(column, min(micro_batches, column.micro_batches(seconds))) for column in columns]
     offers = [offer for offer in offers if offer[1]]
+    if not offers:
+        return []
     offers.sort(key=lambda offer: (-offer[1], sum(offer[0].counts)))
-    kept: list[tuple[Column, int]] = []
-    for column, count in offers:
-        if not any(
-            other_count >= count and all(a <= b for a, b in zip(other.counts, column.counts, strict=True))
-            for other, other_count in kept
-        ):
-            kept.append((column, count))
-    return kept
+    counts = np.array([column.counts for column, _ in offers])
+    # Those before take as many at least.
+    fewer = np.tril((counts <= counts[:, None]).all(axis=2), -1).any(axis=1)
+    return [offer for offer, dominated in zip(offers, fewer, strict=True) if not dominated]
 
 
 def _dealt(columns: Sequence[Column], micro_batches: int) -> Packed | None:
