@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from functools import cache
@@ -28,6 +29,7 @@ class Synchronisation:
         self._timer, self._pools = timer, timer.pools
         self._rings = Rings(LinkTable(timer.cluster))
         self._stage = cache(self._stage_seconds)
+        self._of_layer = cache(self._layer_seconds)
 
     def seconds(self, stages: Sequence[Stage], shards: int) -> float:
         """Of the slowest stage: what shows of its gradients, its weights, and the optimizer's step.
@@ -38,7 +40,7 @@ class Synchronisation:
         """
         last = len(stages) - 1
         return max(
-            self._stage(stage.shape, stage.layers, place == 0, place == last, last == 0, shards)
+            self._stage(stage.shape, stage.layers, place == 0, place == last, shards)
             for place, stage in enumerate(stages)
         )
 
@@ -53,33 +55,39 @@ class Synchronisation:
             replicas: stages of each.
             shards: replicas that hold the same.
         """
-        layers, own, hidden = [], 0.0, 0.0
-        for stages in replicas:
-            each = [self._layer_seconds(stage.shape, shards) for stage in stages]
-            counts = [stage.layers for stage in stages]
-            layers.append(np.repeat([seconds for seconds, _ in each], counts))
-            for count, (seconds, cover) in zip(counts, each, strict=True):
-                own, hidden = max(own, count * seconds), max(hidden, count * cover)
-        borders = (set(itertools.accumulate(stage.layers for stage in stages)) for stages in replicas)
-        common = sorted(set.intersection(*borders))
-        together = np.add.reduceat(np.max(layers, axis=0), [0, *common[:-1]]).max()
-        return max(0.0, float(together) - max(own, hidden))
+        borders = [[0, *itertools.accumulate(stage.layers for stage in stages)] for stages in replicas]
+        common = sorted(set.intersection(*map(set, borders)))
+        waiting = 0.0
+        for way in range(2):  # gradients, weights
+            each = [[self._of_layer(stage.shape, shards)[way] for stage in stages] for stages in replicas]
+            layers = [
+                np.repeat([seconds for seconds, _ in own], np.diff(ends))
+                for own, ends in zip(each, borders, strict=True)
+            ]
+            together = np.add.reduceat(np.max(layers, axis=0), common[:-1])
+            waits = [
+                together[bisect.bisect_right(common, first) - 1] - (last - first) * max(one)
+                for own, ends in zip(each, borders, strict=True)
+                for one, (first, last) in zip(own, itertools.pairwise(ends), strict=True)
+            ]
+            waiting += max(0.0, float(max(waits)))
+        return waiting
 
-    def _layer_seconds(self, shape: Shape, shards: int) -> tuple[float, float]:
-        """Of one layer's gradients and weights, and of what may hide them."""
+    def _layer_seconds(self, shape: Shape, shards: int) -> list[tuple[float, float]]:
+        """Of one layer's gradients and weights, and of the pass that may hide them."""
         layer, job = self._timer.layer(shape, False), self._timer.job(shape.width)
         assert layer is not None, "the stage is part of a pipeline that was found"
-        size = job.model.layer_params(shape.width) * (GRADIENT_BYTES[job.precision] + job.element_bytes)
-        return self._ring(shape, shards, float(size)), layer.backward if job.overlap_gradients else 0.0
+        params = job.model.layer_params(shape.width)
+        return [
+            (self._ring(shape, shards, float(params * size)), cover if job.overlap_gradients else 0.0)
+            for size, cover in (
+                (GRADIENT_BYTES[job.precision], layer.backward),
+                (job.element_bytes, layer.forward),
+            )
+        ]
 
-    def _stage_seconds(
-        self, shape: Shape, layers: int, is_first: bool, is_last: bool, is_whole: bool, shards: int
-    ) -> float:
-        """A stage's part, as `cost.stage.exposed_synchronisation` charges it.
-
-        Weights hide behind the next forward pass only where Megatron's own optimizer holds the plan: replicas
-        of one stage.
-        """
+    def _stage_seconds(self, shape: Shape, layers: int, is_first: bool, is_last: bool, shards: int) -> float:
+        """A stage's part, as `cost.stage.exposed_synchronisation` charges it."""
         layer, job = self._timer.layer(shape, False), self._timer.job(shape.width)
         assert layer is not None, "the stage is part of a pipeline that was found"
         part = ModelPart(layers, 0, is_first, is_last, 1)
@@ -95,7 +103,7 @@ class Synchronisation:
         sizes = GRADIENT_BYTES[job.precision], job.element_bytes
         gradients, weights = (self._ring(shape, shards, float(params * size)) for size in sizes)
         backward = layer.backward if job.overlap_gradients else 0.0
-        forward = layer.forward if job.overlap_gradients and is_whole else 0.0
+        forward = layer.forward if job.overlap_gradients else 0.0
         return step + sum(
             max(seconds / layers, seconds - layers * cover) if cover else seconds
             for seconds, cover in ((gradients, backward), (weights, forward))
