@@ -140,9 +140,10 @@ class Unit:
     def _set_bytes(self, usable: float, params: Floats, least: int, mixed: bool) -> None:
         job, places, layers = self._job, self._places, self._job.model.layers
         local, nothing = job.workload(), np.zeros(2)
+        tokens, attended = np.eye(2)
         heads, kv = (np.full(2, float(count)) for count in (local.local_heads, local.local_kv_heads))
         # A token held and nothing attended to, and the other way round.
-        held = Holdings(*np.eye(2), heads, kv, np.ones(2, dtype=np.int64), Flights(nothing, nothing))
+        held = Holdings(tokens, attended, heads, kv, np.ones(2, dtype=np.int64), Flights(nothing, nothing))
         turn = least / places.most  # 1 / m at least
         one_layer = layers / places.high * turn
         kept_layers = np.where(

@@ -60,7 +60,11 @@ class Assembly:
         placed = find_gpus(self._pools, [pipe.shapes for pipe in pipes])
         if placed is None:
             return None
-        fleets = {place: self._fleet(place, gpus, pipes) for place, gpus in placed.items()}
+        widths = {place: pipes[place.replica].shapes[place.stage].width for place in placed}
+        fleets = {
+            place: find_units(self._timer.job(widths[place]), self._cluster, set(gpus))
+            for place, gpus in placed.items()
+        }
         best = self._assemble(pipes, packed.micro_batches, placed, fleets)
         again = []
         for number, (column, count) in enumerate(zip(packed.columns, packed.micro_batches, strict=True)):
@@ -71,10 +75,6 @@ class Assembly:
             other = self._assemble(again, packed.micro_batches, placed, fleets)
             best = min(best, other, key=lambda one: one[0].order)
         return best[0]
-
-    def _fleet(self, place: Place, gpus: Sequence[int], pipes: Sequence[Pipe]) -> Fleet:
-        width = pipes[place.replica].stages[place.stage].shape.width
-        return find_units(self._timer.job(width), self._cluster, set(gpus))
 
     def _assemble(
         self,
