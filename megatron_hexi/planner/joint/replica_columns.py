@@ -175,26 +175,24 @@ def _choices(pools: Pools) -> Iterator[Counts]:
     grids = [_sizes(pool.size, len(pool.nodes)) for pool in pools.pools]
     for kind, grid in enumerate(grids):
         yield from (tuple(count if pool == kind else 0 for pool in range(number)) for count in grid)
+    wholes = [
+        [count for count in grid if count % pool.size == 0]
+        for grid, pool in zip(grids, pools.pools, strict=True)
+    ]
+    fewer = [
+        [count for count in whole if count // pool.size in (1, 2, 4, len(pool.nodes))]
+        for whole, pool in zip(wholes, pools.pools, strict=True)
+    ]
     sets = [some for size in range(2, number + 1) for some in itertools.combinations(range(number), size)]
     for some in sets:
         for part in _PARTS:
             counts = tuple(totals[pool] // part if pool in some else 0 for pool in range(number))
             if all(counts[pool] and pools.aligned(pool, counts[pool]) for pool in some):
                 yield counts
-        whole = [[count for count in grids[pool] if count % pools.pools[pool].size == 0] for pool in some]
-        if math.prod(map(len, whole)) > _MOST_PRODUCTS:
-            whole = [
-                [
-                    count
-                    for count in grid
-                    if count // pools.pools[pool].size in (1, 2, 4, len(pools.pools[pool].nodes))
-                ]
-                for grid, pool in zip(whole, some, strict=True)
-            ]
-        if math.prod(map(len, whole)) <= _MOST_PRODUCTS:
-            for taken in itertools.product(*whole):
-                by_pool = dict(zip(some, taken, strict=True))
-                yield tuple(by_pool.get(pool, 0) for pool in range(number))
+        for sizes in (wholes, fewer):
+            taken = [sizes[pool] if pool in some else [0] for pool in range(number)]
+            if math.prod(map(len, taken)) <= _MOST_PRODUCTS:
+                yield from itertools.product(*taken)
 
 
 def _sizes(size: int, nodes: int) -> list[int]:
