@@ -55,43 +55,32 @@ class Places:
         low: layers of its stage, at least.
         high: at most.
         last: 1 on the last stage of its replica, else 0.
+        parts: ministages of the stage, at least; 0: it runs whole.
+        most_parts: at most.
         fewest: sequences that the replica takes, at least.
         most: at most.
         share: the number of this range.
-        parts: ministages of the stage, at least; 0: it runs whole.
-        most_parts: at most.
     """
 
     low: Ints
     high: Ints
     last: Ints
+    parts: Ints
+    most_parts: Ints
     fewest: Ints
     most: Ints
     share: Ints
-    parts: Ints
-    most_parts: Ints
 
     @classmethod
     def of(cls, layers: int, stages: int | None, shares: list[tuple[int, int]]) -> Places:
         """All of them; `stages` of each replica, ``None``: any. A last stage alone has all layers."""
-        spans = [] if stages == 1 else list(ranges(1, layers + 1 - (stages or 2), _LAYERS_STEP))
-        ends = [(*span, last) for span in spans for last in (0, 1)]
-        ends += [(layers, layers, 1)] if stages in (None, 1) else []
-        rows = [(*end, *share, number, 0, 0) for end in ends for number, share in enumerate(shares)]
-        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 8).T)
-
-    @classmethod
-    def of_turns(cls, layers: int, stages: int | None, shares: list[tuple[int, int]]) -> Places:
-        """Those of stages in ministages. Arguments as `of`."""
-        counts = list(ranges(1, layers, _TURNS_STEP))
-        most = layers + 1 - (stages or 2)
-        ends = []
-        if stages != 1 and most >= 1:
-            ends = [(1, most, 0, 1, layers)]
-            ends += [(*span, 1, *count) for span in ranges(1, most, _TURNS_STEP) for count in counts]
-        if stages in (None, 1):
-            ends += [(layers, layers, 1, *count) for count in counts]
-        rows = [(*end[:3], *share, number, *end[3:]) for end in ends for number, share in enumerate(shares)]
+        most = 0 if stages == 1 else layers + 1 - (stages or 2)
+        alone = [(layers, layers, 1)] if stages in (None, 1) else []
+        whole = [(*span, last) for span in ranges(1, most, _LAYERS_STEP) for last in (0, 1)]
+        turns = [(*span, 1) for span in ranges(1, most, _TURNS_STEP)]
+        ends = [(*end, 0, 0) for end in whole + alone] + [(1, most, 0, 1, layers)] * (most > 0)
+        ends += [(*end, *parts) for end in turns + alone for parts in ranges(1, layers, _TURNS_STEP)]
+        rows = [(*end, *share, number) for end in ends for number, share in enumerate(shares)]
         return cls(*np.array(rows, dtype=np.int64).reshape(-1, 8).T)
 
 
@@ -141,7 +130,7 @@ class Unit:
             for mode in RECOMPUTES
         ]
         part = ModelPart(places.low, 0, places.low == job.model.layers, places.last > 0, 1)
-        params = np.asarray(part_params(job, part), dtype=float) + np.zeros(len(places.low))
+        params = np.asarray(part_params(job, part), dtype=float)
         #: Seconds of the optimizer's step, at least, [P].
         self.step_s = optimizer_seconds(speeds, job, params, 0 * params)
         largest = np.maximum(1, places.low / np.maximum(places.most_parts, 1))
@@ -151,15 +140,10 @@ class Unit:
     def _set_bytes(self, usable: float, params: Floats, least: int, mixed: bool) -> None:
         job, places, layers = self._job, self._places, self._job.model.layers
         local, nothing = job.workload(), np.zeros(2)
+        tokens, attended = np.eye(2)
+        heads, kv = (np.full(2, float(count)) for count in (local.local_heads, local.local_kv_heads))
         # A token held and nothing attended to, and the other way round.
-        held = Holdings(
-            tokens=np.array([1.0, 0.0]),
-            group_tokens=np.array([0.0, 1.0]),
-            heads=np.full(2, float(local.local_heads)),
-            kv=np.full(2, float(local.local_kv_heads)),
-            micro_batches=np.ones(2, dtype=np.int64),
-            flights=Flights(nothing, nothing),
-        )
+        held = Holdings(tokens, attended, heads, kv, np.ones(2, dtype=np.int64), Flights(nothing, nothing))
         turn = least / places.most  # 1 / m at least
         one_layer = layers / places.high * turn
         kept_layers = np.where(

@@ -75,8 +75,7 @@ class Program:
         self._batch, self._layers, self._least_size = job.global_batch_size, job.model.layers, sizes[0]
         # From the most down, so that their numbers are alike in all programs.
         shares = list(ranges(sizes[0], self._batch, SHARES_STEP))[::-1]
-        both = [vars(some(self._layers, stages, shares)) for some in (Places.of, Places.of_turns)]
-        places = Places(**{name: np.concatenate([one[name] for one in both]) for name in both[0]})
+        places = Places.of(self._layers, stages, shares)
         nodes = {(id(node.device), len(node.ranks), node.bandwidth): node for node in cluster.nodes}
         counts = Counter((id(node.device), len(node.ranks), node.bandwidth) for node in cluster.nodes)
         self._gpus = np.array([float(counts[key] * key[1]) for key in nodes])
@@ -139,17 +138,15 @@ class Program:
 
     def _set_shares(self, shares: list[tuple[int, int]], stages: int | None, replicas: int | None) -> None:
         """What no column gives to rows."""
-        count = len(shares) * _OWN
+        own = np.zeros(_OWN)
+        own[[_BATCH, _LAST, _LAST + 1]] = -1, 1, -1
+        if stages:
+            own[[_DEPTH, _DEPTH + 1]] = stages, -stages
         #: What a range's part of the batch gives to all rows, [ranges, rows], and what these come to.
-        self._shares, self._least = np.zeros((len(shares), count + _ALL)), np.zeros(count + _ALL)
-        for number, (fewest, most) in enumerate(shares):
-            own = self._shares[number, number * _OWN : (number + 1) * _OWN]
-            own[[_BATCH, _LAST, _LAST + 1]] = -1, 1, -1
-            if stages:
-                own[[_DEPTH, _DEPTH + 1]] = stages, -stages
-            if replicas:
-                self._shares[number, -2:] = 1 / fewest, -1 / most
+        self._shares = np.pad(np.kron(np.eye(len(shares)), own), ((0, 0), (0, _ALL)))
+        self._least = np.zeros(self._shares.shape[1])
         if replicas:
+            self._shares[:, -2:] = np.array([1, -1]) / shares
             self._least[-2:] = replicas / self._batch, -replicas / self._batch
 
     def _set_gives(self, whole: Floats, *, has_depth: bool) -> None:

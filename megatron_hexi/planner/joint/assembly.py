@@ -60,7 +60,11 @@ class Assembly:
         placed = find_gpus(self._pools, [pipe.shapes for pipe in pipes])
         if placed is None:
             return None
-        fleets = {place: self._fleet(place, gpus, pipes) for place, gpus in placed.items()}
+        widths = {place: pipes[place.replica].shapes[place.stage].width for place in placed}
+        fleets = {
+            place: find_units(self._timer.job(widths[place]), self._cluster, set(gpus))
+            for place, gpus in placed.items()
+        }
         best = self._assemble(pipes, packed.micro_batches, placed, fleets)
         again = []
         for number, (column, count) in enumerate(zip(packed.columns, packed.micro_batches, strict=True)):
@@ -72,28 +76,16 @@ class Assembly:
             best = min(best, other, key=lambda one: one[0].order)
         return best[0]
 
-    def _fleet(self, place: Place, gpus: Sequence[int], pipes: Sequence[Pipe]) -> Fleet:
-        width = pipes[place.replica].stages[place.stage].shape.width
-        return find_units(self._timer.job(width), self._cluster, set(gpus))
-
     def _assemble(
-        self,
-        pipes: Sequence[Pipe],
-        micro_batches: Sequence[int],
-        placed: Placed,
-        fleets: dict[Place, Fleet],
+        self, pipes: Sequence[Pipe], micro_batches: Sequence[int], placed: Placed, fleets: dict[Place, Fleet]
     ) -> tuple[Candidate, dict[Place, Trial]]:
         """A candidate, and the search's trial of each stage."""
-        trials = {
-            place: self._domain(
-                fleets[place],
-                place,
-                pipes[place.replica].stages[place.stage],
-                micro_batches[place.replica],
-                len(pipes),
+        trials = {}
+        for place in sorted(placed):
+            stage = pipes[place.replica].stages[place.stage]
+            trials[place] = self._domain(
+                fleets[place], place, stage, micro_batches[place.replica], len(pipes)
             )
-            for place in sorted(placed)
-        }
         build = self._repeated if _is_repeated(pipes) else self._staged
         return build(pipes, micro_batches, placed, trials), trials
 
@@ -107,19 +99,12 @@ class Assembly:
             global_batch_size=micro_batches * fleet.job.micro_batch_size,
         )
         shards = len(fleet.units) * replicas
-        name = (
-            _alike(fleet),
-            job.tensor_parallel,
-            job.recompute,
-            part,
-            micro_batches,
-            shards,
-            self._polished,
-        )
+        kind = _alike(fleet), job.tensor_parallel, job.recompute
+        name = (*kind, part, micro_batches, shards, self._polished)
         fleet = replace(fleet, job=job, part=part)
         if name not in self._found:
             judge = Judge(fleet, shards)
-            known = self._layouts.get(name[:3])
+            known = self._layouts.get(kind)
             trial = None
             if known is not None and not self._polished:
                 # With other layers the same layout is as good, as long as memory has room for it.
@@ -127,7 +112,7 @@ class Assembly:
                 trial = judge.try_out(fleet, [layout], known.window)
             if trial is None or not trial.fits:
                 trial = DomainSearch(judge, fleet, micro_batches).run(self._polished)
-            self._layouts[name[:3]] = trial
+            self._layouts[kind] = trial
             self._found[name] = trial
             self.trials += judge.trials
         return replace(self._found[name], fleet=fleet)
@@ -214,13 +199,8 @@ class Assembly:
 
 def _is_repeated(pipes: Sequence[Pipe]) -> bool:
     """Whether the job's one pipeline stage is the same for all, as far as Megatron's flags say it."""
-    first = pipes[0].stages[0]
-    return all(
-        len(pipe.stages) == 1
-        and pipe.stages[0].shape.width == first.shape.width
-        and pipe.stages[0].recompute == first.recompute
-        for pipe in pipes
-    )
+    kinds = {(len(pipe.stages), pipe.stages[0].shape.width, pipe.stages[0].recompute) for pipe in pipes}
+    return len(kinds) == 1 and len(pipes[0].stages) == 1
 
 
 def _alike(fleet: Fleet) -> tuple[object, ...]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from ortools.sat.python import cp_model
 
+from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.planner.joint.pools import Counts
 from megatron_hexi.planner.joint.replica_columns import Column
 from megatron_hexi.planner.layouts.deal import deal_in_turn
@@ -90,17 +91,18 @@ def _packed(
     columns: Sequence[Column], seconds: float, micro_batches: int, totals: Counts, replicas: range
 ) -> Packed | None:
     offers = _undominated(columns, seconds, micro_batches)
-    if not offers or _most(offers, totals) < micro_batches * (1 - 1e-9):
+    if not offers:
         return None
+    gpus = np.array([column.counts for column, _ in offers])
+    taking = np.array([count for _, count in offers])
+    if _most(gpus, taking, np.array(totals)) < micro_batches * (1 - 1e-9):
+        return None
+    most = np.min(np.array(totals) // np.maximum(gpus, 1), axis=1, where=gpus > 0, initial=replicas[-1])
     model = cp_model.CpModel()
-    taken = []
-    for column, _ in offers:
-        most = min(total // own for total, own in zip(totals, column.counts, strict=True) if own)
-        taken.append(model.new_int_var(0, min(most, replicas[-1]), ""))
-    together = cp_model.LinearExpr.weighted_sum
-    for pool, total in enumerate(totals):
-        model.add(together(taken, [column.counts[pool] for column, _ in offers]) <= total)
-    model.add(together(taken, [count for _, count in offers]) >= micro_batches)
+    taken = [model.new_int_var(0, count, "") for count in most.tolist()]
+    for own, total in zip(gpus.T.tolist(), totals, strict=True):
+        model.add(cp_model.LinearExpr.weighted_sum(taken, own) <= total)
+    model.add(cp_model.LinearExpr.weighted_sum(taken, taking.tolist()) >= micro_batches)
     model.add_linear_constraint(sum(taken), replicas[0], replicas[-1])
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -114,24 +116,20 @@ def _packed(
     return _dealt(chosen, micro_batches)
 
 
-def _most(offers: Sequence[tuple[Column, int]], totals: Counts) -> float:
+def _most(gpus: Ints, taking: Ints, totals: Ints) -> float:
     """No set of columns takes more: at any prices of GPUs, all are worth so much of the best value for money.
 
     Prices are those at which each pool alone is worth the same: what its own best columns make of it.
+
+    Args:
+        gpus: of each column by pool, [columns, pools].
+        taking: micro-batches of each column.
+        totals: GPUs of each pool.
     """
-    prices = []
-    for pool in range(len(totals)):
-        alone = [(column, count) for column, count in offers if column.counts[pool] == sum(column.counts)]
-        prices.append(max((count / column.counts[pool] for column, count in alone), default=0.0))
-    bounds = []
-    for used in (prices, [1.0] * len(totals)):
-        costs = [
-            sum(price * gpus for price, gpus in zip(used, column.counts, strict=True)) for column, _ in offers
-        ]
-        if min(costs) > 0:
-            value = max(count / cost for (_, count), cost in zip(offers, costs, strict=True))
-            bounds.append(value * sum(price * total for price, total in zip(used, totals, strict=True)))
-    return min(bounds)
+    alone = gpus == gpus.sum(axis=1, keepdims=True)
+    prices = np.max(taking[:, None] / np.maximum(gpus, 1), axis=0, where=alone, initial=0)
+    costs = [(gpus @ each, totals @ each) for each in (prices, np.ones(len(totals)))]
+    return min(float((taking / own).max() * all_of_them) for own, all_of_them in costs if own.all())
 
 
 def _undominated(columns: Sequence[Column], seconds: float, micro_batches: int) -> list[tuple[Column, int]]:

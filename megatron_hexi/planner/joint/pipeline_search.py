@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
-from megatron_hexi.planner.joint.blocks import Block, Blocks
+from megatron_hexi.planner.joint.blocks import Blocks
 from megatron_hexi.planner.joint.pipes import Pipe, Stage, least_longest
 from megatron_hexi.planner.joint.pools import Counts, Shape
 from megatron_hexi.planner.joint.stage_tables import DEEPEST, StageTables
@@ -35,18 +35,13 @@ class _Carried(NamedTuple):
 
     Args:
         layers: [times].
-        block: index of the block's option, [times].
-        behind: stages of the blocks after it, [times].
+        block: index of the block's option, [times]; one number: at all times.
+        behind: stages of the blocks after it, likewise.
     """
 
     layers: Floats
     block: Ints
     behind: Ints
-
-    @classmethod
-    def of(cls, layers: Floats, block: int, behind: int) -> _Carried:
-        """With the same block, and as many stages behind it, at all times."""
-        return cls(layers, np.full(len(layers), block), np.full(len(layers), behind))
 
 
 class PipelineSearch:
@@ -65,11 +60,12 @@ class PipelineSearch:
         self._depths = [job.pipeline_parallel] if is_fixed else list(range(1, deepest + 1))
         self._blocks = Blocks(self._pools, tables.timer.widths, min(deepest, max(self._depths)))
         tokens = tables.timer.micro_batch_size * job.seq_length
+        #: Of activations between stages, and of their gradients.
         self._bytes = tokens * job.model.hidden_size * job.element_bytes
         self._grid = self._times()
         self._carry = cache(self._block_layers)
         self._carried = cache(self._stage_layers)
-        self._between = cache(self._seconds_between)
+        self._between = cache(self._pools.seconds_between)
 
     def best(self, counts: Counts, micro_batches: int, shards: int, width: int | None) -> list[Pipe]:
         """Pipelines on these GPUs, the fastest first; none where the model does not fit.
@@ -80,11 +76,11 @@ class PipelineSearch:
             shards: replicas that share the optimizer's state.
             width: tensor-parallel size of all stages; ``None``: each its own.
         """
-        found: list[tuple[float, tuple[Block, ...]]] = []
+        found: list[tuple[float, list[Shape]]] = []
         for blocks in self._blocks.orders(counts):
             found += self._candidates(blocks, micro_batches, shards, width)
         found.sort(key=lambda one: one[0])
-        pipes = [self.layered(_spread(blocks), micro_batches, shards) for _, blocks in found[:_FINALISTS]]
+        pipes = [self.layered(shapes, micro_batches, shards) for _, shapes in found[:_FINALISTS]]
         return sorted((pipe for pipe in pipes if pipe is not None), key=lambda pipe: pipe.seconds)
 
     def alone(self, counts: Counts, micro_batches: int, shards: int, width: int | None) -> list[Pipe]:
@@ -126,8 +122,10 @@ class PipelineSearch:
                 factor = planned / table.seconds[layers - 1]
                 if not factor:  # by its table it does not fit so
                     return None
-            way = 0.0 if place == last else self._between(shape, shapes[place + 1], shapes.count(shape))
-            seconds.append(table.seconds * factor + way)
+            way = 0.0
+            if place < last:
+                way = self._between(shape, shapes[place + 1], self._bytes, shapes.count(shape))
+            seconds.append(table.seconds * factor + 2 * way)
             tables.append(table)
         dealt = least_longest(seconds, self._tables.layers)
         if dealt is None:
@@ -140,10 +138,6 @@ class PipelineSearch:
             micro_batches,
             timed or all(len(shape.kinds) == 1 for shape in shapes),
         )
-
-    def _seconds_between(self, first: Shape, second: Shape, alike: int) -> float:
-        """Activations there and their gradients back."""
-        return 2 * self._pools.seconds_between(first, second, self._bytes, alike)
 
     def _times(self) -> Floats:
         """The grid: from what all GPUs could do together to what one of the slowest takes."""
@@ -162,19 +156,9 @@ class PipelineSearch:
         is_last: bool,
         shards: int,
     ) -> dict[int, _Carried]:
-        """What a block's stages carry together, with so many stages behind them.
+        """What the stages of a block carry together, by how many there are: the most.
 
-        Args:
-            counts: of the block.
-            width: tensor-parallel size; ``None``: any.
-            behind: stages after it.
-            most: micro-batches under way at most.
-            is_first: whether it begins with the first stage.
-            is_last: whether it ends with the last one.
-            shards: replicas that share the optimizer's state.
-
-        Returns:
-            The most by number of stages.
+        With so many stages `behind` it, and so many micro-batches under way at `most`.
         """
         found: dict[int, _Carried] = {}
         for number, (shape, depth) in enumerate(self._blocks.options(counts, width)):
@@ -188,7 +172,7 @@ class PipelineSearch:
                     break
                 layers = layers + carried
             else:
-                _keep_most(found, depth, _Carried.of(layers, number, behind))
+                _keep_most(found, depth, _Carried(layers, np.array(number), np.array(behind)))
         return found
 
     def _stage_layers(
@@ -199,15 +183,15 @@ class PipelineSearch:
         if table is None:
             return None
         # To another block's stage the way is taken to be as long as to one of the same.
-        way = 0.0 if is_last else self._between(shape, shape, alike)
-        carried = np.searchsorted(table.seconds, self._grid - way, side="right")
+        way = 0.0 if is_last else self._between(shape, shape, self._bytes, alike)
+        carried = np.searchsorted(table.seconds, self._grid - 2 * way, side="right")
         return np.where(carried == 0, _NEVER, carried)
 
     def _candidates(
         self, blocks: Sequence[Counts], micro_batches: int, shards: int, width: int | None
-    ) -> Iterator[tuple[float, tuple[Block, ...]]]:
-        """For each number of stages the pipeline that is fastest by the grid, and its seconds."""
-        levels = [{0: _Carried.of(np.zeros(len(self._grid)), 0, 0)}]
+    ) -> Iterator[tuple[float, list[Shape]]]:
+        """For each number of stages the pipeline that is fastest by the grid: seconds, and its stages."""
+        levels = [{0: _Carried(np.zeros(len(self._grid)), np.array(0), np.array(0))}]
         most = min(micro_batches, DEEPEST)
         for place in reversed(range(len(blocks))):
             following: dict[int, _Carried] = {}
@@ -232,23 +216,18 @@ class PipelineSearch:
         depth: int,
         time: int,
         width: int | None,
-    ) -> tuple[Block, ...]:
-        found = []
+    ) -> list[Shape]:
+        shapes: list[Shape] = []
         for block, level in zip(blocks, reversed(levels), strict=False):
-            carried = level[depth]
-            found.append(self._blocks.options(block, width)[int(carried.block[time])])
-            depth = int(carried.behind[time])
-        return tuple(found)
+            _, options, behind = level[depth]
+            shape, stages = self._blocks.options(block, width)[options[time]]
+            shapes += [shape] * stages
+            depth = int(behind[time])
+        return shapes
 
 
 def _keep_most(found: dict[int, _Carried], stages: int, new: _Carried) -> None:
     """Enter what so many stages carry, at the times at which it is more than what is known."""
-    old = found.get(stages)
-    if old is not None:
-        better = new.layers > old.layers
-        new = _Carried(*(np.where(better, a, b) for a, b in zip(new, old, strict=True)))
-    found[stages] = new
-
-
-def _spread(blocks: Sequence[Block]) -> tuple[Shape, ...]:
-    return tuple(block.shape for block in blocks for _ in range(block.stages))
+    old = found.get(stages, new)
+    better = new.layers > old.layers
+    found[stages] = _Carried(*(np.where(better, a, b) for a, b in zip(new, old, strict=True)))

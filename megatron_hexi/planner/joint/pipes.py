@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,24 +77,18 @@ def least_longest(seconds: Sequence[Floats], layers: int) -> list[int] | None:
         layers: to deal.
     """
     values = np.unique(np.concatenate([times[np.isfinite(times)] for times in seconds]))
-    if not len(values):
-        return None
 
     def most(time: float) -> list[int]:
         return [int(np.searchsorted(times, time, side="right")) for times in seconds]
 
-    low, high = 0, len(values) - 1
-    dealt = most(values[high])
-    if min(dealt) < 1 or sum(dealt) < layers or len(seconds) > layers:
+    def is_enough(time: float) -> bool:
+        dealt = most(time)
+        return min(dealt) >= 1 and sum(dealt) >= layers
+
+    place = bisect.bisect_left(values, True, key=is_enough)
+    if place == len(values) or len(seconds) > layers:
         return None
-    while low < high:
-        middle = (low + high) // 2
-        dealt = most(values[middle])
-        if min(dealt) >= 1 and sum(dealt) >= layers:
-            high = middle
-        else:
-            low = middle + 1
-    dealt = most(values[low])
+    dealt = most(values[place])
     while sum(dealt) > layers:
         price = [
             times[count - 1] - times[count - 2] if count > 1 else -np.inf

@@ -26,6 +26,11 @@ class Place(NamedTuple):
         """Whether it ends its replica."""
         return self.stage == self.stages - 1
 
+    @property
+    def is_end(self) -> bool:
+        """Whether it begins or ends its replica."""
+        return self.is_first or self.is_last
+
 
 #: GPUs of the cluster by stage.
 Placed = dict[Place, list[int]]
@@ -100,33 +105,17 @@ def number_ranks(cluster: Cluster, placed: Placed) -> list[int]:
     the first rank stands at an end of a pipeline, where data is read, and the last one computes the loss.
     """
     place_of = {gpu: place for place, gpus in placed.items() for gpu in gpus}
-    by_node: dict[int, list[int]] = {}
-    for gpu in sorted(place_of):
-        by_node.setdefault(cluster.ranks[gpu].node, []).append(gpu)
-    nodes = list(by_node)
+    node_of = {gpu: cluster.ranks[gpu].node for gpu in place_of}
+    end = max(node_of[gpu] for gpu, place in place_of.items() if place.is_last)
+    others = {gpu: node for gpu, node in node_of.items() if node != end}
+    begin = min((node for gpu, node in others.items() if place_of[gpu].is_end), default=None)
+    if others and begin is None:
+        return []
 
-    def has(node: int, *, last_only: bool) -> bool:
-        places = (place_of[gpu] for gpu in by_node[node])
-        return any(place.is_last or (place.is_first and not last_only) for place in places)
-
-    end = next(node for node in reversed(nodes) if has(node, last_only=True))
-    nodes.remove(end)
-    if nodes:
-        begin = next((node for node in nodes if has(node, last_only=False)), None)
-        if begin is None:
-            return []
-        nodes.remove(begin)
-        nodes.insert(0, begin)
-    order: list[int] = []
-    for node in [*nodes, end]:
-        places = {gpu: place_of[gpu] for gpu in by_node[node]}
+    def turn(gpu: int) -> tuple[bool, bool, int, bool, bool, int]:
+        node, place = node_of[gpu], place_of[gpu]
         # Of the first node those at an end come first, of the last one those with the loss last.
-        order += sorted(
-            by_node[node],
-            key=lambda gpu: (
-                places[gpu].is_last if node == end else not (places[gpu].is_first or places[gpu].is_last),
-                not places[gpu].is_first,
-                gpu,
-            ),
-        )
-    return order
+        late = place.is_last if node == end else not place.is_end
+        return node == end, node != begin, node, late, not place.is_first, gpu
+
+    return sorted(place_of, key=turn)

@@ -140,8 +140,9 @@ class Pools:
         if not self.cluster.tiers:
             return math.inf
         tier = self.cluster.tiers[0]
-        each = shape.counts if tier.per == "gpu" else self._nodes_of(shape)
-        return tier.bandwidth * sum(each)
+        sizes = [1 if tier.per == "gpu" else pool.size for pool in self.pools]
+        each = zip(shape.counts, sizes, strict=True)
+        return tier.bandwidth * sum(math.ceil(count / size) for count, size in each)
 
     def seconds_between(self, first: Shape, second: Shape, size: float, alike: int) -> float:
         """How long bytes take from one stage to the next, roughly: the thinnest of all links together.
@@ -175,9 +176,6 @@ class Pools:
         if here != there and len(tiers) > 1 and tiers[-1].per == "group":
             seconds = max(seconds, size / tiers[-1].bandwidth) + tiers[-1].latency_s
         return seconds
-
-    def _nodes_of(self, shape: Shape) -> list[int]:
-        return [math.ceil(shape.counts[pool] / self.pools[pool].size) for pool in shape.kinds]
 
 
 def _alike(cluster: Cluster, site_of: dict[int, int]) -> list[Pool]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from operator import truediv
 
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.planner.joint.layer_times import LayerTimer
@@ -16,6 +17,8 @@ from megatron_hexi.planner.joint.pools import Counts, Pools, pools_of
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
 from megatron_hexi.planner.request import Request
 
+#: Bytes a weight that a replica has room for at least.
+_LEAST_BYTES = 6.0
 #: Choices of GPUs that get pipelines, and that are tried as one stage: by one replica, by each of several.
 _WITH_PIPELINES, _WITH_ONE_STAGE = (24, 16), (60, 150)
 #: Pipelines whose gradients are looked at, the fastest.
@@ -72,18 +75,13 @@ class ReplicaColumns:
     """
 
     def __init__(
-        self,
-        request: Request,
-        timer: LayerTimer,
-        pools: Pools,
-        search: PipelineSearch,
-        micro_batches: int,
+        self, request: Request, timer: LayerTimer, pools: Pools, search: PipelineSearch, micro_batches: int
     ) -> None:
-        self._request, self._search = request, search
+        self._search = search
         self.pools, self.micro_batches = pools, micro_batches
         self._sync = Synchronisation(timer)
         self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(pools.pools))]
-        self._choices = self._find_choices()
+        self._choices = self._find_choices(request.job.model.total_params * _LEAST_BYTES)
         self._least_alone = _LEAST_ALONE if len(self._choices) > _WITH_PIPELINES[0] else 0.0
         #: Whether each choice of GPUs gets pipelines.
         self.looks_at_all = len(self._choices) <= min(_WITH_PIPELINES)
@@ -132,16 +130,16 @@ class ReplicaColumns:
         pipe = self._search.layered(column.pipe.shapes, column.pipe.micro_batches, column.shards, timed=True)
         if pipe is None:
             return None
-        return Column(column.counts, pipe, column.shards, self._sync.seconds(pipe.stages, column.shards))
+        return replace(column, pipe=pipe, sync_s=self._sync.seconds(pipe.stages, column.shards))
 
     def _some(self, choices: list[Counts], most: int) -> list[Counts]:
         """So many choices: whole pools, some of those with nearly all GPUs, and others, evenly."""
         nearly = [choice for choice in choices if self._share(choice) > _NEARLY_ALL][: most // 3]
-        pools = [choice for choice in choices if self._is_of_whole_pools(choice)][: most // 2]
-        whole = list(dict.fromkeys([*pools, *nearly]))
-        rest = [choice for choice in choices if choice not in set(whole)]
+        pools = [choice for choice in choices if set(map(truediv, choice, self.pools.totals)) <= {0, 1}]
+        whole = dict.fromkeys([*pools[: most // 2], *nearly])
+        rest = [choice for choice in choices if choice not in whole]
         every = max(1.0, len(rest) / (most - len(whole)))
-        return whole + [rest[int(number * every)] for number in range(int(len(rest) / every))]
+        return [*whole, *(rest[int(number * every)] for number in range(int(len(rest) / every)))]
 
     def _is_even_part(self, counts: Counts) -> bool:
         """Whether as many such replicas as there can be leave no GPU of any pool."""
@@ -150,14 +148,9 @@ class ReplicaColumns:
         }
         return len(parts) == 1 and parts.pop().is_integer()
 
-    def _is_of_whole_pools(self, counts: Counts) -> bool:
-        """Whether all GPUs of some pools are taken, and none of the others."""
-        return all(count in (0, total) for count, total in zip(counts, self.pools.totals, strict=True))
-
     def _share(self, counts: Counts) -> float:
         """Part of all GPUs' speed."""
-        together = sum(count * speed for count, speed in zip(self.pools.totals, self._speeds, strict=True))
-        return sum(count * speed for count, speed in zip(counts, self._speeds, strict=True)) / together
+        return math.sumprod(counts, self._speeds) / math.sumprod(self.pools.totals, self._speeds)
 
     def _take(self, counts: Counts, replicas: int) -> int:
         """Micro-batches that a replica will take, about, of so many; 0: it is none of them."""
@@ -165,21 +158,14 @@ class ReplicaColumns:
         if replicas == 1:
             return all_of_them if share > self._least_alone else 0
         mixed = len(pools_of(counts)) > _MOST_KINDS and not self._is_even_part(counts)
-        if mixed or share * all_of_them < _LEAST_SHARE:
-            return 0
-        if share > 2 / replicas:
+        if mixed or share * all_of_them < _LEAST_SHARE or share > 2 / replicas:
             return 0
         return max(1, min(round(share * all_of_them), all_of_them - replicas + 1))
 
-    def _find_choices(self) -> list[Counts]:
-        """GPUs that could hold the model, many kinds first."""
-        pools, job = self.pools, self._request.job
-        needed = job.model.total_params * 6.0
-        found = []
-        for counts in set(_choices(pools)):
-            both = zip(counts, pools.pools, strict=True)
-            if sum(count * pool.device.usable_gib * GIB for count, pool in both) >= needed:
-                found.append(counts)
+    def _find_choices(self, needed: float) -> list[Counts]:
+        """GPUs that have so many bytes, many kinds first."""
+        memory = [pool.device.usable_gib * GIB for pool in self.pools.pools]
+        found = (counts for counts in set(_choices(self.pools)) if math.sumprod(counts, memory) >= needed)
         return sorted(found, key=lambda counts: (-len(pools_of(counts)), -self._share(counts), counts))
 
 
@@ -189,26 +175,24 @@ def _choices(pools: Pools) -> Iterator[Counts]:
     grids = [_sizes(pool.size, len(pool.nodes)) for pool in pools.pools]
     for kind, grid in enumerate(grids):
         yield from (tuple(count if pool == kind else 0 for pool in range(number)) for count in grid)
+    wholes = [
+        [count for count in grid if count % pool.size == 0]
+        for grid, pool in zip(grids, pools.pools, strict=True)
+    ]
+    fewer = [
+        [count for count in whole if count // pool.size in (1, 2, 4, len(pool.nodes))]
+        for whole, pool in zip(wholes, pools.pools, strict=True)
+    ]
     sets = [some for size in range(2, number + 1) for some in itertools.combinations(range(number), size)]
     for some in sets:
         for part in _PARTS:
             counts = tuple(totals[pool] // part if pool in some else 0 for pool in range(number))
             if all(counts[pool] and pools.aligned(pool, counts[pool]) for pool in some):
                 yield counts
-        whole = [[count for count in grids[pool] if count % pools.pools[pool].size == 0] for pool in some]
-        if math.prod(map(len, whole)) > _MOST_PRODUCTS:
-            whole = [
-                [
-                    count
-                    for count in grid
-                    if count // pools.pools[pool].size in (1, 2, 4, len(pools.pools[pool].nodes))
-                ]
-                for grid, pool in zip(whole, some, strict=True)
-            ]
-        if math.prod(map(len, whole)) <= _MOST_PRODUCTS:
-            for taken in itertools.product(*whole):
-                by_pool = dict(zip(some, taken, strict=True))
-                yield tuple(by_pool.get(pool, 0) for pool in range(number))
+        for sizes in (wholes, fewer):
+            taken = [sizes[pool] if pool in some else [0] for pool in range(number)]
+            if math.prod(map(len, taken)) <= _MOST_PRODUCTS:
+                yield from itertools.product(*taken)
 
 
 def _sizes(size: int, nodes: int) -> list[int]:

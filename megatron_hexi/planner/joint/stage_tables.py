@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_hexi.cost import RECOMPUTES
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.job import layers_again, recompute_mode
 from megatron_hexi.cost.memory import (
     GIB,
     GRADIENT_BYTES,
@@ -124,10 +125,8 @@ class StageTables:
     ) -> Iterator[tuple[int, Ints]]:
         """What may be computed again: a mode, and of how many layers, [L] or [F, L]."""
         if self._fixed is not None:
-            asked = self._fixed
-            number = np.minimum(count, asked) if isinstance(asked, int) else count
-            mode = 2 if isinstance(asked, int) else RECOMPUTES.index(asked)
-            yield mode, number if mode else 0 * count
+            again = [layers_again(layers, self._fixed) for layers in count.tolist()]
+            yield RECOMPUTES.index(recompute_mode(self._fixed)), np.array(again)
             return
         yield 0, 0 * count
         yield 1, count

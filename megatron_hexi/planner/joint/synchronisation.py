@@ -93,13 +93,8 @@ class Synchronisation:
         part = ModelPart(layers, 0, is_first, is_last, 1)
         params, owners = int(part_params(job, part)), shape.units * shards
         owned = params / owners if job.distributed_optimizer else params
-        devices = {id(pool.device): pool.device for pool in (self._pools.pools[kind] for kind in shape.kinds)}
-        step = max(
-            float(
-                np.max(optimizer_seconds(device_speeds(device, job), job, np.array(params), np.array(owned)))
-            )
-            for device in devices.values()
-        )
+        speeds = (device_speeds(self._pools.pools[kind].device, job) for kind in shape.kinds)
+        step = max(optimizer_seconds(each, job, params, owned) for each in speeds)
         sizes = GRADIENT_BYTES[job.precision], job.element_bytes
         gradients, weights = (self._ring(shape, shards, float(params * size)) for size in sizes)
         backward = layer.backward if job.overlap_gradients else 0.0

@@ -37,9 +37,9 @@ def descend(tried: Tried, fleet: Fleet, heads: int) -> None:
             name: min(ladder, key=lambda count: abs(count / len(classes[name]) - density))
             for name, ladder in ladders.items()
         }
-        starts.append((tried.attempt(group_by_counts(fleet, counts), sparing=True).promise, counts))
+        starts.append((tried.attempt(group_by_counts(fleet, counts)).promise, counts))
     for grouping in mixed_groupings(fleet, heads):
-        tried.attempt(grouping, sparing=True)
+        tried.attempt(grouping)
     promise, counts = min(starts, key=lambda start: start[0])
     improved = True
     while improved:
@@ -48,7 +48,7 @@ def descend(tried: Tried, fleet: Fleet, heads: int) -> None:
             place = ladder.index(counts[name])
             for count in ladder[max(0, place - 1) : place] + ladder[place + 1 : place + 2]:
                 other = counts | {name: count}
-                found = tried.attempt(group_by_counts(fleet, other), sparing=True).promise
+                found = tried.attempt(group_by_counts(fleet, other)).promise
                 if found < promise:
                     promise, counts, improved = found, other, True
     _rearrange(tried, fleet)

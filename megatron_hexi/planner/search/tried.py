@@ -46,19 +46,14 @@ class Tried:
         """So many at most, of as many groupings, the best first."""
         return sorted(self._found.values(), key=promise_of)[:most]
 
-    def attempt(self, grouping: Grouping, sparing: bool = False) -> Trial:
-        """The grouping's first layout, scaled again where memory does not suffice, in its best order.
-
-        Args:
-            grouping: units by group.
-            sparing: only try orders if the grouping could be the best so far without waiting for keys.
-        """
+    def attempt(self, grouping: Grouping) -> Trial:
+        """The grouping's first layout, scaled again where memory does not suffice, in its best order."""
         name = _unordered(grouping)
         if name not in self._found:
             layout = self._nested(grouping)
             best = self._mended(layout)
             for parts in other_orders(layout.parts):
-                if parts != layout.parts and self._order_matters(best, sparing):
+                if parts != layout.parts and self._order_matters(best):
                     best = min(best, self._mended(replace(layout, parts=parts)), key=promise_of)
             self._found[name] = best
             if self._best is None or best.promise < self._best.promise:
@@ -81,15 +76,12 @@ class Tried:
         short, seconds = self._best.promise
         return not short and trial.iteration_s > _BEHIND * seconds
 
-    def _order_matters(self, trial: Trial, sparing: bool) -> bool:
-        """Whether it waits for keys, and may be the best in another order."""
-        phases = trial.timing.phases
+    def _order_matters(self, trial: Trial) -> bool:
+        """Whether it waits for keys, and without that could be the best so far."""
+        phases, best = trial.timing.phases, self._best
         if phases.exchange <= _WAITING * phases.total or self._is_behind(trial):
             return False
-        best = self._best
-        if not sparing or best is None or best.promise[0]:
-            return True
-        return phases.total - phases.exchange < best.iteration_s
+        return best is None or best.promise[0] or phases.total - phases.exchange < best.iteration_s
 
     def _nested(self, grouping: Grouping) -> Layout:
         """The first guess, groups and members in an order that lets all keep pace."""
