@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job
-from megatron_hexi.cost.memory import Holdings, Present, part_memory
 from megatron_hexi.plan import Domain, Group, Member, Plan, Stage
 from megatron_hexi.plan.layout import apportion
-from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import order_of
+from megatron_hexi.planner.least_memory import Rung, fitting_stages, places_of
 from megatron_hexi.planner.request import Request
 
 #: Counts of ministages that are tried; the last is a layer each.
@@ -33,13 +32,6 @@ _SHARES: Final = 16
 _SAMPLES: Final = (1, 2, 4)
 #: Communication inside domains that is worth avoiding: this part of an iteration.
 _WORTH_IT: Final = 0.02
-
-
-class Rung(NamedTuple):
-    """What a stage does to need less memory."""
-
-    recompute: Recompute
-    offload: tuple[Offload, ...] = ()
 
 
 #: Of a stage that runs whole, and of one in ministages: all on the device, or some in host memory.
@@ -87,8 +79,9 @@ class Savings:
         if base is None:
             return None
         for one in (base, self._with_state(base)):
-            best = min([one, *self._saving(one)], key=order_of)
-            if best.fits:
+            fitting = [changed for changed in (one, *self._saving(one)) if changed.fits]
+            if fitting:
+                best = min(fitting, key=order_of)
                 return min([best, *self._by_samples(best)], key=order_of)
         return None
 
@@ -136,7 +129,7 @@ class Savings:
             if count < 2:
                 continue
             first = next(filter(self._allows, _TURNS), None)
-            if first is None or self._on_rung(base, count, first).iteration_s >= self._best_s:
+            if first is None or self._is_slower(base, count, first):
                 return  # more ministages take longer
             on_device = list(self._climbed(base, count, _TURNS))
             yield from on_device
@@ -154,10 +147,9 @@ class Savings:
             rungs: to climb.
         """
         rungs = [rung for rung in rungs if self._allows(rung)]
-        if ministages is not None and not _may_fit(base, ministages, rungs):
-            return
         chosen: dict[tuple[int, int], Rung] = {}
-        stages = _places(base.plan)
+        stages, hosts = places_of(base.plan), self._models[base.job].hosts
+        fitting = fitting_stages(base, ministages, rungs, hosts)
         if ministages is None:
             own = {place: _stage(base.plan, place) for place in stages}
             full = base.timing.stage_fullness
@@ -166,14 +158,15 @@ class Savings:
                 for place, stage in own.items()
                 if full[place] <= 1 and stage.recompute in (None, "none")
             }
-        for rung in rungs:
-            left = [place for place in stages if place not in chosen]
+        if len(chosen.keys() | set().union(*fitting)) < len(stages):
+            return
+        for rung, may_fit in zip(rungs, fitting, strict=True):
+            left = [place for place in stages if place in may_fit and place not in chosen]
             if not left:
-                break
-            trial = self._on_rung(base, ministages, rung)
-            if not chosen and trial.iteration_s >= self._best_s:
+                continue
+            if not chosen and self._is_slower(base, ministages, rung):
                 return  # other rungs take longer
-            full = trial.timing.stage_fullness
+            full = self._on_rung(base, ministages, rung).timing.stage_fullness
             chosen |= {place: rung for place in left if full[place] <= 1}
         if len(chosen) < len(stages):
             return
@@ -182,9 +175,13 @@ class Savings:
             self._best_s = min(self._best_s, found.iteration_s)
         yield found
 
+    def _is_slower(self, base: Candidate, ministages: int | None, rung: Rung) -> bool:
+        """Whether the plan on a rung is no faster than the best; timed only where there is one."""
+        return self._best_s < np.inf and self._on_rung(base, ministages, rung).iteration_s >= self._best_s
+
     def _on_rung(self, base: Candidate, ministages: int | None, rung: Rung) -> Candidate:
         """The plan with all stages on one rung."""
-        rungs = dict.fromkeys(_places(base.plan), rung)
+        rungs = dict.fromkeys(places_of(base.plan), rung)
         return self._timed(_with(base.plan, ministages, rungs), base.job)
 
     def _allows(self, rung: Rung) -> bool:
@@ -261,11 +258,6 @@ def _gpus(candidate: Candidate) -> Sequence[int]:
     return plan.gpus or range(plan.ranks)
 
 
-def _places(plan: Plan) -> list[tuple[int, int]]:
-    """Replica and number of each stage."""
-    return [(r, s) for r, replica in enumerate(plan.replicas) for s in range(len(replica.stages))]
-
-
 def _stage(plan: Plan, place: tuple[int, int]) -> Stage:
     return plan.replicas[place[0]].stages[place[1]]
 
@@ -274,25 +266,6 @@ def recomputes(plan: Plan) -> bool:
     """Whether some stage, of those that say so themselves, computes something again."""
     stages = itertools.chain.from_iterable(replica.stages for replica in plan.replicas)
     return any(stage.recompute not in (None, "none") for stage in stages)
-
-
-def _may_fit(base: Candidate, ministages: int, rungs: Sequence[Rung]) -> bool:
-    """Whether each unit has room on some rung for all but weights, gradients, state and messages' buffers.
-
-    It takes a part of a trial's time, and most counts of ministages that fail do so here.
-    """
-    timing, nothing = base.timing, Present(*np.zeros((len(fields(Present)), 1)))
-    for section, cost, usable in zip(timing.sections, timing.stages, timing.usable, strict=True):
-        job, part = section.job, replace(section.part, ministages=ministages)
-        held = Holdings.of(section.arrays, section.turns(timing.micro_batches), cost.layer.flights)
-        least = np.full(len(usable), np.inf)
-        for mode, on_host in {(rung.recompute, "activations" in rung.offload) for rung in rungs}:
-            own = replace(part, again=part.layers * (mode != "none"), rows_on_host=on_host)
-            terms = part_memory(replace(job, recompute=mode), own, held, section.window, 0.0, nothing)
-            least = np.minimum(least, sum(terms.values()))
-        if (least > usable).any():
-            return False
-    return True
 
 
 def _with(plan: Plan, ministages: int | None, rungs: dict[tuple[int, int], Rung]) -> Plan:
