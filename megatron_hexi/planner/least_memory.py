@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.memory import Holdings, Present, part_host_memory, part_memory, part_params
-from megatron_hexi.cost.sections import Section
-from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.planner.joint import Candidate
 
@@ -24,53 +23,55 @@ class Rung(NamedTuple):
     offload: tuple[Offload, ...] = ()
 
 
-def fitting_stages(
-    base: Candidate, ministages: int | None, rungs: Sequence[Rung], hosts: Hosts
-) -> list[set[tuple[int, int]]]:
-    """For each rung the replica and number of stages that it may fit; none where rows overfill the hosts.
-
-    Counted is all but the optimizer's state and messages' buffers, and of ministages' weights what the
-    sweeps of two need.
+class LeastMemory:
+    """Of one plan's stages. It leaves out the optimizer's state and messages' buffers.
 
     Args:
         base: the plan.
-        ministages: of each stage; ``None``: it runs whole.
-        rungs: what stages may do.
-        hosts: in whose memory rows wait that have no room on any rung's device.
+        hosts: in whose memory rows wait.
     """
-    timing, found, waiting = base.timing, [set(places_of(base.plan)) for _ in rungs], []
-    for section, cost, usable in zip(timing.sections, timing.stages, timing.usable, strict=True):
-        held = Holdings.of(section.arrays, section.turns(timing.micro_batches), cost.layer.flights)
-        full = [_least(section, held, ministages, rung) > usable for rung in rungs]
-        stages = [(replica, section.number) for replica in section.replica.tolist()]
-        for own, over in zip(found, full, strict=True):
-            own.difference_update(stages[unit] for unit in np.flatnonzero(over))
-        on_device = [
-            over for over, rung in zip(full, rungs, strict=True) if "activations" not in rung.offload
+
+    def __init__(self, base: Candidate, hosts: Hosts) -> None:
+        timing, self._hosts, self._over = base.timing, hosts, cache(self._overfull)
+        self._sections = [
+            (section, Holdings.of(section.arrays, section.turns(timing.micro_batches), cost.layer.flights))
+            for section, cost in zip(timing.sections, timing.stages, strict=True)
         ]
-        part = replace(section.part, ministages=ministages or 0, rows_on_host=np.all(on_device, axis=0))
-        waiting.append(part_host_memory(section.job, part, held, _nothing())["activations"])
-    loads = hosts.loads([section.ground.gpus for section in timing.sections], waiting)
-    return [set() for _ in rungs] if any(load.fullness > 1 for load in loads) else found
+
+    def may_fit(self, ministages: int, rungs: Sequence[Rung]) -> list[set[tuple[int, int]]]:
+        """Replica and number of the stages that may fit on each rung; none where rows overfill a host.
+
+        Args:
+            ministages: of each stage; 0: it runs whole.
+            rungs: what stages may do.
+        """
+        stages = {(one, section.number) for section, _ in self._sections for one in section.replica.tolist()}
+        found, waiting = [set(stages) for _ in rungs], []
+        for number, (section, held) in enumerate(self._sections):
+            on_host = np.array(True)
+            for rung, fitting in zip(rungs, found, strict=True):
+                with_rows = "activations" not in rung.offload
+                over = self._over(number, ministages, rung.recompute, with_rows)
+                fitting -= {(one, section.number) for one in section.replica[over].tolist()}
+                on_host = on_host & over if with_rows else on_host
+            part = replace(section.part, ministages=ministages, rows_on_host=on_host)
+            waiting.append(part_host_memory(section.job, part, held, _present(0.0, 0.0))["activations"])
+        loads = self._hosts.loads([section.ground.gpus for section, _ in self._sections], waiting)
+        return [set() for _ in rungs] if any(load.fullness > 1 for load in loads) else found
+
+    def _overfull(self, number: int, ministages: int, recompute: Recompute, with_rows: bool) -> Bools:
+        """Units of a section that have no room, [U]; whether rows that wait are on the device, too."""
+        section, held = self._sections[number]
+        job, again = replace(section.job, recompute=recompute), section.part.layers * (recompute != "none")
+        part = replace(section.part, again=again, ministages=ministages, rows_on_host=not with_rows)
+        present = _present(part_params(job, part), part_params(job, part))
+        if ministages:  # of two that follow one another, and both gradients where a third does
+            own = part.layers // ministages * job.model.layer_params(job.tensor_parallel)
+            present = _present(2 * own, own * min(ministages - 1, 2))
+        terms = part_memory(job, part, held, section.window, 0.0, present)
+        return np.sum(list(terms.values()), axis=0) > section.ground.usable
 
 
-def places_of(plan: Plan) -> list[tuple[int, int]]:
-    """Replica and number of each stage."""
-    return [(r, s) for r, replica in enumerate(plan.replicas) for s in range(len(replica.stages))]
-
-
-def _least(section: Section, held: Holdings, ministages: int | None, rung: Rung) -> Floats:
-    """Bytes on a GPU of each unit, [U]."""
-    job, layers = replace(section.job, recompute=rung.recompute), section.part.layers
-    again, on_host = layers * (rung.recompute != "none"), "activations" in rung.offload
-    part = replace(section.part, again=again, ministages=ministages or 0, rows_on_host=on_host)
-    weights = gradients = part_params(job, part)
-    if ministages is not None:  # of two that follow one another; both gradients where a third does
-        own = layers // ministages * job.model.layer_params(job.tensor_parallel)
-        weights, gradients = 2 * own, own * min(ministages - 1, 2)
-    present = replace(_nothing(), weights=weights + np.zeros(1), gradients=gradients + np.zeros(1))
-    return sum(part_memory(job, part, held, section.window, 0.0, present).values(), np.zeros(1))
-
-
-def _nothing() -> Present:
-    return Present(*np.zeros((len(fields(Present)), 1)))
+def _present(weights: Floats | Ints | float, gradients: Floats | Ints | float) -> Present:
+    none = np.zeros(1)
+    return Present(weights + none, gradients + none, none, none, none, none, none)

@@ -21,7 +21,7 @@ from megatron_hexi.plan import Domain, Group, Member, Plan, Stage
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import order_of
-from megatron_hexi.planner.least_memory import Rung, fitting_stages, places_of
+from megatron_hexi.planner.least_memory import LeastMemory, Rung
 from megatron_hexi.planner.request import Request
 
 #: Counts of ministages that are tried; the last is a layer each.
@@ -66,7 +66,7 @@ class Savings:
         base = self._written_out(candidate)
         if base is None:
             return candidate
-        changed = self._saving(base) if recomputes(base.plan) else ()
+        changed = self._saving(base, self._least(base)) if recomputes(base.plan) else ()
         chosen = min([candidate, *changed], key=order_of)
         return min([chosen, *self._by_samples(chosen)], key=order_of)
 
@@ -78,8 +78,9 @@ class Savings:
         base = self._written_out(candidate)
         if base is None:
             return None
+        least = self._least(base)  # whatever shares of the state there are
         for one in (base, self._with_state(base)):
-            fitting = [changed for changed in (one, *self._saving(one)) if changed.fits]
+            fitting = [changed for changed in (one, *self._saving(one, least)) if changed.fits]
             if fitting:
                 best = min(fitting, key=order_of)
                 return min([best, *self._by_samples(best)], key=order_of)
@@ -112,46 +113,50 @@ class Savings:
         self.trials += 1
         return Candidate(plan, job, self._models[job].timing(plan))
 
+    def _least(self, base: Candidate) -> LeastMemory:
+        return LeastMemory(base, self._models[base.job].hosts)
+
     # Ministages, offload, recomputation
 
-    def _saving(self, base: Candidate) -> Iterator[Candidate]:
+    def _saving(self, base: Candidate, least: LeastMemory) -> Iterator[Candidate]:
         """With the state on the host; in ministages, on the device and with more and more on the host."""
-        on_host = all(self._cluster.ranks[gpu].device.host is not None for gpu in _gpus(base))
-        if on_host:
-            yield from self._climbed(base, None, _WHOLE)
-        least = min(
-            stage.layers[1] - stage.layers[0]
-            for replica in base.plan.replicas
-            for stage in replica.stages
-            if stage.layers is not None
+        on_host = all(
+            self._cluster.ranks[gpu].device.host is not None
+            for gpu in base.plan.gpus or range(base.plan.ranks)
         )
-        for count in [*(count for count in _MINISTAGES if count < least), least]:
+        if on_host:
+            yield from self._climbed(base, least, None, _WHOLE)
+        layers = min(int(np.min(section.part.layers)) for section in base.timing.sections)
+        for count in [*(count for count in _MINISTAGES if count < layers), layers]:
             if count < 2:
                 continue
             first = next(filter(self._allows, _TURNS), None)
             if first is None or self._is_slower(base, count, first):
                 return  # more ministages take longer
-            on_device = list(self._climbed(base, count, _TURNS))
+            on_device = list(self._climbed(base, least, count, _TURNS))
             yield from on_device
             if any(one.fits and not recomputes(one.plan) for one in on_device):
                 return
             if on_host:
-                yield from self._climbed(base, count, _TURNS_OFFLOADED)
+                yield from self._climbed(base, least, count, _TURNS_OFFLOADED)
 
-    def _climbed(self, base: Candidate, ministages: int | None, rungs: Sequence[Rung]) -> Iterator[Candidate]:
+    def _climbed(
+        self, base: Candidate, least: LeastMemory, ministages: int | None, rungs: Sequence[Rung]
+    ) -> Iterator[Candidate]:
         """Each stage on the first rung that fits it; nothing where some stage fits on none.
 
         Args:
             base: the plan.
+            least: what its stages need at least.
             ministages: of each stage; ``None``: it runs whole, and may stay as it is.
             rungs: to climb.
         """
         rungs = [rung for rung in rungs if self._allows(rung)]
+        fitting = least.may_fit(ministages or 0, rungs)
         chosen: dict[tuple[int, int], Rung] = {}
-        stages, hosts = places_of(base.plan), self._models[base.job].hosts
-        fitting = fitting_stages(base, ministages, rungs, hosts)
+        stages = _places(base.plan)
         if ministages is None:
-            own = {place: _stage(base.plan, place) for place in stages}
+            own = {(r, s): base.plan.replicas[r].stages[s] for r, s in stages}
             full = base.timing.stage_fullness
             chosen = {
                 place: Rung(stage.recompute or "none", stage.offload or ())
@@ -181,7 +186,7 @@ class Savings:
 
     def _on_rung(self, base: Candidate, ministages: int | None, rung: Rung) -> Candidate:
         """The plan with all stages on one rung."""
-        rungs = dict.fromkeys(places_of(base.plan), rung)
+        rungs = dict.fromkeys(_places(base.plan), rung)
         return self._timed(_with(base.plan, ministages, rungs), base.job)
 
     def _allows(self, rung: Rung) -> bool:
@@ -253,13 +258,9 @@ def spell_savings(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def _gpus(candidate: Candidate) -> Sequence[int]:
-    plan = candidate.plan
-    return plan.gpus or range(plan.ranks)
-
-
-def _stage(plan: Plan, place: tuple[int, int]) -> Stage:
-    return plan.replicas[place[0]].stages[place[1]]
+def _places(plan: Plan) -> list[tuple[int, int]]:
+    """Replica and number of each stage."""
+    return [(r, s) for r, replica in enumerate(plan.replicas) for s in range(len(replica.stages))]
 
 
 def recomputes(plan: Plan) -> bool:
@@ -270,47 +271,34 @@ def recomputes(plan: Plan) -> bool:
 
 def _with(plan: Plan, ministages: int | None, rungs: dict[tuple[int, int], Rung]) -> Plan:
     """The plan with each stage on its rung."""
-    return replace(
-        plan,
-        replicas=tuple(
-            replace(
-                replica,
-                stages=tuple(
-                    replace(
-                        stage,
-                        recompute=rungs[r, s].recompute,
-                        ministages=ministages,
-                        offload=rungs[r, s].offload or None,
-                    )
-                    for s, stage in enumerate(replica.stages)
-                ),
-            )
-            for r, replica in enumerate(plan.replicas)
-        ),
-    )
+
+    def on_rung(place: tuple[int, int], stage: Stage) -> Stage:
+        mode, offload = rungs[place]
+        return replace(stage, recompute=mode, ministages=ministages, offload=offload or None)
+
+    return _with_stages(plan, on_rung)
 
 
 def _with_members(plan: Plan, change: Callable[[Member], Member]) -> Plan:
     """The plan with every member changed."""
 
-    def in_stage(stage: Stage) -> Stage:
-        domains = tuple(
-            replace(
-                domain,
-                groups=tuple(
-                    replace(group, members=tuple(map(change, group.members))) for group in domain.groups
-                ),
-            )
-            for domain in stage.domains
-        )
-        return replace(stage, domains=domains)
+    def in_group(group: Group) -> Group:
+        return replace(group, members=tuple(map(change, group.members)))
 
-    return replace(
-        plan,
-        replicas=tuple(
-            replace(replica, stages=tuple(map(in_stage, replica.stages))) for replica in plan.replicas
-        ),
+    def in_stage(_place: tuple[int, int], stage: Stage) -> Stage:
+        domains = (replace(domain, groups=tuple(map(in_group, domain.groups))) for domain in stage.domains)
+        return replace(stage, domains=tuple(domains))
+
+    return _with_stages(plan, in_stage)
+
+
+def _with_stages(plan: Plan, change: Callable[[tuple[int, int], Stage], Stage]) -> Plan:
+    """The plan with every stage changed, by replica and number."""
+    replicas = (
+        replace(replica, stages=tuple(change((r, s), stage) for s, stage in enumerate(replica.stages)))
+        for r, replica in enumerate(plan.replicas)
     )
+    return replace(plan, replicas=tuple(replicas))
 
 
 def _in_samples(plan: Plan, micro_batch_size: int, counts: Sequence[int]) -> Plan:
