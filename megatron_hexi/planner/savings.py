@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job
+from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.plan import Domain, Group, Member, Plan, Stage
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.joint import Candidate
@@ -55,7 +56,7 @@ class Savings:
     def __init__(self, request: Request, cluster: Cluster) -> None:
         self._request, self._cluster = request, cluster
         self._models: dict[Job, CostModel] = {}
-        self._timed = cache(self._time)
+        self._timed, self._hosts = cache(self._time), Hosts(cluster)
         #: Seconds of the best that fits.
         self._best_s = np.inf
         self.trials = 0
@@ -66,7 +67,7 @@ class Savings:
         base = self._written_out(candidate)
         if base is None:
             return candidate
-        changed = self._saving(base, self._least(base)) if recomputes(base.plan) else ()
+        changed = self._saving(base, LeastMemory(base, self._hosts)) if recomputes(base.plan) else ()
         chosen = min([candidate, *changed], key=order_of)
         return min([chosen, *self._by_samples(chosen)], key=order_of)
 
@@ -78,7 +79,7 @@ class Savings:
         base = self._written_out(candidate)
         if base is None:
             return None
-        least = self._least(base)  # whatever shares of the state there are
+        least = LeastMemory(base, self._hosts)  # whatever shares of the state there are
         for one in (base, self._with_state(base)):
             fitting = [changed for changed in (one, *self._saving(one, least)) if changed.fits]
             if fitting:
@@ -93,19 +94,11 @@ class Savings:
             return self._timed(plan, job)
         if job.pipeline_parallel > 1:
             return None
-        layers = 0, job.model.layers
-        replicas = tuple(
-            replace(
-                one,
-                stages=tuple(
-                    replace(stage, layers=layers, recompute=job.recompute, exchange=plan.exchange)
-                    for stage in one.stages
-                ),
-                micro_batches=one.micro_batches or count,
-            )
-            for one, count in zip(plan.replicas, candidate.timing.micro_batches.tolist(), strict=True)
-        )
-        return self._timed(replace(plan, replicas=replicas), replace(job, recompute="none"))
+        layers, recompute = (0, job.model.layers), job.recompute
+        own = partial(replace, layers=layers, recompute=recompute, exchange=plan.exchange)
+        counts = candidate.timing.micro_batches.tolist()
+        written = _with_stages(plan, lambda _place, stage: own(stage), counts)
+        return self._timed(written, replace(job, recompute="none"))
 
     def _time(self, plan: Plan, job: Job) -> Candidate:
         if job not in self._models:
@@ -113,23 +106,16 @@ class Savings:
         self.trials += 1
         return Candidate(plan, job, self._models[job].timing(plan))
 
-    def _least(self, base: Candidate) -> LeastMemory:
-        return LeastMemory(base, self._models[base.job].hosts)
-
     # Ministages, offload, recomputation
 
     def _saving(self, base: Candidate, least: LeastMemory) -> Iterator[Candidate]:
         """With the state on the host; in ministages, on the device and with more and more on the host."""
-        on_host = all(
-            self._cluster.ranks[gpu].device.host is not None
-            for gpu in base.plan.gpus or range(base.plan.ranks)
-        )
+        gpus = base.plan.gpus or range(base.plan.ranks)
+        on_host = all(self._cluster.ranks[gpu].device.host is not None for gpu in gpus)
         if on_host:
             yield from self._climbed(base, least, None, _WHOLE)
         layers = min(int(np.min(section.part.layers)) for section in base.timing.sections)
-        for count in [*(count for count in _MINISTAGES if count < layers), layers]:
-            if count < 2:
-                continue
+        for count in sorted({count for count in (*_MINISTAGES, layers) if 1 < count <= layers}):
             first = next(filter(self._allows, _TURNS), None)
             if first is None or self._is_slower(base, count, first):
                 return  # more ministages take longer
@@ -156,12 +142,12 @@ class Savings:
         chosen: dict[tuple[int, int], Rung] = {}
         stages = _places(base.plan)
         if ministages is None:
-            own = {(r, s): base.plan.replicas[r].stages[s] for r, s in stages}
             full = base.timing.stage_fullness
             chosen = {
-                place: Rung(stage.recompute or "none", stage.offload or ())
-                for place, stage in own.items()
-                if full[place] <= 1 and stage.recompute in (None, "none")
+                (r, s): Rung("none", stage.offload or ())
+                for r, replica in enumerate(base.plan.replicas)
+                for s, stage in enumerate(replica.stages)
+                if full[r, s] <= 1 and stage.recompute in (None, "none")
             }
         if len(chosen.keys() | set().union(*fitting)) < len(stages):
             return
@@ -292,10 +278,16 @@ def _with_members(plan: Plan, change: Callable[[Member], Member]) -> Plan:
     return _with_stages(plan, in_stage)
 
 
-def _with_stages(plan: Plan, change: Callable[[tuple[int, int], Stage], Stage]) -> Plan:
-    """The plan with every stage changed, by replica and number."""
+def _with_stages(
+    plan: Plan, change: Callable[[tuple[int, int], Stage], Stage], counts: Sequence[int] | None = None
+) -> Plan:
+    """The plan with every stage changed, by replica and number; and with other micro-batches of replicas."""
     replicas = (
-        replace(replica, stages=tuple(change((r, s), stage) for s, stage in enumerate(replica.stages)))
+        replace(
+            replica,
+            stages=tuple(change((r, s), stage) for s, stage in enumerate(replica.stages)),
+            micro_batches=counts[r] if counts else replica.micro_batches,
+        )
         for r, replica in enumerate(plan.replicas)
     )
     return replace(plan, replicas=tuple(replicas))
@@ -303,21 +295,20 @@ def _with_stages(plan: Plan, change: Callable[[tuple[int, int], Stage], Stage]) 
 
 def _in_samples(plan: Plan, micro_batch_size: int, counts: Sequence[int]) -> Plan:
     """Units of a stage as domains of their own, with samples in proportion to their tokens."""
-    replicas = []
-    for replica, count in zip(plan.replicas, counts, strict=True):
-        stages = []
-        for stage in replica.stages:
-            members = stage.members
-            if len(members) > 1:
-                tokens = [float(max(1, member.tokens)) for member in members]
-                samples = apportion(micro_batch_size, tokens)
-                if min(samples) < 1:
-                    samples = [1 + more for more in apportion(micro_batch_size - len(members), tokens)]
-                alone = [_alone(plan, *own) for own in zip(members, samples, strict=True)]
-                stage = replace(stage, domains=tuple(alone))
-            stages.append(replace(stage, exchange=None))
-        replicas.append(replace(replica, stages=tuple(stages), micro_batches=count))
-    return replace(plan, replicas=tuple(replicas), job=replace(plan.job, micro_batch_size=micro_batch_size))
+
+    def dealt(_place: tuple[int, int], stage: Stage) -> Stage:
+        members = stage.members
+        if len(members) == 1:
+            return replace(stage, exchange=None)
+        tokens = [float(max(1, member.tokens)) for member in members]
+        samples = apportion(micro_batch_size, tokens)
+        if min(samples) < 1:
+            samples = [1 + more for more in apportion(micro_batch_size - len(members), tokens)]
+        alone = (_alone(plan, *own) for own in zip(members, samples, strict=True))
+        return replace(stage, domains=tuple(alone), exchange=None)
+
+    job = replace(plan.job, micro_batch_size=micro_batch_size)
+    return replace(_with_stages(plan, dealt, counts), job=job)
 
 
 def _alone(plan: Plan, member: Member, samples: int) -> Domain:
