@@ -17,6 +17,7 @@ from megatron_hexi.cost.memory import GIB, GRADIENT_BYTES, OPTIMIZER_BYTES
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.bound import memory_fits
+from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.request import Request
 
 #: Of other requests so many GPUs are planned for, and each counts as so many more: six requests for 8 GPUs,
@@ -33,8 +34,8 @@ _SAVING = {
     "precision": ("fp32", "bf16"),
 }
 
-#: Tokens/s of a plan for a request on a cluster, ``None``: none is found that fits.
-Planner = Callable[[Request, Cluster], float | None]
+#: A plan for a request on a cluster, ``None``: none is found that fits.
+Planner = Callable[[Request, Cluster], Candidate | None]
 #: Changes after which a plan was found, to type or to write into the cluster file, and its tokens/s.
 _Remedy = tuple[tuple[str, ...], float]
 
@@ -82,9 +83,9 @@ class _Trials:
                 self.ended = True
                 return None
             self.count += 1
-            rate = self._planner(other.request, other.cluster)
-            if rate is not None:
-                return other.changes, rate
+            plan = self._planner(other.request, other.cluster)
+            if plan is not None:
+                return other.changes, plan.tokens_per_s
         return None
 
 

@@ -56,7 +56,7 @@ def find_plan(
     _check_nodes(cluster)
     _check_fixed(request, cluster)
     if not memory_fits(request, cluster):
-        raise nothing_fits(request, cluster, partial(_first_rate, searches), proven=True)
+        raise nothing_fits(request, cluster, partial(first_plan, searches), proven=True)
     memory = 1 - request.memory_margin
     found = searches.plans(request, cluster, memory)
     if not found and memory < 1:
@@ -78,7 +78,7 @@ def find_plan(
     saved = SavedPlans(request, cluster, memory, searches)
     best = saved.made_to_fit() if best is None else saved.best(best, found)
     if best is None:
-        raise nothing_fits(request, cluster, partial(_first_rate, searches), proven=False)
+        raise nothing_fits(request, cluster, partial(first_plan, searches), proven=False)
     tell("bound", 0, 1)
     bound = joint_bound(request, cluster, best.iteration_s)
     trials += searches.trials + saved.trials
@@ -136,12 +136,6 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
             f"data_parallel = {job.data_parallel}: an iteration has {batch} micro-batches (global batch "
             f"{job.global_batch_size} / micro-batch {least}); give {batch} or fewer, or auto"
         )
-
-
-def _first_rate(searches: JointSearches, request: Request, cluster: Cluster) -> float | None:
-    """Tokens/s of the first plan found that fits; ``None``: there is none."""
-    found = first_plan(searches, request, cluster)
-    return None if found is None else found.tokens_per_s
 
 
 def _margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:

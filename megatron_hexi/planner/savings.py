@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
-from functools import cache
-from typing import Final, NamedTuple
+from dataclasses import replace
+from functools import cache, partial
+from typing import Final
 
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job
-from megatron_hexi.cost.memory import Holdings, Present, part_memory
+from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.plan import Domain, Group, Member, Plan, Stage
 from megatron_hexi.plan.layout import apportion
-from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import order_of
+from megatron_hexi.planner.least_memory import LeastMemory, Rung
 from megatron_hexi.planner.request import Request
 
 #: Counts of ministages that are tried; the last is a layer each.
@@ -33,13 +33,6 @@ _SHARES: Final = 16
 _SAMPLES: Final = (1, 2, 4)
 #: Communication inside domains that is worth avoiding: this part of an iteration.
 _WORTH_IT: Final = 0.02
-
-
-class Rung(NamedTuple):
-    """What a stage does to need less memory."""
-
-    recompute: Recompute
-    offload: tuple[Offload, ...] = ()
 
 
 #: Of a stage that runs whole, and of one in ministages: all on the device, or some in host memory.
@@ -63,7 +56,7 @@ class Savings:
     def __init__(self, request: Request, cluster: Cluster) -> None:
         self._request, self._cluster = request, cluster
         self._models: dict[Job, CostModel] = {}
-        self._timed = cache(self._time)
+        self._timed, self._hosts = cache(self._time), Hosts(cluster)
         #: Seconds of the best that fits.
         self._best_s = np.inf
         self.trials = 0
@@ -74,7 +67,7 @@ class Savings:
         base = self._written_out(candidate)
         if base is None:
             return candidate
-        changed = self._saving(base) if recomputes(base.plan) else ()
+        changed = self._saving(base, LeastMemory(base, self._hosts)) if recomputes(base.plan) else ()
         chosen = min([candidate, *changed], key=order_of)
         return min([chosen, *self._by_samples(chosen)], key=order_of)
 
@@ -86,9 +79,11 @@ class Savings:
         base = self._written_out(candidate)
         if base is None:
             return None
+        least = LeastMemory(base, self._hosts)  # whatever shares of the state there are
         for one in (base, self._with_state(base)):
-            best = min([one, *self._saving(one)], key=order_of)
-            if best.fits:
+            fitting = [changed for changed in (one, *self._saving(one, least)) if changed.fits]
+            if fitting:
+                best = min(fitting, key=order_of)
                 return min([best, *self._by_samples(best)], key=order_of)
         return None
 
@@ -99,19 +94,11 @@ class Savings:
             return self._timed(plan, job)
         if job.pipeline_parallel > 1:
             return None
-        layers = 0, job.model.layers
-        replicas = tuple(
-            replace(
-                one,
-                stages=tuple(
-                    replace(stage, layers=layers, recompute=job.recompute, exchange=plan.exchange)
-                    for stage in one.stages
-                ),
-                micro_batches=one.micro_batches or count,
-            )
-            for one, count in zip(plan.replicas, candidate.timing.micro_batches.tolist(), strict=True)
-        )
-        return self._timed(replace(plan, replicas=replicas), replace(job, recompute="none"))
+        layers, recompute = (0, job.model.layers), job.recompute
+        own = partial(replace, layers=layers, recompute=recompute, exchange=plan.exchange)
+        counts = candidate.timing.micro_batches.tolist()
+        written = _with_stages(plan, lambda _place, stage: own(stage), counts)
+        return self._timed(written, replace(job, recompute="none"))
 
     def _time(self, plan: Plan, job: Job) -> Candidate:
         if job not in self._models:
@@ -121,59 +108,56 @@ class Savings:
 
     # Ministages, offload, recomputation
 
-    def _saving(self, base: Candidate) -> Iterator[Candidate]:
+    def _saving(self, base: Candidate, least: LeastMemory) -> Iterator[Candidate]:
         """With the state on the host; in ministages, on the device and with more and more on the host."""
-        on_host = all(self._cluster.ranks[gpu].device.host is not None for gpu in _gpus(base))
+        gpus = base.plan.gpus or range(base.plan.ranks)
+        on_host = all(self._cluster.ranks[gpu].device.host is not None for gpu in gpus)
         if on_host:
-            yield from self._climbed(base, None, _WHOLE)
-        least = min(
-            stage.layers[1] - stage.layers[0]
-            for replica in base.plan.replicas
-            for stage in replica.stages
-            if stage.layers is not None
-        )
-        for count in [*(count for count in _MINISTAGES if count < least), least]:
-            if count < 2:
-                continue
+            yield from self._climbed(base, least, None, _WHOLE)
+        layers = min(int(np.min(section.part.layers)) for section in base.timing.sections)
+        for count in sorted({count for count in (*_MINISTAGES, layers) if 1 < count <= layers}):
             first = next(filter(self._allows, _TURNS), None)
-            if first is None or self._on_rung(base, count, first).iteration_s >= self._best_s:
+            if first is None or self._is_slower(base, count, first):
                 return  # more ministages take longer
-            on_device = list(self._climbed(base, count, _TURNS))
+            on_device = list(self._climbed(base, least, count, _TURNS))
             yield from on_device
             if any(one.fits and not recomputes(one.plan) for one in on_device):
                 return
             if on_host:
-                yield from self._climbed(base, count, _TURNS_OFFLOADED)
+                yield from self._climbed(base, least, count, _TURNS_OFFLOADED)
 
-    def _climbed(self, base: Candidate, ministages: int | None, rungs: Sequence[Rung]) -> Iterator[Candidate]:
+    def _climbed(
+        self, base: Candidate, least: LeastMemory, ministages: int | None, rungs: Sequence[Rung]
+    ) -> Iterator[Candidate]:
         """Each stage on the first rung that fits it; nothing where some stage fits on none.
 
         Args:
             base: the plan.
+            least: what its stages need at least.
             ministages: of each stage; ``None``: it runs whole, and may stay as it is.
             rungs: to climb.
         """
         rungs = [rung for rung in rungs if self._allows(rung)]
-        if ministages is not None and not _may_fit(base, ministages, rungs):
-            return
+        fitting = least.may_fit(ministages or 0, rungs)
         chosen: dict[tuple[int, int], Rung] = {}
         stages = _places(base.plan)
         if ministages is None:
-            own = {place: _stage(base.plan, place) for place in stages}
             full = base.timing.stage_fullness
             chosen = {
-                place: Rung(stage.recompute or "none", stage.offload or ())
-                for place, stage in own.items()
-                if full[place] <= 1 and stage.recompute in (None, "none")
+                (r, s): Rung("none", stage.offload or ())
+                for r, replica in enumerate(base.plan.replicas)
+                for s, stage in enumerate(replica.stages)
+                if full[r, s] <= 1 and stage.recompute in (None, "none")
             }
-        for rung in rungs:
-            left = [place for place in stages if place not in chosen]
+        if len(chosen.keys() | set().union(*fitting)) < len(stages):
+            return
+        for rung, may_fit in zip(rungs, fitting, strict=True):
+            left = [place for place in stages if place in may_fit and place not in chosen]
             if not left:
-                break
-            trial = self._on_rung(base, ministages, rung)
-            if not chosen and trial.iteration_s >= self._best_s:
+                continue
+            if not chosen and self._is_slower(base, ministages, rung):
                 return  # other rungs take longer
-            full = trial.timing.stage_fullness
+            full = self._on_rung(base, ministages, rung).timing.stage_fullness
             chosen |= {place: rung for place in left if full[place] <= 1}
         if len(chosen) < len(stages):
             return
@@ -181,6 +165,10 @@ class Savings:
         if found.fits:
             self._best_s = min(self._best_s, found.iteration_s)
         yield found
+
+    def _is_slower(self, base: Candidate, ministages: int | None, rung: Rung) -> bool:
+        """Whether the plan on a rung is no faster than the best; timed only where there is one."""
+        return self._best_s < np.inf and self._on_rung(base, ministages, rung).iteration_s >= self._best_s
 
     def _on_rung(self, base: Candidate, ministages: int | None, rung: Rung) -> Candidate:
         """The plan with all stages on one rung."""
@@ -256,18 +244,9 @@ def spell_savings(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def _gpus(candidate: Candidate) -> Sequence[int]:
-    plan = candidate.plan
-    return plan.gpus or range(plan.ranks)
-
-
 def _places(plan: Plan) -> list[tuple[int, int]]:
     """Replica and number of each stage."""
     return [(r, s) for r, replica in enumerate(plan.replicas) for s in range(len(replica.stages))]
-
-
-def _stage(plan: Plan, place: tuple[int, int]) -> Stage:
-    return plan.replicas[place[0]].stages[place[1]]
 
 
 def recomputes(plan: Plan) -> bool:
@@ -276,87 +255,60 @@ def recomputes(plan: Plan) -> bool:
     return any(stage.recompute not in (None, "none") for stage in stages)
 
 
-def _may_fit(base: Candidate, ministages: int, rungs: Sequence[Rung]) -> bool:
-    """Whether each unit has room on some rung for all but weights, gradients, state and messages' buffers.
-
-    It takes a part of a trial's time, and most counts of ministages that fail do so here.
-    """
-    timing, nothing = base.timing, Present(*np.zeros((len(fields(Present)), 1)))
-    for section, cost, usable in zip(timing.sections, timing.stages, timing.usable, strict=True):
-        job, part = section.job, replace(section.part, ministages=ministages)
-        held = Holdings.of(section.arrays, section.turns(timing.micro_batches), cost.layer.flights)
-        least = np.full(len(usable), np.inf)
-        for mode, on_host in {(rung.recompute, "activations" in rung.offload) for rung in rungs}:
-            own = replace(part, again=part.layers * (mode != "none"), rows_on_host=on_host)
-            terms = part_memory(replace(job, recompute=mode), own, held, section.window, 0.0, nothing)
-            least = np.minimum(least, sum(terms.values()))
-        if (least > usable).any():
-            return False
-    return True
-
-
 def _with(plan: Plan, ministages: int | None, rungs: dict[tuple[int, int], Rung]) -> Plan:
     """The plan with each stage on its rung."""
-    return replace(
-        plan,
-        replicas=tuple(
-            replace(
-                replica,
-                stages=tuple(
-                    replace(
-                        stage,
-                        recompute=rungs[r, s].recompute,
-                        ministages=ministages,
-                        offload=rungs[r, s].offload or None,
-                    )
-                    for s, stage in enumerate(replica.stages)
-                ),
-            )
-            for r, replica in enumerate(plan.replicas)
-        ),
-    )
+
+    def on_rung(place: tuple[int, int], stage: Stage) -> Stage:
+        mode, offload = rungs[place]
+        return replace(stage, recompute=mode, ministages=ministages, offload=offload or None)
+
+    return _with_stages(plan, on_rung)
 
 
 def _with_members(plan: Plan, change: Callable[[Member], Member]) -> Plan:
     """The plan with every member changed."""
 
-    def in_stage(stage: Stage) -> Stage:
-        domains = tuple(
-            replace(
-                domain,
-                groups=tuple(
-                    replace(group, members=tuple(map(change, group.members))) for group in domain.groups
-                ),
-            )
-            for domain in stage.domains
-        )
-        return replace(stage, domains=domains)
+    def in_group(group: Group) -> Group:
+        return replace(group, members=tuple(map(change, group.members)))
 
-    return replace(
-        plan,
-        replicas=tuple(
-            replace(replica, stages=tuple(map(in_stage, replica.stages))) for replica in plan.replicas
-        ),
+    def in_stage(_place: tuple[int, int], stage: Stage) -> Stage:
+        domains = (replace(domain, groups=tuple(map(in_group, domain.groups))) for domain in stage.domains)
+        return replace(stage, domains=tuple(domains))
+
+    return _with_stages(plan, in_stage)
+
+
+def _with_stages(
+    plan: Plan, change: Callable[[tuple[int, int], Stage], Stage], counts: Sequence[int] | None = None
+) -> Plan:
+    """The plan with every stage changed, by replica and number; and with other micro-batches of replicas."""
+    replicas = (
+        replace(
+            replica,
+            stages=tuple(change((r, s), stage) for s, stage in enumerate(replica.stages)),
+            micro_batches=counts[r] if counts else replica.micro_batches,
+        )
+        for r, replica in enumerate(plan.replicas)
     )
+    return replace(plan, replicas=tuple(replicas))
 
 
 def _in_samples(plan: Plan, micro_batch_size: int, counts: Sequence[int]) -> Plan:
     """Units of a stage as domains of their own, with samples in proportion to their tokens."""
-    replicas = []
-    for replica, count in zip(plan.replicas, counts, strict=True):
-        stages = []
-        for stage in replica.stages:
-            members = stage.members
-            if len(members) > 1:
-                tokens = [float(max(1, member.tokens)) for member in members]
-                samples = apportion(micro_batch_size, tokens)
-                if min(samples) < 1:
-                    samples = [1 + more for more in apportion(micro_batch_size - len(members), tokens)]
-                alone = [_alone(plan, *own) for own in zip(members, samples, strict=True)]
-                stage = replace(stage, domains=tuple(alone))
-            stages.append(replace(stage, exchange=None))
-        replicas.append(replace(replica, stages=tuple(stages), micro_batches=count))
-    return replace(plan, replicas=tuple(replicas), job=replace(plan.job, micro_batch_size=micro_batch_size))
+
+    def dealt(_place: tuple[int, int], stage: Stage) -> Stage:
+        members = stage.members
+        if len(members) == 1:
+            return replace(stage, exchange=None)
+        tokens = [float(max(1, member.tokens)) for member in members]
+        samples = apportion(micro_batch_size, tokens)
+        if min(samples) < 1:
+            samples = [1 + more for more in apportion(micro_batch_size - len(members), tokens)]
+        alone = (_alone(plan, *own) for own in zip(members, samples, strict=True))
+        return replace(stage, domains=tuple(alone), exchange=None)
+
+    job = replace(plan.job, micro_batch_size=micro_batch_size)
+    return replace(_with_stages(plan, dealt, counts), job=job)
 
 
 def _alone(plan: Plan, member: Member, samples: int) -> Domain:
