@@ -438,6 +438,7 @@ def test_pipelines_over_thin_links_take_what_was_expected(monkeypatch, stages):
 
     def told(self, packed, *, polished):
         candidate = run(self, packed, polished=polished)
+        assert candidate is not None
         found.append((packed.seconds, candidate.iteration_s))
         return candidate
 
@@ -478,9 +479,9 @@ def test_replicas_with_other_layers_wait_for_each_other_as_in_the_cost_model():
             )
             replicas.append(Replica(stages, 2))
         plan = Plan(job.workload(), tuple(replicas))
-        stages = [[PipeStage(shape, count, "none", 1.0) for count in own] for own in layers]
+        expected = [[PipeStage(shape, count, "none", 1.0) for count in own] for own in layers]
         timing = CostModel(dataclasses.replace(job, data_parallel=2), known).timing(plan)
-        return timing.phases.gradients, sync.unlike_seconds(stages, 2)
+        return timing.phases.gradients, sync.unlike_seconds(expected, 2)
 
     alike, nothing = waiting((2, 2), (2, 2))
     unlike, expected = waiting((2, 2), (1, 3))

@@ -123,7 +123,8 @@ def _sizes(request: Request) -> list[tuple[int, int]]:
     batch, size = request.job.global_batch_size, request.job.micro_batch_size
     if "micro_batch_size" in request.fixed:
         return [(size, size)]
-    divisors = [size for size in range(1, batch + 1) if batch % size == 0]
+    small = [size for size in range(1, math.isqrt(batch) + 1) if batch % size == 0]
+    divisors = sorted({*small, *(batch // size for size in small)})
     some = [
         [size for size in divisors if first <= size <= last] for first, last in ranges(1, batch, SHARES_STEP)
     ]
