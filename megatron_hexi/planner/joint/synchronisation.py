@@ -65,12 +65,13 @@ class Synchronisation:
                 for own, ends in zip(each, borders, strict=True)
             ]
             together = np.add.reduceat(np.max(layers, axis=0), common[:-1])
-            waits = [
-                together[bisect.bisect_right(common, first) - 1] - (last - first) * max(one)
+            shown = [
+                (together[bisect.bisect_right(common, first) - 1] - hidden, (last - first) * seconds - hidden)
                 for own, ends in zip(each, borders, strict=True)
-                for one, (first, last) in zip(own, itertools.pairwise(ends), strict=True)
+                for (seconds, cover), (first, last) in zip(own, itertools.pairwise(ends), strict=True)
+                for hidden in [(last - first) * cover]
             ]
-            waiting += max(0.0, float(max(waits)))
+            waiting += float(np.diff(np.maximum(0, np.max(shown, axis=0)[::-1]))[0])
         return waiting
 
     def _layer_seconds(self, shape: Shape, shards: int) -> list[tuple[float, float]]:
