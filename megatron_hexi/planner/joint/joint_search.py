@@ -74,6 +74,7 @@ class JointSearch:
             if candidate is not None:
                 if best is None or candidate.order <= best[0].order:
                     best = candidate, packed
+                if candidate.fits:
                     faster_than = min(faster_than, candidate.iteration_s)
                 yield candidate
         polished = None if best is None else self._assembly.run(best[1], polished=True)
