@@ -26,6 +26,8 @@ _NEAR = 1.1
 _FAR = 1.5
 #: Plans that are put together; so many for pipelines and for one stage, of one replica and of several.
 _FINALISTS, _RIVALS = 12, (3, 2)
+#: So many of the best get the last small changes, as long as they differ by less than this factor.
+_POLISHED, _TIED = 2, 1.01
 
 
 class JointSearch:
@@ -65,21 +67,23 @@ class JointSearch:
         for packed in sorted(found, key=lambda packed: (len(packed.columns) > 1, packed.seconds)):
             unique.setdefault(_name(packed), packed)
         finalists = list(unique.values())[:_FINALISTS]
-        best: tuple[Candidate, Packed] | None = None
+        tried: list[tuple[Candidate, Packed]] = []
         for number, packed in enumerate(finalists):
             tell("finalists", number, len(finalists) + 1)
             if packed.seconds > _NEAR * faster_than:
                 continue
             candidate = self._assembly.run(packed, polished=False)
             if candidate is not None:
-                if best is None or candidate.order <= best[0].order:
-                    best = candidate, packed
+                tried.append((candidate, packed))
                 if candidate.fits:
                     faster_than = min(faster_than, candidate.iteration_s)
                 yield candidate
-        polished = None if best is None else self._assembly.run(best[1], polished=True)
-        if polished is not None:
-            yield polished
+        tried.sort(key=lambda one: one[0].order)
+        for candidate, packed in tried[:_POLISHED]:
+            if candidate.iteration_s < _TIED * tried[0][0].iteration_s:
+                polished = self._assembly.run(packed, polished=True)
+                if polished is not None:
+                    yield polished
 
     def _repeated(self, tell: Progress, faster_than: float) -> list[Packed]:
         """Replicas of one part of the fleet and the batch, as often as there are equal parts.
