@@ -2,7 +2,7 @@
 
 `request`: what is asked for. `fleet`: the units that a plan is made of, what each can do and has room for.
 `layouts`: domains as a search moves them, and how they are timed. `search`: one domain's best grouping,
-balanced and polished. `joint`: everything together. `baselines`: what else could be run.
+balanced and polished, and CP-SAT on it. `joint`: everything together. `baselines`: what else could be run.
 `bound`: a time that no layout can beat, which does not know the search.
 
 `planner` puts them together; `advice` says what to do where nothing fits.

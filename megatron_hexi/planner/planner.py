@@ -17,13 +17,13 @@ from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
-from megatron_hexi.planner.joint.packing import SEED
 from megatron_hexi.planner.layouts.trial import Progress, order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.saved_plans import SavedPlans, first_plan
 from megatron_hexi.planner.savings import spell_savings
+from megatron_hexi.planner.search.solver import SEED
 
 #: On so many GPUs it takes a part of the search's own time to see whether any baseline is faster.
 _CHECKED = 32

@@ -27,6 +27,7 @@ from megatron_hexi.planner.layouts.layout import Layout, build_domain
 from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial, order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.domain import DomainSearch
+from megatron_hexi.planner.search.solver import refine
 
 
 class Assembly:
@@ -53,7 +54,7 @@ class Assembly:
 
         Args:
             packed: the replicas.
-            polished: with the last small changes of every domain; without, plans are compared.
+            polished: with the last small changes of every domain, and CP-SAT's; without, plans are compared.
         """
         self._polished = polished
         pipes = [column.pipe for column in packed.columns]
@@ -113,7 +114,7 @@ class Assembly:
             if trial is None or not trial.fits:
                 trial = DomainSearch(judge, fleet, micro_batches).run(self._polished)
             self._layouts[kind] = trial
-            self._found[name] = trial
+            self._found[name] = refine(judge, trial).trial if self._polished else trial
             self.trials += judge.trials
         return replace(self._found[name], fleet=fleet)
 

@@ -23,7 +23,7 @@ from megatron_hexi.planner.layouts.deal import deal_in_turn
 _CLOSE = 1.003
 #: Of the solver, in its own deterministic units: about seconds.
 _EFFORT = 0.5
-SEED = 1
+_SEED = 1
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _packed(
     model.add_linear_constraint(sum(taken), replicas[0], replicas[-1])
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.random_seed = SEED
+    solver.parameters.random_seed = _SEED
     solver.parameters.max_deterministic_time = _EFFORT
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None

@@ -22,6 +22,7 @@ class Measured:
     Args:
         token: token work, with its share of the vocabulary.
         attention: attention work.
+        all_to_all: the group's all-to-alls.
         group: what the unit's group takes by itself, without waiting for others.
         inside: bytes that depend on heads and the group's tokens.
         free: bytes for these and for tokens.
@@ -30,6 +31,7 @@ class Measured:
 
     token: Floats
     attention: Floats
+    all_to_all: Floats
     group: Floats
     inside: Floats
     free: Floats
@@ -40,12 +42,13 @@ class Measured:
         """Those of a trial."""
         timing, used = trial.timing, units_by_rank(trial.fleet, trial.layouts)
         size, group = len(used), timing.arrays.group
-        token, attention, busy = (np.zeros(size) for _ in range(3))
+        token, attention, moves, busy = (np.zeros(size) for _ in range(4))
         inside, free, per_token = np.zeros(size), np.full(size, np.inf), 1.0
         for number, stage in enumerate(timing.stages):
             logits = (stage.logits + stage.logits_sum) / stage.layers
             token = np.maximum(token, sum(one.token + one.tensor_parallel for one in stage.passes) + logits)
             attention = np.maximum(attention, sum(one.attention for one in stage.passes))
+            moves = np.maximum(moves, sum(one.all_to_all_in + one.all_to_all_out for one in stage.passes))
             busy = np.maximum(busy, sum(one.undisturbed for one in stage.passes) + logits)
             terms = timing.memory[number]
             # Where the loss takes more than the working set, it hides all of that.
@@ -65,6 +68,7 @@ class Measured:
         return cls(
             token=token[place],
             attention=attention[place],
+            all_to_all=moves[place],
             group=longest[group][place],
             inside=inside[place],
             free=free[place],
