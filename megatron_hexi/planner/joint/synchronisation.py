@@ -71,7 +71,8 @@ class Synchronisation:
                 for (seconds, cover), (first, last) in zip(own, itertools.pairwise(ends), strict=True)
                 for hidden in [(last - first) * cover]
             ]
-            waiting += float(np.diff(np.maximum(0, np.max(shown, axis=0)[::-1]))[0])
+            unlike, alike = np.maximum(0, np.max(shown, axis=0)).tolist()
+            waiting += unlike - alike
         return waiting
 
     def _layer_seconds(self, shape: Shape, shards: int) -> list[tuple[float, float]]:
