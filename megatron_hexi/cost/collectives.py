@@ -39,7 +39,12 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
 
     In halves, query heads travel in two; keys and values with the first, their gradients with the last.
     """
-    queries, keys = _pair_bytes(plan, job)
+    holder, taker = plan.all_to_all_pairs
+    element = job.micro_batch_size * job.model.head_dim * job.element_bytes
+    tokens = plan.tokens[holder].astype(float) * element
+    keys = tokens * 2 * plan.kv[taker]
+    heads = [plan.heads_first, plan.heads - plan.heads_first] if plan.in_halves else [plan.heads]
+    queries = [tokens * half[taker] for half in heads]
     ways: list[tuple[Literal["forward", "backward"], bool, int | None]]
     ways = [("forward", True, 0), ("forward", False, None), ("backward", True, None)]
     ways.append(("backward", False, len(queries) - 1))
@@ -48,15 +53,6 @@ def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
         for way, inward, with_keys in ways
         for half, size in enumerate(queries)
     ]
-
-
-def _pair_bytes(plan: PlanArrays, job: Job) -> tuple[list[Floats], Floats]:
-    """Bytes of each pair: of each half of the query heads, and of keys and values."""
-    holder, taker = plan.all_to_all_pairs
-    element = job.micro_batch_size * job.model.head_dim * job.element_bytes
-    tokens = plan.tokens[holder].astype(float) * element
-    heads = [plan.heads_first, plan.heads - plan.heads_first] if plan.in_halves else [plan.heads]
-    return [tokens * half[taker] for half in heads], tokens * 2 * plan.kv[taker]
 
 
 class Halves(NamedTuple):
@@ -84,24 +80,25 @@ def all_to_alls(plan: PlanArrays, job: Job, links: LinkTable, gpus: Ints) -> tup
         On the way in, and on the way out.
     """
     holder, taker = plan.all_to_all_pairs
-    units, cut = len(plan.tokens), int(plan.in_halves)
+    units, nothing = len(plan.tokens), np.zeros((2, len(plan.tokens)))
     if not len(holder):
-        return (Halves(*np.zeros((2, 2, units))),) * 2
-    queries, keys = _pair_bytes(plan, job)
-    # Forward and backward pass differ in what keys and values travel with; the other half is the same.
-    inward = [queries[0] + keys, queries[0], queries[-1]]
-    outward = [queries[-1], queries[-1] + keys, queries[0]]
+        return (Halves(nothing, nothing),) * 2
+    moves = all_to_all_bytes(plan, job)
     # Both ways at once, as sets of their own: that is faster.
     src, dst = np.concatenate([holder, taker]), np.concatenate([taker, holder])
     sets = np.repeat([0, 1], len(holder))
-    sizes = np.concatenate([inward, outward], axis=1)[: 2 + cut]
-    seconds = links.message_seconds(gpus[src], gpus[dst], sizes, sets, job.tensor_parallel)
-    longest = np.zeros((3, 2 * units))
-    for row, times in zip(longest, seconds, strict=False):  # the third row is 0 where nothing is cut
+    sizes = [[move.size for move in moves if move.inward is way] for way in (True, False)]
+    both = np.concatenate(sizes, axis=1)
+    seconds = links.message_seconds(gpus[src], gpus[dst], both, sets, job.tensor_parallel)
+    longest = np.zeros((len(both), 2 * units))
+    for row, times in zip(longest, seconds, strict=True):
         np.maximum.at(row, sets * units + src, times)
         np.maximum.at(row, sets * units + dst, times)
-    there, back = longest[:, :units], longest[:, units:]
-    return Halves(there[:2], there[[2, 2]]), Halves(back[:2], back[[2, 2]])
+    # By half, both passes of each.
+    inward, outward = np.split(longest.reshape(2, -1, 2 * units).swapaxes(0, 1), 2, axis=2)
+    if not plan.in_halves:
+        return Halves(inward[0], nothing), Halves(outward[0], nothing)
+    return Halves(*inward), Halves(*outward[::-1])
 
 
 def tensor_parallel_seconds(job: Job, rows: Floats, bandwidth: Floats, latency: Floats) -> Floats:

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache, lru_cache
-from typing import Literal, NamedTuple
+from functools import cache
+from typing import Literal
 
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.held_weights import HeldWeights
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.memory import GRADIENT_BYTES, ModelPart, Present, part_params
 from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
-from megatron_hexi.mesh import (
-    Box,
-    Bucket,
-    Keeping,
-    Mesh,
-    Place,
-    cell_size,
-    cut_pieces,
-    keeping,
-    make_buckets,
-    sweeps,
-)
+from megatron_hexi.mesh import Bucket, Keeping, Mesh, keeping, sweeps
 from megatron_hexi.plan import Plan
 
 
@@ -128,7 +117,7 @@ def uneven_reductions(
         hosts: its nodes' memory.
     """
     mesh = Mesh(plan, job.micro_batch_size, job.sequence_parallel)
-    weights = _Weights(job, mesh)
+    weights = HeldWeights(job, mesh)
     owned = np.zeros(len(mesh.places))
     lead, gpu = (np.zeros(len(mesh.places), dtype=np.int64) for _ in range(2))
     for section in sections:
@@ -266,130 +255,6 @@ class _Placing:
             for one in sweeps(ministages, gives_loss)
         )
         return max(sums, key=lambda pair: self._element * pair[0] + self._gradient * pair[1])
-
-
-class _Held(NamedTuple):
-    """A weight, or the same one of several layers, on one rank.
-
-    Args:
-        key: of the weight.
-        rows: of all layers; (0, 1) where there are none.
-        of: rows in all.
-        depth: how early the forward pass uses it.
-        ministage: the number of the only one that uses it; ``None``: there is none.
-    """
-
-    key: str
-    rows: tuple[int, int]
-    of: int
-    depth: int
-    ministage: int | None
-
-
-class _Weights:
-    """The boxes of a model description: layers, vocabulary matrices, and the rest at the ends.
-
-    Megatron's own boxes are finer; all of a layer's are held alike, so one stands for them. Each is cut in as
-    many chunks as all tensor-parallel sizes divide. Norms, of which every rank of a unit has a copy, are
-    counted with what is cut.
-    """
-
-    def __init__(self, job: Job, mesh: Mesh) -> None:
-        self._job, self._mesh = job, mesh
-        self.width = [len(mesh.member(place).ranks) for place in mesh.places]
-        self._chunks = math.lcm(*self.width)
-        #: Weights on a rank for each element of its boxes, by key and tensor-parallel size.
-        self.density: dict[tuple[str, int], float] = {}
-        self._elements: dict[str, int] = {}
-        widest = max(self.width)
-        for key in ("layers", "embedding", "output", "positions", "norm"):
-            self._elements[key] = max(1, self._params(key, widest) * widest // self._chunks)
-            for width in set(self.width):
-                chunks = self._chunks // width
-                self.density[key, width] = self._params(key, width) / (chunks * self._elements[key])
-
-    def buckets(self) -> tuple[tuple[Bucket, float], ...]:
-        """Every set of holders, in the order in which ranks reduce them, and the least share of any."""
-        places = self._mesh.places
-        # Ranks of a stage that hold the same part of each box are many.
-        found: dict[tuple[int, int, int, int], tuple[Box, ...]] = {}
-        boxes, state = [], []
-        for place in places:
-            name = place.replica, place.stage, place.tp_rank, self.width[place.rank]
-            if name not in found:
-                found[name] = tuple(self._box(place, held) for held in self._held(place))
-            boxes.append(found[name])
-            state.append(self._mesh.member(place).state)
-        return _buckets(tuple(boxes), tuple(state))
-
-    def size(self, bucket: Bucket) -> float:
-        """Weights of a bucket, as its holder with most copies counts them."""
-        widths = {self.width[rank] for rank in bucket.holders}
-        return sum(
-            piece.size * max(self.density[piece.key, width] for width in widths) for piece in bucket.pieces
-        )
-
-    def of(self, bucket: Bucket) -> Iterator[tuple[int, float, float]]:
-        """Each holder of a bucket, weights of it there, and those whose state it owns."""
-        whole = {
-            width: sum(piece.size * self.density[piece.key, width] for piece in bucket.pieces)
-            for width in {self.width[rank] for rank in bucket.holders}
-        }
-        own = dict.fromkeys(bucket.holders, 0.0)
-        for slab in bucket.slabs:
-            own[slab.owner] += cell_size(slab.cell) * self.density[slab.key, self.width[slab.owner]]
-        return ((rank, whole[self.width[rank]], own[rank]) for rank in bucket.holders)
-
-    def _params(self, key: str, width: int) -> int:
-        """Weights of one row on one rank."""
-        model = self._job.model
-        return {
-            "layers": model.layer_params(width),
-            "embedding": model.vocab_params(width),
-            "output": model.vocab_params(width),
-            "positions": model.learned_positions * model.hidden_size,
-            "norm": model.hidden_size * (2 if model.biases else 1),
-        }[key]
-
-    def _held(self, place: Place) -> Iterator[_Held]:
-        model, stage = self._job.model, self._mesh.stage(place)
-        first, last = (None, None) if stage.ministages is None else (0, stage.ministages - 1)
-        for number, layers in enumerate(self._mesh.replica(place).ministage_layers(place.stage)):
-            yield _Held("layers", layers, model.layers, 1 + layers[0], None if first is None else number)
-        is_first, is_last, behind = place.stage == 0, self._mesh.is_last_stage(place), 1 + model.layers
-        if is_first or (is_last and model.tied_embeddings):
-            both = is_first and is_last and model.tied_embeddings
-            ministage = None if both else first if is_first else last
-            yield _Held("embedding", (0, 1), 1, 0 if is_first else behind, ministage)
-        if is_first and model.learned_positions:
-            yield _Held("positions", (0, 1), 1, 0, first)
-        if is_last:
-            yield _Held("norm", (0, 1), 1, behind, last)
-        if is_last and not model.tied_embeddings:
-            yield _Held("output", (0, 1), 1, behind, last)
-
-    def _box(self, place: Place, held: _Held) -> Box:
-        """Its elements come first, so that shares are cut along them."""
-        elements, chunks = self._elements[held.key], self._chunks // self.width[place.rank]
-        first = place.tp_rank * chunks
-        cell = (0, elements), held.rows, (first, first + chunks)
-        ministage = None if held.ministage is None else (place.replica, place.stage, held.ministage)
-        return Box(held.key, cell, (elements, held.of, self._chunks), held.depth, ministage)
-
-
-@lru_cache(maxsize=4)
-def _buckets(boxes: tuple[tuple[Box, ...], ...], state: tuple[int, ...]) -> tuple[tuple[Bucket, float], ...]:
-    """Of the boxes and shares of each rank; the same for plans that differ in recomputation or offload."""
-    found = make_buckets(cut_pieces(boxes), dict(enumerate(state)), None)
-    return tuple((bucket, _least_share(bucket)) for bucket in found)
-
-
-def _least_share(bucket: Bucket) -> float:
-    """The part of a bucket that the holder with the least of it owns."""
-    owned = dict.fromkeys(bucket.holders, 0)
-    for slab in bucket.slabs:
-        owned[slab.owner] += slab.stop - slab.start
-    return min(owned.values()) / bucket.size
 
 
 def _ring(mesh: Mesh, holders: Ints, width: Sequence[int], lead: Ints, gpu: Ints) -> tuple[Ints, int]:

@@ -77,34 +77,29 @@ class Synchronisation:
 
     def _layer_seconds(self, shape: Shape, shards: int) -> list[tuple[float, float]]:
         """Of one layer's gradients and weights, and of the pass that may hide them."""
-        layer, job = self._timer.layer(shape, False), self._timer.job(shape.width)
-        assert layer is not None, "the stage is part of a pipeline that was found"
-        params = job.model.layer_params(shape.width)
+        params = self._timer.job(shape.width).model.layer_params(shape.width)
         return [
-            (self._ring(shape, shards, float(params * size)), cover if job.overlap_gradients else 0.0)
-            for size, cover in (
-                (GRADIENT_BYTES[job.precision], layer.backward),
-                (job.element_bytes, layer.forward),
-            )
+            (self._ring(shape, shards, float(params * size)), cover) for size, cover in self._turns(shape)
         ]
 
     def _stage_seconds(self, shape: Shape, layers: int, is_first: bool, is_last: bool, shards: int) -> float:
         """A stage's part, as `cost.stage.exposed_synchronisation` charges it."""
-        layer, job = self._timer.layer(shape, False), self._timer.job(shape.width)
-        assert layer is not None, "the stage is part of a pipeline that was found"
-        part = ModelPart(layers, 0, is_first, is_last, 1)
+        job, part = self._timer.job(shape.width), ModelPart(layers, 0, is_first, is_last, 1)
         params, owners = int(part_params(job, part)), shape.units * shards
         owned = params / owners if job.distributed_optimizer else params
         speeds = (device_speeds(self._pools.pools[kind].device, job) for kind in shape.kinds)
-        step = max(optimizer_seconds(each, job, params, owned) for each in speeds)
-        sizes = GRADIENT_BYTES[job.precision], job.element_bytes
-        gradients, weights = (self._ring(shape, shards, float(params * size)) for size in sizes)
-        backward = layer.backward if job.overlap_gradients else 0.0
-        forward = layer.forward if job.overlap_gradients else 0.0
-        return step + sum(
-            max(seconds / layers, seconds - layers * cover) if cover else seconds
-            for seconds, cover in ((gradients, backward), (weights, forward))
-        )
+        shown = max(optimizer_seconds(each, job, params, owned) for each in speeds)
+        for size, cover in self._turns(shape):
+            seconds = self._ring(shape, shards, float(params * size))
+            shown += max(seconds / layers, seconds - layers * cover) if cover else seconds
+        return shown
+
+    def _turns(self, shape: Shape) -> list[tuple[int, float]]:
+        """Of gradients, then of weights: bytes each, and seconds of a layer's pass that may hide them."""
+        layer, job = self._timer.layer(shape, False), self._timer.job(shape.width)
+        assert layer is not None, "the stage is part of a pipeline that was found"
+        backward, forward = (layer.backward, layer.forward) if job.overlap_gradients else (0.0, 0.0)
+        return [(GRADIENT_BYTES[job.precision], backward), (job.element_bytes, forward)]
 
     def _ring(self, shape: Shape, shards: int, size: float) -> float:
         """One pass over the units of as many stages of this shape, the others on other nodes."""

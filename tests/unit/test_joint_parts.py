@@ -1,0 +1,249 @@
+"""Parts of the joint search: layers, packing, what links and sums take, and GPUs for stages."""
+
+import dataclasses
+import itertools
+import math
+from random import Random
+
+import numpy as np
+import pytest
+
+from megatron_hexi.cost import CostModel
+from megatron_hexi.plan import (
+    Domain,
+    Group,
+    Member,
+    Plan,
+    Replica,
+    Stage,
+)
+from megatron_hexi.planner import find_plan
+from megatron_hexi.planner.joint.assembly import Assembly
+from megatron_hexi.planner.joint.layer_times import LayerTimer
+from megatron_hexi.planner.joint.packing import pack
+from megatron_hexi.planner.joint.pipes import Pipe, least_longest
+from megatron_hexi.planner.joint.pipes import Stage as PipeStage
+from megatron_hexi.planner.joint.placing import Place, find_gpus, number_ranks
+from megatron_hexi.planner.joint.pools import Pools, Shape
+from megatron_hexi.planner.joint.replica_columns import Column
+from megatron_hexi.planner.joint.synchronisation import Synchronisation
+from megatron_hexi.planner.request import Request
+from tests.support.costs import TINY, cluster, tiny_job
+
+DEEP = dataclasses.replace(TINY, layers=4)
+
+
+# Layers to stages
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_layers_are_dealt_as_well_as_can_be(seed):
+    random = np.random.default_rng(seed)
+    stages, layers = int(random.integers(1, 5)), int(random.integers(1, 9))
+    seconds = np.cumsum(random.integers(0, 5, (stages, layers)), axis=1).astype(float)
+    for times in seconds:  # from some number on they do not fit
+        times[int(random.integers(0, layers + 1)) :] = np.inf
+    every = [deal for deal in itertools.product(range(1, layers + 1), repeat=stages) if sum(deal) == layers]
+    longest = [max(times[count - 1] for times, count in zip(seconds, deal, strict=True)) for deal in every]
+    found = least_longest(list(seconds), layers)
+    if min(longest, default=np.inf) == np.inf:
+        assert found is None
+        return
+    assert found is not None
+    assert sum(found) == layers
+    assert min(found) >= 1
+    assert max(times[count - 1] for times, count in zip(seconds, found, strict=True)) == min(longest)
+
+
+# Replicas that share the fleet
+
+
+def random_column(random, totals, sync_s):
+    counts = tuple(random.randint(0, total) for total in totals)
+    if not any(counts):
+        counts = totals
+    stages = tuple(
+        PipeStage(Shape(counts, 1), 1, "none", random.uniform(0.5, 2) / sum(counts))
+        for _ in range(random.randint(1, 3))
+    )
+    return Column(counts, Pipe(stages, 1, True), 1, sync_s)
+
+
+def best_packing(columns, micro_batches, totals, replicas):
+    """Seconds of the best of all multisets of columns, and all ways to deal micro-batches to them."""
+    best = math.inf
+    for count in replicas:
+        for some in itertools.combinations_with_replacement(columns, count):
+            used = map(sum, zip(*(column.counts for column in some), strict=True))
+            if any(count > total for count, total in zip(used, totals, strict=True)):
+                continue
+            for ends in itertools.combinations(range(1, micro_batches), count - 1):
+                deal = [stop - start for start, stop in itertools.pairwise((0, *ends, micro_batches))]
+                best = min(best, max(one.seconds(share) for one, share in zip(some, deal, strict=True)))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_replicas_are_packed_as_well_as_can_be(seed):
+    random = Random(seed)
+    totals = random.choice([(4,), (3, 4), (2, 2, 2)])
+    sync_s = random.choice([0.0, 0.3])
+    columns = [random_column(random, totals, sync_s) for _ in range(random.randint(1, 6))]
+    first = random.choice([1, 1, 2])
+    micro_batches = random.randint(first, 6)
+    replicas = range(first, min(first + random.randint(0, 2), micro_batches) + 1)
+    best = best_packing(columns, micro_batches, totals, replicas)
+    packed = pack(columns, micro_batches, totals, replicas)
+    if packed is None:
+        assert best == math.inf
+        return
+    assert len(packed.columns) in replicas
+    assert sum(packed.micro_batches) == micro_batches
+    assert min(packed.micro_batches) >= 1
+    used = [sum(counts) for counts in zip(*(column.counts for column in packed.columns), strict=True)]
+    assert all(count <= total for count, total in zip(used, totals, strict=True))
+    assert best * (1 - 1e-9) <= packed.seconds <= 1.003 * best
+    assert packed.least_s <= best * (1 + 1e-9)
+
+
+# Thin links
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8, 16])
+def test_pipelines_over_thin_links_take_what_was_expected(monkeypatch, stages):
+    # Stages of one GPU and of two on nodes of four: some borders lie between nodes.
+    found, run = [], Assembly.run
+
+    def told(self, packed, *, polished):
+        candidate = run(self, packed, polished=polished)
+        assert candidate is not None
+        found.append((packed.seconds, candidate.iteration_s))
+        return candidate
+
+    monkeypatch.setattr(Assembly, "run", told)
+    known = cluster([(name, "PLAIN", 4) for name in "abcd"], 0.2)
+    model = dataclasses.replace(TINY, layers=16, tied_embeddings=False)
+    job = tiny_job(model=model, seq_length=2**14, global_batch_size=32, pipeline_parallel=stages)
+    find_plan(Request(job, frozenset({"data_parallel", "pipeline_parallel"})), known)
+    assert found
+    for expected, seconds in found:
+        assert 0.8 < seconds / expected < 1.15
+
+
+def test_of_stages_that_share_a_node_every_second_border_lies_between_nodes():
+    known = cluster([("a", "PLAIN", 4), ("b", "PLAIN", 4)], 1)
+    pools = Pools.of(known, [1.0, 1.0])
+    pair, node = Shape((2,), 1), Shape((4,), 1)
+    inside = pools.seconds_between(pair, pair, 1e9, alike=2)
+    outside = pools.seconds_between(node, node, 1e9, alike=2)
+    assert inside < outside / 4
+    mixed = pools.seconds_between(pair, pair, 1e9, alike=4)
+    assert mixed == pytest.approx((inside + 2 * outside) / 2, rel=1e-3)  # two GPUs send what four would
+
+
+def test_replicas_with_other_layers_wait_for_each_other_as_in_the_cost_model():
+    known = cluster([(name, "PLAIN", 1) for name in "abcd"], 0.1)
+    model = dataclasses.replace(DEEP, vocab_size=128, tied_embeddings=False)
+    job = tiny_job(model=model, global_batch_size=4)
+    one = dataclasses.replace(job, global_batch_size=1, recompute="selective")
+    sync, shape = Synchronisation(LayerTimer(one, known, [1])), Shape((1,), 1)
+
+    def waiting(*layers):
+        """Seconds of gradients in a plan of replicas whose stages have so many layers, and as expected."""
+        replicas, rank = [], itertools.count()
+        for own in layers:
+            ends = [0, *itertools.accumulate(own)]
+            stages = tuple(
+                Stage((one_unit(job, next(rank)),), part, "none") for part in itertools.pairwise(ends)
+            )
+            replicas.append(Replica(stages, 2))
+        plan = Plan(job.workload(), tuple(replicas))
+        expected = [[PipeStage(shape, count, "none", 1.0) for count in own] for own in layers]
+        phases = CostModel(dataclasses.replace(job, data_parallel=2), known).timing(plan).phases
+        alone = max(sync.seconds(own, 2) for own in expected)
+        return phases.gradients + phases.optimizer, alone, sync.unlike_seconds(expected, 2)
+
+    seconds, alone, nothing = waiting((2, 2), (2, 2))
+    assert nothing == 0
+    assert seconds == pytest.approx(alone, rel=0.05)
+    seconds, alone, more = waiting((2, 2), (1, 3))
+    assert more > alone / 10
+    assert seconds == pytest.approx(alone + more, rel=0.05)
+
+
+def one_unit(job, rank):
+    """A GPU with all tokens and heads."""
+    members = (Member((rank,), job.seq_length, (0, job.model.heads)),)
+    return Domain((Group(((0, job.seq_length),), members),))
+
+
+# GPUs for stages
+
+
+def random_shapes(random, pools):
+    """Shapes of replicas' stages that a packing may have: no more GPUs than there are."""
+    left = list(pools.totals)
+    replicas = []
+    for _ in range(random.randint(1, 4)):
+        stages = []
+        for _ in range(random.randint(1, 3)):
+            pool = random.randrange(len(left))
+            size = pools.pools[pool].size
+            count = random.choice([1, 2, 4, size, 2 * size])
+            width = random.choice([width for width in (1, 2, 4) if count % width == 0])
+            if count <= left[pool] and pools.aligned(pool, count):
+                left[pool] -= count
+                stages.append(Shape(tuple(count * (pool == own) for own in range(len(left))), width))
+        if stages:
+            replicas.append(stages)
+    return replicas
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_gpu_is_given_twice_and_ranks_keep_the_runtime_s_rules(seed):
+    random = Random(seed)
+    names = [("a", "DOUBLE", 4), ("b", "PLAIN", 4), ("c", "DOUBLE", 4), ("d", "PLAIN", 8), ("e", "PLAIN", 4)]
+    random.shuffle(names)
+    known = cluster(names)
+    pools = Pools.of(known, [known.nodes[number].device.memory_gb_s for number in range(len(known.nodes))])
+    replicas = random_shapes(random, pools)
+    if not replicas:
+        return
+    placed = find_gpus(pools, replicas)
+    if placed is None:  # parts of nodes that do not add up, or all ends on one node
+        return
+    given = [gpu for gpus in placed.values() for gpu in gpus]
+    assert len(given) == len(set(given))
+    for place, gpus in placed.items():
+        shape = replicas[place.replica][place.stage]
+        in_pools = [sum(known.ranks[gpu].node in pool.nodes for gpu in gpus) for pool in pools.pools]
+        assert tuple(in_pools) == shape.counts
+        assert place.stages == len(replicas[place.replica])
+        for first in range(0, len(gpus), shape.width):
+            unit = gpus[first : first + shape.width]
+            assert {known.ranks[gpu].node for gpu in unit} == {known.ranks[unit[0]].node}
+            assert unit == list(range(unit[0], unit[0] + shape.width))
+            assert known.ranks[unit[0]].local % shape.width == 0
+    order = number_ranks(known, placed)
+    assert sorted(order) == sorted(given)
+    place_of = {gpu: place for place, gpus in placed.items() for gpu in gpus}
+    # The job's first rank reads data, its last one has the loss: megatron/stages/arguments.py.
+    assert place_of[order[0]].is_first or place_of[order[0]].is_last
+    assert place_of[order[-1]].is_last
+    # GPUs of a node follow each other.
+    nodes = [node for node, _ in itertools.groupby(known.ranks[gpu].node for gpu in order)]
+    assert len(nodes) == len(set(nodes))
+
+
+def test_ends_of_pipelines_stand_at_the_ends():
+    known = cluster([("a", "PLAIN", 2), ("b", "PLAIN", 2), ("c", "PLAIN", 2)])
+    middle, first, last = (Place(0, stage, 3) for stage in (1, 0, 2))
+    order = number_ranks(known, {middle: [0, 1], last: [2, 3], first: [4, 5]})
+    assert order == [4, 5, 0, 1, 2, 3]
+    # One node has everything.
+    assert number_ranks(known, {Place(0, 0, 2): [0], Place(0, 1, 2): [1]}) == [0, 1]
+    assert number_ranks(known, {Place(0, 1, 2): [0], Place(0, 0, 2): [1]}) == [1, 0]
+    # Both ends are on one node, and it cannot be first and last.
+    assert number_ranks(known, {first: [0], last: [1], middle: [2, 3]}) == []
+    pools = Pools.of(known, [1.0] * 3)
+    assert find_gpus(pools, [[Shape((1,), 1), Shape((4,), 1), Shape((1,), 1)]]) is None
