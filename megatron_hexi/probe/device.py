@@ -47,12 +47,18 @@ def rank_info(
         group=environment.get("GROUP_RANK") or environment.get("SLURM_NODEID", ""),
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         kind="cuda" if gpu else "cpu",
-        gpu=gpu.name if gpu else _cpu_name(),
+        gpu=f"{gpu.name}{_mps_share(environment)}" if gpu else _cpu_name(),
         memory_bytes=gpu.total_memory if gpu else _cpu_memory(host_ranks),
         capability=(gpu.major, gpu.minor) if gpu else (0, 0),
         kernels=kernels,
         versions=_versions(kernels, cuda=gpu is not None),
     )
+
+
+def _mps_share(environment: Mapping[str, str]) -> str:
+    """The part of a GPU that CUDA's Multi-Process Service gives this process, to tell it from a whole one."""
+    share = environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
+    return "" if share == "100" else f" MPS {share}%"
 
 
 def usable_bytes(device: torch.device, host_ranks: int) -> int:

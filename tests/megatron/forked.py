@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -123,9 +123,14 @@ class Trainer(ABC):
 class Forks(Trainer):
     """A process that has imported Megatron, and forks the ranks of one run after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: str = "tests.megatron.forked") -> None:
+        """Start the process.
+
+        Args:
+            server: the module that it runs, which ends in `serve`.
+        """
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.megatron.forked", "--hexi-platform", "cpu"],
+            [sys.executable, "-m", server, "--hexi-platform", "cpu"],
             cwd=REPOSITORY,
             env=environment(),
             stdin=subprocess.PIPE,
@@ -167,12 +172,17 @@ def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.log"
 
 
-def _serve() -> None:
-    """Fork the ranks of each job that comes in, a line each, and answer with their exit codes."""
+def serve(adapt: Callable[[], object] = lambda: None) -> None:
+    """Fork the ranks of each job that comes in, a line each, and answer with their exit codes.
+
+    Args:
+        adapt: called once Megatron is imported, before the first job.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
 
     prepare()
+    adapt()
     for line in sys.stdin:
         print(json.dumps(run(**json.loads(line))), file=answers, flush=True)
 
@@ -242,4 +252,4 @@ def _rank(folder: Path, args: list[str], entry: str, variables: dict[str, int | 
 
 
 if __name__ == "__main__":
-    _serve()
+    serve()

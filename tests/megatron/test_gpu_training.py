@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.megatron import test_ministages as ministages
 from tests.megatron import test_stages_training as stages
 from tests.megatron.conftest import References, job
 from tests.megatron.launch import TrainingLog
-from tests.megatron.one_card import OneCard
+from tests.megatron.one_card import OneCard, OneCardWithTe
 from tests.megatron.option_cases import CASES as OPTIONS
 from tests.megatron.test_option_training import check_case, steps
 from tests.megatron.test_replanning import OTHERS, swapping
@@ -31,22 +32,63 @@ UNEVEN = {
     "offloaded": ministages.OFFLOADED["two-stages"],
     "micro-batches": ministages.DEALT["before-one"],
 }
+UNEVEN_TE = {
+    **UNEVEN,
+    "tensor-parallel-sizes": stages.CASES["tensor-parallel-sizes"],
+    "options": stages.CASES["options"],
+}
+MASKS = ("documents", "windows-sinks")
+EXPERTS = (
+    "--num-experts",
+    "4",
+    "--moe-router-load-balancing-type",
+    "aux_loss",
+    "--moe-aux-loss-coeff",
+    "0.1",
+)
+#: What only Transformer Engine computes.
+TE_OPTIONS = {
+    "random-numbers": ("--te-rng-tracker",),
+    "rotary-of-qkv": ("--fused-single-qkv-rope",),
+    "grouped-experts": (*EXPERTS, "--moe-grouped-gemm"),
+    "no-fused-accumulation": ("--no-gradient-accumulation-fusion",),
+}
+
+with_te = pytest.mark.skipif(
+    find_spec("transformer_engine_torch") is None, reason="needs Transformer Engine with its extension"
+)
 
 
-def test_groups_train_as_one_rank(references: References, tmp_path: Path):
+@pytest.mark.parametrize("trainer", [OneCard, pytest.param(OneCardWithTe, marks=with_te)])
+def test_groups_train_as_one_rank(trainer: type[OneCard], references: References, tmp_path: Path):
     weights, reference = references((), 4)
     words: list[str | Path] = [*job(()), *steps(4), "--load", weights, "--finetune"]
-    log = OneCard().train(tmp_path, ranks=4, args=words, plan=THREE_AND_ONE)
+    log = trainer().train(tmp_path, ranks=4, args=words, plan=THREE_AND_ONE)
     assert largest_difference(log, reference) < 1e-5
 
 
-def test_groups_in_bf16_are_as_near_as_one_rank(references: References, tmp_path: Path):
-    """By the kernels for half precision; one rank by Megatron's own attention."""
+@pytest.mark.parametrize("trainer", [OneCard, pytest.param(OneCardWithTe, marks=with_te)])
+def test_groups_in_bf16_are_as_near_as_one_rank(
+    trainer: type[OneCard], references: References, tmp_path: Path
+):
+    """By the kernels for half precision; one rank by Megatron's or Transformer Engine's own attention."""
     weights, exact = references((), 6)
     words: list[str | Path] = [*job(()), *steps(6), "--load", weights, "--finetune", "--bf16"]
-    plain = OneCard().train(tmp_path / "plain", ranks=1, args=words)
-    ours = OneCard().train(tmp_path / "ours", ranks=4, args=words, plan=THREE_AND_ONE)
+    plain = trainer().train(tmp_path / "plain", ranks=1, args=words)
+    ours = trainer().train(tmp_path / "ours", ranks=4, args=words, plan=THREE_AND_ONE)
     assert _error(ours, exact) < 2 * _error(plain, exact)
+
+
+@with_te
+@pytest.mark.parametrize("name", TE_OPTIONS)
+def test_what_transformer_engine_computes_is_that_of_one_rank(name: str, tmp_path: Path):
+    te, words = OneCardWithTe(), [*job(TE_OPTIONS[name]), *steps(4)]
+    save = ("--save", tmp_path / "weights", "--save-interval", "1", "--no-save-optim")
+    te.train(tmp_path / "first", ranks=1, args=[*job(TE_OPTIONS[name]), *steps(1), *save])
+    words += ["--load", str(tmp_path / "weights"), "--finetune"]
+    reference = te.train(tmp_path / "one", ranks=1, args=words)
+    log = te.train(tmp_path / "four", ranks=4, args=words, plan=THREE_AND_ONE)
+    assert largest_difference(log, reference) < 1e-5
 
 
 def _error(log: TrainingLog, exact: TrainingLog) -> float:
@@ -58,9 +100,24 @@ def test_uneven_stages_train_as_one_rank(case: stages.Case, references: Referenc
     check_training(case, 4, OneCard(), references, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["documents", "windows-sinks"])
+@with_te
+@pytest.mark.parametrize("case", UNEVEN_TE.values(), ids=UNEVEN_TE)
+def test_uneven_stages_with_transformer_engine(case: stages.Case, references: References, tmp_path: Path):
+    check_training(case, 4, OneCardWithTe(), references, tmp_path)
+
+
+@pytest.mark.parametrize("name", MASKS)
 def test_masks_are_those_without_a_plan(name: str, references: References, documents, tmp_path: Path):
     check_case(OPTIONS[name], "groups", OneCard(), references, documents, tmp_path)
+
+
+@with_te
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_with_transformer_engine(
+    name: str, references: References, documents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(OneCardWithTe, "words", (*OneCardWithTe.words, "--no-rope-fusion"))
+    check_case(OPTIONS[name], "groups", OneCardWithTe(), references, documents, tmp_path)
 
 
 def test_plans_are_swapped(tmp_path: Path):

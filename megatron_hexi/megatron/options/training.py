@@ -46,6 +46,17 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         given("--fine-grained-activation-offloading", UNSHOWN),
         given("--cpu-offloading-num-layers", UNSHOWN),
         shown("--mlp-chunks-for-training", "chunked-layers-groups"),
+        Refused(
+            "--mlp-chunks-for-training",
+            lambda args: (
+                args.mlp_chunks_for_training > 1
+                and args.transformer_impl == "transformer_engine"
+                and args.gradient_accumulation_fusion
+            ),
+            "gradients of the MLP's weights come out wrong",
+            "give --no-gradient-accumulation-fusion, or train without it",
+            "with --transformer-impl transformer_engine and without --no-gradient-accumulation-fusion",
+        ),
     ),
     "Layers and losses": (
         shown("--untie-embeddings-and-output-weights", "untied-groups"),

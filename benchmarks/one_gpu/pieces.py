@@ -1,0 +1,107 @@
+"""`python -m benchmarks.one_gpu.pieces`: parts of an attention layer: copies, sums, blocks, and its host time.
+
+Prints a JSON object for each: Triton's copies and sums beside the same in torch; all blocks of a rank over one
+kernel call of the same area; and with blocks so small that the GPU waits, the time that the host takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from benchmarks.blocks import measure
+from benchmarks.one_gpu.parts import Deadline, Row, Setting, json_rows
+from megatron_hexi.plan import Workload, proportional_plan
+from megatron_hexi.probe.clock import clock_for, steady_seconds
+from megatron_hexi.runtime.call_rows import Rows
+from megatron_hexi.runtime.fused import on_gpu, plain
+from megatron_hexi.runtime.fused.terms import Slot, Sum, Term
+
+_LIMIT_S = 0.3
+_BF16 = torch.bfloat16
+#: (tokens, heads) of a rank, heads of 128.
+SHAPES = ((4096, 8), (32768, 8), (65536, 16))
+
+
+def run(setting: Setting, deadline: Deadline) -> Iterator[Row]:
+    """Measure in a process of its own."""
+    device = ("--device", "cpu", "--tiny") if setting.is_dry else ("--device", "cuda")
+    yield from json_rows("benchmarks.one_gpu.pieces", device, deadline)
+
+
+def copies_and_sums(device: torch.device, tiny: bool) -> Iterator[Row]:
+    """Each fused operation by Triton and by torch; on a CPU by torch alone."""
+    clock = clock_for(device)
+    ways = {"torch": plain} | ({"triton": on_gpu} if device.type == "cuda" else {})
+    for tokens, heads in ((64, 2),) if tiny else SHAPES:
+        value, part = (_made(device, 1, heads, count, 128) for count in (tokens, tokens // 2))
+        lse, part_lse = (torch.randn(tensor.shape[:3], device=device) for tensor in (value, part))
+        index = torch.arange(0, tokens, 2, device=device)
+        whole, half, some = Rows((0, tokens)), Rows((0, tokens // 2)), Rows((0, tokens), index)
+        shard = _made(device, tokens, 1, heads, 128)
+        flat, slot = torch.empty_like(shard).flatten(), Slot(0, (0, heads), 128, 0, heads * 128)
+        out, out_lse = torch.empty_like(value), torch.empty_like(lse)
+        sums: dict[str, Callable[[object], object]] = {
+            "merge two attentions": lambda way: way.combine(  # type: ignore[attr-defined]
+                Sum(out, out_lse), [Term(whole, value, lse), Term(half, part, part_lse)], None, None
+            ),
+            "add half to a gradient": lambda way: way.combine(  # type: ignore[attr-defined]
+                Sum(out), [Term(whole, value), Term(half, part)], None, None
+            ),
+            "take every second row": lambda way: way.copy_rows(torch.empty_like(part), value, some),  # type: ignore[attr-defined]
+            "pack for the all-to-all": lambda way: way.pack(flat, [shard], [slot]),  # type: ignore[attr-defined]
+        }
+        for name, operation in sums.items():
+            seconds = {
+                key: steady_seconds(lambda way=way, do=operation: do(way), clock, _LIMIT_S)  # type: ignore[misc]
+                for key, way in ways.items()
+            }
+            microseconds = {key: round(1e6 * value, 2) for key, value in seconds.items()}
+            yield {"kind": "operation", "name": name, "tokens": tokens, "heads": heads, "us": microseconds}
+
+
+def blocks(device: torch.device, tiny: bool) -> Iterator[Row]:
+    """Attention of two groups of two ranks, without a wire: long (the GPU decides) and short (the host does)."""
+    lengths = {"short": (512, 5)} if tiny else {"long": (65536, 5), "short": (2048, 30)}
+    for name, (tokens, repeats) in lengths.items():
+        plan = proportional_plan(Workload(tokens, 32, 8, 128), [[[1, 1], [3, 1]]])
+        for row in measure(plan, device, torch.float32 if tiny else _BF16, "auto", repeats):
+            yield {"kind": "blocks", "name": name, "tokens": tokens, **asdict(row)}
+
+
+def _made(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device, dtype=_BF16)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print rows until the time is over.
+
+    Args:
+        words: the command line's; ``None``: the process's own.
+
+    Returns:
+        0.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu.pieces", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default %(default)s")
+    parser.add_argument("--seconds", type=float, default=60, help="that it may take (default %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="one small shape of each kind")
+    options = parser.parse_args(words)
+    device, end = torch.device(options.device), time.monotonic() + options.seconds
+    for kind in (copies_and_sums, blocks):
+        for row in kind(device, options.tiny):
+            print(json.dumps(row), flush=True)
+            if time.monotonic() > end:
+                return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""`python -m benchmarks.one_gpu.standby ENTRY [arguments]`: imports everything, and runs the entry on its turn.
+
+Importing torch, Transformer Engine and Megatron takes longer than most of what is measured. The process waits
+for a line on its standard input before it calls the entry point's `main`; an end of the input ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+#: Where a rank says how much memory torch's allocator handed out at most.
+PEAK = "peak-{rank}.json"
+
+
+def main() -> None:
+    """Import, wait, run, and write the peak of the memory."""
+    entry, *words = sys.argv[1:]
+    sys.argv = ["pretrain_gpt.py", *words]
+    import torch  # before Transformer Engine, which needs its libraries
+
+    from benchmarks.one_gpu import fused_accumulation
+
+    fused_accumulation.install()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("transformer_engine.pytorch")
+    if "megatron_hexi.cli" not in entry:
+        importlib.import_module("megatron_hexi.adaptor")
+        importlib.import_module("megatron_hexi.megatron.gpt")
+    if not sys.stdin.readline():
+        return
+    try:
+        sys.exit(importlib.import_module(entry).main())
+    finally:
+        if torch.cuda.is_available():
+            peak = {"peak_bytes": torch.cuda.max_memory_allocated()}
+            Path(PEAK.format(rank=os.environ["RANK"])).write_text(json.dumps(peak))
+
+
+if __name__ == "__main__":
+    main()

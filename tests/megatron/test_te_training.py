@@ -1,0 +1,99 @@
+"""Transformer Engine's layers, Megatron's default, train under plans as Megatron's own do on one rank.
+
+The extension of Transformer Engine is emulated on the CPU (`te_emulated`); everything else of it and of
+Megatron is as on a GPU. References are runs of one rank without a plan and with Megatron's own layers, from
+the same checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_hexi.plan import proportional_plan
+from tests.megatron import te_emulated
+from tests.megatron import test_ministages as ministages
+from tests.megatron import test_stages_training as stages
+from tests.megatron.conftest import References, job
+from tests.megatron.forked import Forks
+from tests.megatron.option_cases import CASES as OPTIONS
+from tests.megatron.test_gpu_training import EXPERTS
+from tests.megatron.test_option_training import check_case, steps
+from tests.megatron.test_stages_training import check_training
+from tests.megatron.test_uneven_training import THREE_AND_ONE, WORKLOAD, largest_difference
+
+pytestmark = pytest.mark.skipif(
+    not te_emulated.is_available(), reason="Transformer Engine's wheel is not unpacked: make environment"
+)
+
+
+class EmulatedTe(Forks):
+    """Ranks with Transformer Engine's layers.
+
+    Checkpoints of Megatron's own layers, which references start from, lack the state that Transformer Engine
+    keeps for fp8.
+    """
+
+    words = ("--transformer-impl", "transformer_engine", "--dist-ckpt-strictness", "ignore_all")
+
+
+@pytest.fixture(scope="module")
+def te() -> Iterator[EmulatedTe]:
+    with EmulatedTe("tests.megatron.te_forked") as started:
+        yield started
+
+
+@pytest.mark.parametrize("fusion", [(), ("--no-gradient-accumulation-fusion", "--no-rope-fusion")])
+def test_groups_train_as_one_rank(
+    fusion: tuple[str, ...], te: EmulatedTe, references: References, tmp_path: Path
+):
+    weights, reference = references((), 3)
+    words: list[str | Path] = [*job(()), *steps(3), "--load", weights, "--finetune", *fusion]
+    log = te.train(tmp_path, ranks=4, args=words, plan=THREE_AND_ONE)
+    assert largest_difference(log, reference) < 1e-5
+
+
+STAGES = {
+    "tensor-parallel-sizes": stages.CASES["tensor-parallel-sizes"],
+    "tensor-parallel-domain": stages.CASES["tensor-parallel-domain"],
+    "samples": stages.CASES["samples"],
+    "options": stages.CASES["options"],
+    "ministages": ministages.CASES["one-stage"],
+    "offloaded": ministages.OFFLOADED["two-stages"],
+}
+
+
+@pytest.mark.parametrize("case", STAGES.values(), ids=STAGES)
+def test_stages_train_as_one_rank(case: stages.Case, te: EmulatedTe, references: References, tmp_path: Path):
+    check_training(case, 3, te, references, tmp_path)
+
+
+MASKS = {"documents": ("--no-rope-fusion",), "windows-sinks": ()}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_those_without_a_plan(
+    name: str,
+    te: EmulatedTe,
+    references: References,
+    documents: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(te, "words", (*te.words, *MASKS[name]))
+    check_case(OPTIONS[name], "groups", te, references, documents, tmp_path)
+
+
+@pytest.mark.parametrize("grouped", [(), ("--moe-grouped-gemm",)])
+def test_experts_train_as_one_rank(grouped: tuple[str, ...], te: EmulatedTe, tmp_path: Path):
+    """One product an expert, and grouped products. Weights have other names than in Megatron's own layers."""
+    model = job((*EXPERTS, *grouped))
+    alone = proportional_plan(WORKLOAD, [[[1]]])
+    save = ("--save", tmp_path / "weights", "--save-interval", "1", "--no-save-optim")
+    te.train(tmp_path / "first", ranks=1, args=[*model, *steps(1), *save], plan=alone)
+    words: list[str | Path] = [*model, *steps(3), "--load", tmp_path / "weights", "--finetune"]
+    reference = te.train(tmp_path / "one", ranks=1, args=words, plan=alone)
+    log = te.train(tmp_path / "four", ranks=4, args=words, plan=THREE_AND_ONE)
+    assert largest_difference(log, reference) < 1e-5
