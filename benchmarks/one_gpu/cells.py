@@ -1,7 +1,8 @@
-"""Trainings of a few layers on one GPU, each with and without a plan, and what the cost model says of them."""
+"""Trainings of a few layers on one GPU, each with and without a plan."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -111,6 +112,9 @@ def run(setting: Setting, deadline: Deadline) -> Iterator[Row]:
         Each cell with its seconds, losses and memory, or why it failed.
     """
     cells = [replace(_TINY, side=side) for side in ("stock", "plan")] if setting.is_dry else list(CELLS)
+    cells = [cells[number] for number in setting.cells] or cells
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        cells = [cell for cell in cells if cell.kernel != "flash-attn-3"]
     prepared = [partial(_prepared, cell, number, setting) for number, cell in enumerate(cells)]
     for cell, ranks in zip(cells, in_turn(prepared, _AHEAD), strict=True):
         if deadline.left_s < _LEAST_S:
@@ -156,9 +160,8 @@ def job_of(cell: Cell, setting: Setting | None = None) -> Job:
     """The job of a cell, as the cost model takes it."""
     model = cell.shapes
     if setting is not None and setting.is_dry:
-        model = replace(
-            model, hidden_size=64, ffn_hidden_size=128, heads=4, kv_heads=2, head_dim=16, vocab_size=128
-        )
+        tiny = {"hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 128}
+        model = replace(model, heads=4, kv_heads=2, head_dim=16, **tiny)
     return Job(
         model=model,
         seq_length=cell.tokens,

@@ -1,8 +1,8 @@
 """A mixed cluster on one GPU: ranks with unequal parts of its multiprocessors train one long sequence.
 
-For each cluster the ranks are probed, everything is planned from what the probe found, as a user would, and the
-plan and the layouts of Megatron's flags are trained. Messages go through sockets of the host, so sequences are
-long and key and value heads few.
+For each cluster the ranks are probed, everything is planned from what the probe found, as a user would, and
+the plan and the layouts of Megatron's flags are trained. Messages go through sockets of the host, so
+sequences are long and key and value heads few.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _on_cluster(
     folder = setting.folder / f"mixed-{cluster.name.replace(':', '-')}"
     probed, count = folder / "cluster.yaml", len(cluster.speeds)
     job = _job(cluster, setting)
-    words = ["probe", "-o", probed, "--quick", "--budget", "0.1", "--precision", job.precision, "--restart"]
+    words = ["probe", "-o", probed, "--quick", "--budget", "0.25", "--precision", job.precision, "--restart"]
     ended = Ranks(folder, "megatron_hexi.cli.main", words, count, environment).run(
         min(_PROBE_S, deadline.left_s)
     )
@@ -106,10 +106,22 @@ def _on_cluster(
             continue
         ended = ranks.run(min(_TRAIN_S, deadline.left_s))
         yield {**row, **(_measured(ranks.folder) if ended.succeeded else {"failed": ended.why(1500)})}
+    if deadline.left_s > _LEAST_S and not setting.is_dry and cluster is CLUSTERS[0]:
+        profiled = replace(layouts[0], name="profile")
+        ranks = _prepared(profiled, folder, setting, environment, "benchmarks.one_gpu.profiled")
+        ended = ranks.run(min(_TRAIN_S, deadline.left_s))
+        for path in sorted(ranks.folder.glob("profile-*.json")):
+            yield {"cluster": cluster.name, "profile": path.stem, **json.loads(path.read_text())}
+        if not ended.succeeded:
+            yield {"cluster": cluster.name, "profile": "", "failed": ended.why(1500)}
 
 
 def _prepared(
-    layout: Layout, folder: Path, setting: Setting, environment: Sequence[Mapping[str, str]]
+    layout: Layout,
+    folder: Path,
+    setting: Setting,
+    environment: Sequence[Mapping[str, str]],
+    entry: str = "megatron_hexi.pretrain_gpt",
 ) -> Ranks:
     """Write a layout's plan, and start its ranks."""
     own = folder / layout.name.replace(", ", "+")
@@ -127,7 +139,7 @@ def _prepared(
         *(() if setting.is_dry else ("--bf16",)),
     ]
     variables = [environment[gpu] for gpu in layout.gpus]
-    return Ranks(own, "megatron_hexi.pretrain_gpt", words, len(layout.gpus), variables)
+    return Ranks(own, entry, words, len(layout.gpus), variables)
 
 
 def _measured(folder: Path) -> Row:

@@ -39,10 +39,7 @@ def service() -> Iterator[Mapping[str, str]]:
         raise NoMpsError(f"{_CONTROL} is not installed: it comes with NVIDIA's driver")
     # Sockets' names are short, so not below a folder of tests.
     with tempfile.TemporaryDirectory(prefix="mps") as folder:
-        variables = {
-            name: str(Path(folder) / name[9:12])
-            for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-        }
+        variables = {f"CUDA_MPS_{name}_DIRECTORY": str(Path(folder) / name) for name in ("PIPE", "LOG")}
         for path in variables.values():
             Path(path).mkdir()
         environment = os.environ | variables
@@ -60,8 +57,6 @@ def service() -> Iterator[Mapping[str, str]]:
 
 
 def shares(variables: Mapping[str, str], speeds: Sequence[float]) -> list[dict[str, str]]:
-    """Variables of clients whose parts of the multiprocessors are in proportion to speeds, all of them used."""
-    return [
-        {**variables, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{100 * speed / sum(speeds):.0f}"}
-        for speed in speeds
-    ]
+    """Variables of clients whose parts of the multiprocessors are in proportion to speeds, and all used."""
+    parts = [f"{100 * speed / sum(speeds):.0f}" for speed in speeds]
+    return [{**variables, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": part} for part in parts]

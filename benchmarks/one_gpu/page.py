@@ -30,7 +30,7 @@ def tables(run: Row) -> str:
 
 
 def training_table(rows: Sequence[Trained], cluster: Cluster) -> str:
-    """Trainings under a plan; errors as a part of what was measured, memory without the cost model's reserve."""
+    """Trainings under a plan; errors are parts of what was measured, memory is without the reserve."""
     lines = [
         "| training | measured, s | predicted | | measured, GiB | predicted | |",
         "|---|---:|---:|---:|---:|---:|---:|",

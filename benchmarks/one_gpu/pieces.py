@@ -1,7 +1,7 @@
-"""`python -m benchmarks.one_gpu.pieces`: parts of an attention layer: copies, sums, blocks, and its host time.
+"""`python -m benchmarks.one_gpu.pieces`: parts of an attention layer: copies, sums, blocks, host time.
 
-Prints a JSON object for each: Triton's copies and sums beside the same in torch; all blocks of a rank over one
-kernel call of the same area; and with blocks so small that the GPU waits, the time that the host takes.
+Prints a JSON object for each: Triton's copies and sums beside the same in torch; all blocks of a rank over
+one kernel call of the same area; and with blocks so small that the GPU waits, the time of the host.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,34 +43,35 @@ def copies_and_sums(device: torch.device, tiny: bool) -> Iterator[Row]:
     clock = clock_for(device)
     ways = {"torch": plain} | ({"triton": on_gpu} if device.type == "cuda" else {})
     for tokens, heads in ((64, 2),) if tiny else SHAPES:
-        value, part = (_made(device, 1, heads, count, 128) for count in (tokens, tokens // 2))
-        lse, part_lse = (torch.randn(tensor.shape[:3], device=device) for tensor in (value, part))
-        index = torch.arange(0, tokens, 2, device=device)
-        whole, half, some = Rows((0, tokens)), Rows((0, tokens // 2)), Rows((0, tokens), index)
-        shard = _made(device, tokens, 1, heads, 128)
-        flat, slot = torch.empty_like(shard).flatten(), Slot(0, (0, heads), 128, 0, heads * 128)
-        out, out_lse = torch.empty_like(value), torch.empty_like(lse)
-        sums: dict[str, Callable[[object], object]] = {
-            "merge two attentions": lambda way: way.combine(  # type: ignore[attr-defined]
-                Sum(out, out_lse), [Term(whole, value, lse), Term(half, part, part_lse)], None, None
-            ),
-            "add half to a gradient": lambda way: way.combine(  # type: ignore[attr-defined]
-                Sum(out), [Term(whole, value), Term(half, part)], None, None
-            ),
-            "take every second row": lambda way: way.copy_rows(torch.empty_like(part), value, some),  # type: ignore[attr-defined]
-            "pack for the all-to-all": lambda way: way.pack(flat, [shard], [slot]),  # type: ignore[attr-defined]
-        }
-        for name, operation in sums.items():
+        for name, operation in _operations(device, tokens, heads).items():
             seconds = {
-                key: steady_seconds(lambda way=way, do=operation: do(way), clock, _LIMIT_S)  # type: ignore[misc]
-                for key, way in ways.items()
+                key: steady_seconds(partial(operation, way), clock, _LIMIT_S) for key, way in ways.items()
             }
             microseconds = {key: round(1e6 * value, 2) for key, value in seconds.items()}
             yield {"kind": "operation", "name": name, "tokens": tokens, "heads": heads, "us": microseconds}
 
 
+def _operations(device: torch.device, tokens: int, heads: int) -> dict[str, Callable[[Any], None]]:
+    """The operations of some size; each takes the module that carries it out."""
+    value, part = (_made(device, 1, heads, count, 128) for count in (tokens, tokens // 2))
+    lse, part_lse = (torch.randn(tensor.shape[:3], device=device) for tensor in (value, part))
+    index = torch.arange(0, tokens, 2, device=device)
+    whole, half, some = Rows((0, tokens)), Rows((0, tokens // 2)), Rows((0, tokens), index)
+    shard = _made(device, tokens, 1, heads, 128)
+    flat, slot = torch.empty_like(shard).flatten(), Slot(0, (0, heads), 128, 0, heads * 128)
+    out, out_lse, taken = torch.empty_like(value), torch.empty_like(lse), torch.empty_like(part)
+    merged = [Term(whole, value, lse), Term(half, part, part_lse)]
+    added = [Term(whole, value), Term(half, part)]
+    return {
+        "merge two attentions": lambda way: way.combine(Sum(out, out_lse), merged, None, None),
+        "add half to a gradient": lambda way: way.combine(Sum(out), added, None, None),
+        "take every second row": lambda way: way.copy_rows(taken, value, some),
+        "pack for the all-to-all": lambda way: way.pack(flat, [shard], [slot]),
+    }
+
+
 def blocks(device: torch.device, tiny: bool) -> Iterator[Row]:
-    """Attention of two groups of two ranks, without a wire: long (the GPU decides) and short (the host does)."""
+    """Attention of two groups of two ranks without a wire: long, and short ones that the host bounds."""
     lengths = {"short": (512, 5)} if tiny else {"long": (65536, 5), "short": (2048, 30)}
     for name, (tokens, repeats) in lengths.items():
         plan = proportional_plan(Workload(tokens, 32, 8, 128), [[[1, 1], [3, 1]]])

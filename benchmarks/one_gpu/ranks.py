@@ -28,7 +28,12 @@ PLAIN = (
 GRACE_S = 5.0
 _REPOSITORY = Path(__file__).parents[2]
 #: What lets NCCL connect ranks of one card.
-_APART = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+_APART = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_NTHREADS": "4",
+    "NCCL_NSOCKS_PERTHREAD": "4",
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.one_gpu.standby ENTRY [arguments]`: imports everything, and runs the entry on its turn.
+"""`python -m benchmarks.one_gpu.standby ENTRY [arguments]`: imports all, and runs the entry on its turn.
 
 Importing torch, Transformer Engine and Megatron takes longer than most of what is measured. The process waits
 for a line on its standard input before it calls the entry point's `main`; an end of the input ends it.

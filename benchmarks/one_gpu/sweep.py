@@ -1,7 +1,7 @@
-"""`python -m benchmarks.one_gpu.sweep`: rates of matrix products, grouped products and attention by their sizes.
+"""`python -m benchmarks.one_gpu.sweep`: rates of products, grouped products and attention by their sizes.
 
-Prints a JSON object for each shape. What a product takes depends on rows and widths by tiles and waves over the
-GPU's multiprocessors; the cost model's rates are held against these.
+Prints a JSON object for each shape. What a product takes depends on rows and widths by tiles and waves over
+the GPU's multiprocessors; the cost model's rates are held against these.
 """
 
 from __future__ import annotations
@@ -71,10 +71,9 @@ def grouped_products(device: torch.device, tiny: bool) -> Iterator[Row]:
         x = torch.randn(count * each, inner, device=device, dtype=torch.bfloat16)
         weight = torch.randn(count, outer, inner, device=device, dtype=torch.bfloat16)
         ends = torch.arange(1, count + 1, device=device, dtype=torch.int32) * each
-        grouped = torch.nn.functional.grouped_mm
 
         def work(x: Tensor = x, weight: Tensor = weight, ends: Tensor = ends) -> Tensor:
-            return grouped(x, weight.transpose(1, 2), offs=ends)
+            return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
         flops = 2 * count * each * inner * outer
         rate = {"forward": flops / steady_seconds(work, clock, _LIMIT_S) / 1e12}

@@ -1,4 +1,4 @@
-"""Transformer Engine's Python over a torch emulation of its CUDA extension, so that its layers train on a CPU.
+"""Transformer Engine's Python over an emulation of its CUDA extension, so that its layers train on a CPU.
 
 Megatron's default layers are Transformer Engine's. Its wheel holds Python alone; what computes is in a C++
 extension that needs CUDA. `install` loads the Python with the few functions of the extension that layers in
