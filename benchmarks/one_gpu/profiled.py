@@ -1,7 +1,7 @@
 """Training as of `megatron_hexi.pretrain_gpt` with one iteration profiled: which kernels ran when on the GPU.
 
-Each rank writes `profile-RANK.json`: intervals of its kernels by kind and stream, and how much of its messages'
-time other kernels ran beside them.
+Each rank writes `profile-RANK.json`: intervals of its kernels by kind and stream, and how long its messages
+ran with other kernels beside them.
 """
 
 from __future__ import annotations

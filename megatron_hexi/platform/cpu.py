@@ -53,6 +53,16 @@ COMPILE = Patch(
 _PARTING = 0.5
 
 
+#: Packages whose kernels Megatron prefers where they can be imported, and which have none for a CPU.
+_FOR_GPUS = (
+    "transformer_engine",
+    "transformer_engine_torch",
+    "apex",
+    "amp_C",
+    "fused_weight_gradient_mlp_cuda",
+)
+
+
 def _wait_for_gloo() -> None:
     """Let gloo's threads drop the tensors of the last collective while Python can still take them back.
 
@@ -71,12 +81,17 @@ class CpuPlatform(Platform):
 
     def install(self) -> None:  # noqa: D102 (as the base's)
         super().install()
+        for package in _FOR_GPUS:
+            sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # importing it fails from now on
         atexit.register(_wait_for_gloo)
         self._set_stance("force_eager")
 
     def remove(self) -> None:  # noqa: D102
         self._set_stance("default")
         atexit.unregister(_wait_for_gloo)
+        for package in _FOR_GPUS:
+            if sys.modules.get(package, ...) is None:
+                del sys.modules[package]
         super().remove()
 
     def _set_stance(self, stance: Literal["default", "force_eager"]) -> None:
