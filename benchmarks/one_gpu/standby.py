@@ -15,6 +15,12 @@ from pathlib import Path
 
 #: Where a rank says how much memory torch's allocator handed out at most.
 PEAK = "peak-{rank}.json"
+#: What training imports, also later on: by Megatron's tokenizers and torch's optimizers among others.
+_TRAINING = (
+    *("megatron_hexi.adaptor", "megatron_hexi.megatron.gpt", "megatron.core.tokenizers.text"),
+    *("megatron.core.models.mimo", "megatron.core.datasets.helpers", "torch._dynamo"),
+    *("torch._inductor.compile_fx", "torch.distributed.checkpoint", "transformers"),
+)
 
 
 def main() -> None:
@@ -29,8 +35,8 @@ def main() -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module("transformer_engine.pytorch")
     if "megatron_hexi.cli" not in entry:
-        importlib.import_module("megatron_hexi.adaptor")
-        importlib.import_module("megatron_hexi.megatron.gpt")
+        for name in _TRAINING:
+            importlib.import_module(name)
     if not sys.stdin.readline():
         return
     try:

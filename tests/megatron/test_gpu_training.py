@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -54,9 +54,15 @@ TE_OPTIONS = {
     "no-fused-accumulation": ("--no-gradient-accumulation-fusion",),
 }
 
-with_te = pytest.mark.skipif(
-    find_spec("transformer_engine_torch") is None, reason="needs Transformer Engine with its extension"
-)
+
+def _has_te() -> bool:
+    try:
+        return bool(version("transformer-engine-torch"))
+    except PackageNotFoundError:
+        return False
+
+
+with_te = pytest.mark.skipif(not _has_te(), reason="needs Transformer Engine with its extension")
 
 
 @pytest.mark.parametrize("trainer", [OneCard, pytest.param(OneCardWithTe, marks=with_te)])

@@ -7,6 +7,9 @@ https://github.com/pytorch/pytorch/blob/001f694/aten/src/ATen/native/transformer
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -38,6 +41,11 @@ class CudnnKernel(KernelOnOffer):
             return "it needs compute capability 8.0"
         if not torch.backends.cudnn.is_available():
             return "torch was built without cuDNN"
+        if _version() is None:
+            return (
+                "another cuDNN than torch's was loaded, as Transformer Engine does with the system's; "
+                f"export CUDNN_HOME={_torchs_cudnn()}"
+            )
         if is_deterministic():
             return "its backward is not deterministic"
         return None
@@ -54,7 +62,7 @@ class CudnnKernel(KernelOnOffer):
         # https://github.com/NVIDIA/cudnn-frontend/issues/1071 and /1072.
         if queries == 1:
             return False
-        version = torch.backends.cudnn.version() or 0
+        version = _version() or 0
         if queries % 128 and version < _ANY_QUERIES:
             return False
         if causal or keys % 128 != 64 or version >= _HALF_TILES:
@@ -109,3 +117,19 @@ class CudnnKernel(KernelOnOffer):
             causal,
             scale=scale,
         )
+
+
+@cache
+def _version() -> int | None:
+    """The version of cuDNN, as 91900; ``None`` where torch cannot use the one that is loaded."""
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError:  # an older one
+        return None
+
+
+def _torchs_cudnn() -> str:
+    """The folder of the cuDNN that came with torch."""
+    spec = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return places[0] if places else "the folder of the cuDNN that torch came with"
