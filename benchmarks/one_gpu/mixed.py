@@ -94,7 +94,8 @@ def _on_cluster(
         return
     yield {"cluster": cluster.name, "speeds": list(cluster.speeds), "probed": probed.read_text()}
     planned = find_plan(Request(job, frozenset(CHOSEN)), read_cluster(probed), with_baselines=True)
-    layouts, missing = find_layouts(planned, read_cluster(probed), BASELINES)
+    names = {"ring"} if setting.is_dry else BASELINES
+    layouts, missing = find_layouts(planned, read_cluster(probed), names)
     for name, why in missing.items():
         yield {"cluster": cluster.name, "layout": name, "failed": why}
     prepared = [partial(_prepared, layout, folder, setting, environment) for layout in layouts]

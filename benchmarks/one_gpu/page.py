@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ def tables(run: Row) -> str:
         found += [training_table(rows, machine_of(run["gpu"])), overhead_table(rows)]
     if "mixed" in parts:
         found.append(mixed_table(parts["mixed"]["rows"]))
+    if "sweep" in parts:
+        found += sweep_tables(parts["sweep"]["rows"])
     return "\n\n".join(table for table in found if table)
 
 
@@ -85,6 +87,46 @@ def mixed_table(rows: Sequence[Row]) -> str:
             f"{predicted / measured - 1:+.0%} | {over} |"
         )
     return "\n".join(lines) if ran else ""
+
+
+def sweep_tables(rows: Sequence[Row]) -> list[str]:
+    """TFLOP/s of products, of experts' products and of causal attention, by shape and size."""
+    products = {
+        (f"{row['in']} x {row['out']}", row["rows"]): _together(row["tflops"])
+        for row in rows
+        if row["kind"] == "product"
+    }
+    experts = {
+        (f"{row['experts']} of {row['in']} x {row['out']}", row["rows"]): row["tflops"]["forward"]
+        for row in rows
+        if row["kind"] == "grouped product"
+    }
+    attention = {
+        (f"{row['kernel']}, {row['heads']} heads, {way}", row["tokens"]): row["tflops"][f"causal {way}"]
+        for row in rows
+        for way in ("forward", "backward")
+        if row["kind"] == "attention"
+    }
+    return [
+        _grid("weight, by rows", products),
+        _grid("experts, by rows of each", experts),
+        _grid("attention, by tokens", attention),
+    ]
+
+
+def _together(rates: Mapping[str, float]) -> float:
+    """The rate of several products of equal size, one after the other."""
+    return len(rates) / sum(1 / rate for rate in rates.values())
+
+
+def _grid(title: str, cells: Mapping[tuple[str, int], float]) -> str:
+    """A table by name and size; empty where there are no cells."""
+    names, sizes = dict.fromkeys(name for name, _ in cells), sorted({size for _, size in cells})
+    lines = [f"| {title} | {' | '.join(map(str, sizes))} |", "|---|" + "---:|" * len(sizes)]
+    for name in names:
+        found = (f"{cells[name, size]:.0f}" if (name, size) in cells else "not run" for size in sizes)
+        lines.append(f"| {name} | {' | '.join(found)} |")
+    return "\n".join(lines) if cells else ""
 
 
 def machine_of(gpu: str) -> Cluster:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from megatron_hexi.runtime.kernels.cudnn import torchs_cudnn
 from megatron_hexi.testbed.ports import free_port
 
 #: In place of Megatron's defaults that need apex or Transformer Engine.
@@ -80,7 +81,9 @@ class Ranks:
         environment: Sequence[Mapping[str, str]] | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        shared = os.environ | _APART | {"PYTHONPATH": _path(), "OMP_NUM_THREADS": "1"}
+        shared = os.environ | _APART | {"PYTHONPATH": _first("PYTHONPATH", str(_REPOSITORY))}
+        # Transformer Engine loads the system's cuDNN first, and torch refuses one that is older than its own.
+        shared |= {"LD_LIBRARY_PATH": _first("LD_LIBRARY_PATH", torchs_cudnn()), "OMP_NUM_THREADS": "1"}
         # torchrun would give each rank a card of its own.
         shared |= {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
         shared |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
@@ -154,5 +157,6 @@ def in_turn(prepared: Sequence[Callable[[], Ranks]], ahead: int) -> Iterator[Ran
             ranks.end()
 
 
-def _path() -> str:
-    return os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
+def _first(variable: str, folder: str) -> str:
+    """The value of a list of folders with one more in front."""
+    return os.pathsep.join(filter(None, (folder, os.environ.get(variable))))

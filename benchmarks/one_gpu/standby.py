@@ -7,9 +7,11 @@ for a line on its standard input before it calls the entry point's `main`; an en
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -25,6 +27,7 @@ _TRAINING = (
 
 def main() -> None:
     """Import, wait, run, and write the peak of the memory."""
+    _end_with_parent()
     entry, *words = sys.argv[1:]
     sys.argv = ["pretrain_gpt.py", *words]
     import torch  # before Transformer Engine, which needs its libraries
@@ -45,6 +48,12 @@ def main() -> None:
         if torch.cuda.is_available():
             peak = {"peak_bytes": torch.cuda.max_memory_allocated()}
             Path(PEAK.format(rank=os.environ["RANK"])).write_text(json.dumps(peak))
+
+
+def _end_with_parent() -> None:
+    """Be killed when the process that started this one ends: ranks that wait for others keep the GPU busy."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, in linux/prctl.h
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class CudnnKernel(KernelOnOffer):
         if _version() is None:
             return (
                 "another cuDNN than torch's was loaded, as Transformer Engine does with the system's; "
-                f"export CUDNN_HOME={_torchs_cudnn()}"
+                f"export LD_LIBRARY_PATH={torchs_cudnn()}:$LD_LIBRARY_PATH"
             )
         if is_deterministic():
             return "its backward is not deterministic"
@@ -128,8 +128,8 @@ def _version() -> int | None:
         return None
 
 
-def _torchs_cudnn() -> str:
-    """The folder of the cuDNN that came with torch."""
+def torchs_cudnn() -> str:
+    """The folder of the cuDNN libraries that were installed with torch; empty where they are elsewhere."""
     spec = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
     places = list(spec.submodule_search_locations or ()) if spec else []
-    return places[0] if places else "the folder of the cuDNN that torch came with"
+    return f"{places[0]}/lib" if places else ""
