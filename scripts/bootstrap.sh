@@ -81,7 +81,7 @@ venv_works() {
 
 # What the installation depends on; it is brought up to date when any of this changes.
 fingerprint() {
-  cat setup.py pyproject.toml | cksum
+  cat setup.py pyproject.toml scripts/bootstrap.sh | cksum
   version_of "$venv/bin/python"
 }
 
@@ -98,5 +98,9 @@ rm -f "$stamp"
 say "$venv: installing what setup.py asks for. The first time that is 5 GB, most of it torch with CUDA:"
 say "two to ten minutes, by connection and disk"
 "$venv/bin/python" -m pip install --disable-pip-version-check -e '.[dev]'
+# The Python of Transformer Engine, for tests that emulate its library. Beside the environment's packages, where
+# Megatron does not see it.
+"$venv/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
+  --target "$venv/transformer-engine" 'transformer-engine==2.20.2'
 fingerprint >"$stamp"
 say "$venv: ready"

@@ -35,12 +35,14 @@ class Torch:
         cudnn: version of cuDNN, likewise.
         nccl: version of NCCL, likewise.
         architectures: what its CUDA code was compiled for (``sm_90``, ``compute_120``).
+        cudnn_folder: where another cuDNN than torch's was loaded, the folder of torch's.
     """
 
     cuda: str | None
     cudnn: str | None
     nccl: str | None
     architectures: tuple[str, ...] = ()
+    cudnn_folder: str = ""
 
 
 @dataclass(frozen=True)

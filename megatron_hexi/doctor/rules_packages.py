@@ -74,12 +74,24 @@ def _optional(facts: Facts) -> Iterator[Problem]:
             "Transformer Engine is not installed, and Megatron's layers are its own by default",
             "pip install --no-build-isolation 'megatron-hexi[gpu]', or train with --transformer-impl local",
         )
-        if facts.package("apex").version is None:
-            yield Problem(
-                "note",
-                "apex is not installed, and Megatron's local layers sum gradients with it by default",
-                "build apex, or train with --no-gradient-accumulation-fusion",
-            )
+    if facts.package("apex").version is None:
+        yield Problem(
+            "note",
+            "apex is not installed, and Megatron's output layer adds gradients with its "
+            "fused_weight_gradient_mlp_cuda by default, with Transformer Engine too",
+            "build apex, or train with --no-gradient-accumulation-fusion",
+        )
+
+
+def _cudnn(facts: Facts) -> Iterator[Problem]:
+    """Transformer Engine loads the system's cuDNN, and torch refuses one that is older than its own."""
+    if facts.torch is not None and facts.torch.cudnn_folder:
+        yield Problem(
+            "error",
+            "another cuDNN than torch's is loaded, most likely the system's by Transformer Engine: torch "
+            "refuses it, and attention by cuDNN with it",
+            f"export LD_LIBRARY_PATH={facts.torch.cudnn_folder}:$LD_LIBRARY_PATH",
+        )
 
 
 def _patches(facts: Facts) -> Iterator[Problem]:
@@ -101,4 +113,4 @@ def _in_range(package: Package) -> bool:
         return package.broken is not None  # then only its distribution's name is known
 
 
-PACKAGE_RULES = (_ourselves, _needed, _broken, _optional, _patches)
+PACKAGE_RULES = (_ourselves, _needed, _broken, _optional, _cudnn, _patches)

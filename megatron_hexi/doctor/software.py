@@ -25,7 +25,7 @@ _IMPORTED: dict[str, tuple[tuple[str, ...], str]] = {
     "megatron-core": (("megatron-core",), "megatron.core"),
     "transformer-engine": (("transformer-engine", "transformer-engine-torch"), "transformer_engine.pytorch"),
     "apex": (("apex",), "apex"),
-    "flash-attn": (("flash-attn",), "flash_attn"),
+    "flash-attn": (("flash-attn",), "flash_attn.flash_attn_interface"),
     "flash-attn-3": (("flash-attn-3", "flash-attn-interface"), "flash_attn_interface"),
     "ortools": (("ortools",), "ortools.sat.python.cp_model"),
 }
@@ -54,12 +54,18 @@ def find_torch() -> Torch | None:
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         with contextlib.suppress(RuntimeError, AttributeError):
             nccl = ".".join(map(str, torch.cuda.nccl.version()[:3]))
-    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    cudnn, folder = None, ""
+    if torch.backends.cudnn.is_available():
+        from megatron_hexi.runtime.kernels.cudnn import cudnn_version, torchs_cudnn
+
+        cudnn = cudnn_version()
+        folder = torchs_cudnn() if cudnn is None else ""
     return Torch(
         cuda=torch.version.cuda,
         cudnn=None if cudnn is None else str(cudnn),
         nccl=nccl,
         architectures=tuple(torch.cuda.get_arch_list()),
+        cudnn_folder=folder,
     )
 
 
@@ -125,6 +131,8 @@ def _imported(name: str, needs: str | None) -> Package:
     try:
         module = importlib.import_module(module_name)
     except Exception as problem:  # a library built for another torch fails in ways of its own
+        if isinstance(problem, ModuleNotFoundError) and problem.name == module_name:
+            return Package(name, None, needs)  # another package lies in a folder of that name
         said = (str(problem).strip() or "no message").splitlines()[0]
         return Package(name, installed or "unknown", needs, f"{type(problem).__name__}: {said}")
     return Package(name, _own_version(module) or installed or "unknown", needs, location=_location(module))

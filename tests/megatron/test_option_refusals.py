@@ -54,6 +54,7 @@ OPTION_WORDS = {
     "--moe-router-load-balancing-type<0.19": "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss",
     "--moe-token-dispatcher-type": "--num-experts 4 --moe-token-dispatcher-type flex",
     "--multi-latent-attention": " ".join((*LATENT, *PACKED, "--micro-batch-size", "1")),
+    "--mlp-chunks-for-training": "--mlp-chunks-for-training 2",
     "--mtp-num-layers": "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
     "--num-experts-unequal": "--num-experts 4",
     "--num-distributed-optimizer-instances": "--num-distributed-optimizer-instances 2",

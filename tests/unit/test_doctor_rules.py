@@ -128,6 +128,21 @@ def test_without_transformer_engine_there_are_two_ways_on() -> None:
     assert "--no-gradient-accumulation-fusion" in notes[1].remedy
 
 
+def test_with_transformer_engine_megatron_still_asks_for_apex() -> None:
+    problem = the_problem(with_package(a_node(), Package("apex", None)))
+    assert problem.severity == "note"
+    assert "fused_weight_gradient_mlp_cuda" in problem.what
+    assert "--no-gradient-accumulation-fusion" in problem.remedy
+
+
+def test_a_cudnn_that_torch_refuses_is_an_error() -> None:
+    node = a_node()
+    assert node.torch is not None
+    problem = the_problem(replace(node, torch=replace(node.torch, cudnn=None, cudnn_folder="/opt/cudnn/lib")))
+    assert problem.severity == "error"
+    assert problem.remedy == "export LD_LIBRARY_PATH=/opt/cudnn/lib:$LD_LIBRARY_PATH"
+
+
 def test_a_patch_that_does_not_fit_names_what_changed() -> None:
     patch = PatchState(
         "megatron.core.utils:f",

@@ -86,7 +86,7 @@ def test_in_deterministic_mode_a_release_that_cannot_be_is_refused(monkeypatch, 
         (flash_attention_3_later, "the installed release has no deterministic backward"),
     ):
         kernel = installed(monkeypatch, release)
-        monkeypatch.setattr(flash_attn_adapter, "find_spec", lambda name: name)
+        monkeypatch.setattr(flash_attn_adapter, "_is_installed", lambda name: True)
         assert kernel.refuses(torch.device("cuda"), torch.bfloat16, 64) == reason
 
 
@@ -96,3 +96,15 @@ def test_a_release_of_flash_attention_that_lacks_a_parameter_is_refused(monkeypa
         PlatformError, match=r"_flash_attn_forward has no parameter softmax_scale; install another"
     ):
         kernel.forward(*inputs(SHAPES["MHA"], torch.float32)[:3], causal=True, scale=1.0)
+
+
+def test_another_package_in_the_folder_of_flash_attention_2_is_not_taken_for_it(monkeypatch, tmp_path):
+    """FlashAttention-4 installs `flash_attn/cute` and nothing else there."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    kernel = flash_attn_adapter.flash_attention_2()
+    refusal = kernel.refuses(torch.device("cuda"), torch.bfloat16, 64)
+    assert refusal == "the package flash_attn is not installed"
+    (tmp_path / "flash_attn" / "flash_attn_interface.py").write_text("")
+    assert kernel.refuses(torch.device("cuda"), torch.bfloat16, 64) is None

@@ -7,7 +7,6 @@ https://github.com/pytorch/pytorch/blob/001f694/aten/src/ATen/native/transformer
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -41,7 +40,7 @@ class CudnnKernel(KernelOnOffer):
             return "it needs compute capability 8.0"
         if not torch.backends.cudnn.is_available():
             return "torch was built without cuDNN"
-        if _version() is None:
+        if cudnn_version() is None:
             return (
                 "another cuDNN than torch's was loaded, as Transformer Engine does with the system's; "
                 f"export LD_LIBRARY_PATH={torchs_cudnn()}:$LD_LIBRARY_PATH"
@@ -62,7 +61,7 @@ class CudnnKernel(KernelOnOffer):
         # https://github.com/NVIDIA/cudnn-frontend/issues/1071 and /1072.
         if queries == 1:
             return False
-        version = _version() or 0
+        version = cudnn_version() or 0
         if queries % 128 and version < _ANY_QUERIES:
             return False
         if causal or keys % 128 != 64 or version >= _HALF_TILES:
@@ -119,8 +118,7 @@ class CudnnKernel(KernelOnOffer):
         )
 
 
-@cache
-def _version() -> int | None:
+def cudnn_version() -> int | None:
     """The version of cuDNN, as 91900; ``None`` where torch cannot use the one that is loaded."""
     try:
         return torch.backends.cudnn.version()

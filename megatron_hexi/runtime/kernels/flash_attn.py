@@ -10,6 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import Any
 
@@ -67,7 +68,7 @@ class FlashAttentionKernel(KernelOnOffer):
         least, most = self._capability
         if not least <= torch.cuda.get_device_capability(device) < most:
             return f"it is made for compute capabilities from {least} to below {most}"
-        if find_spec(self._module.partition(".")[0]) is None:
+        if not _is_installed(self._module):
             return f"the package {self._module.partition('.')[0]} is not installed"
         if is_deterministic() and not self._deterministic:
             return "not every release has a deterministic backward, and they cannot be told apart"
@@ -155,6 +156,18 @@ def flash_attention_3() -> FlashAttentionKernel:
     return FlashAttentionKernel(
         "flash-attn-3", "flash_attn_interface", ((9, 0), (10, 0)), deterministic=False, one_function=True
     )
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module is there, looked up without importing it.
+
+    FlashAttention-4 lies in the folder of FlashAttention-2's package, which is there without any code then.
+    """
+    package, _, name = module.partition(".")
+    spec = find_spec(package)
+    if spec is None or not name:
+        return spec is not None
+    return PathFinder.find_spec(name, list(spec.submodule_search_locations or ())) is not None
 
 
 def _swapped(tensor: Tensor) -> Tensor:
