@@ -15,6 +15,7 @@ from tests.megatron.conftest import References, job
 from tests.megatron.launch import TrainingLog
 from tests.megatron.one_card import OneCard, OneCardWithTe
 from tests.megatron.option_cases import CASES as OPTIONS
+from tests.megatron.option_cases import balanced
 from tests.megatron.test_option_training import check_case, steps
 from tests.megatron.test_replanning import OTHERS, swapping
 from tests.megatron.test_stages_training import SMALL_BUCKETS, check_training
@@ -38,14 +39,7 @@ UNEVEN_TE = {
     "options": stages.CASES["options"],
 }
 MASKS = ("documents", "windows-sinks")
-EXPERTS = (
-    "--num-experts",
-    "4",
-    "--moe-router-load-balancing-type",
-    "aux_loss",
-    "--moe-aux-loss-coeff",
-    "0.1",
-)
+EXPERTS = balanced("aux_loss")
 #: What only Transformer Engine computes.
 TE_OPTIONS = {
     "random-numbers": ("--te-rng-tracker",),
