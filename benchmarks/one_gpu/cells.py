@@ -160,8 +160,8 @@ def job_of(cell: Cell, setting: Setting | None = None) -> Job:
     """The job of a cell, as the cost model takes it."""
     model = cell.shapes
     if setting is not None and setting.is_dry:
-        tiny = {"hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 128}
-        model = replace(model, heads=4, kv_heads=2, head_dim=16, **tiny)
+        model = replace(model, hidden_size=64, heads=4, kv_heads=2, head_dim=16)
+        model = replace(model, ffn_hidden_size=128, vocab_size=128)
     return Job(
         model=model,
         seq_length=cell.tokens,

@@ -60,7 +60,7 @@ def install() -> None:
     assert spec.loader is not None
     package = importlib.util.module_from_spec(spec)
     sys.modules["transformer_engine"] = package
-    common = importlib.import_module("transformer_engine.common")
+    common: Any = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = _load_extension
     spec.loader.exec_module(package)
     _compute_in_torch()

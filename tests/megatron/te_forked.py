@@ -16,8 +16,9 @@ if __name__ == "__main__":
     fused_accumulation.install()
     te_emulated.install()
     # Transformer Engine asks whether CUDA is there as Megatron does.
-    cpu_callers.MEGATRON_MODULES = (*cpu_callers.MEGATRON_MODULES, "transformer_engine.")
-    cpu_arguments._DEFAULTS = tuple(
-        default for default in cpu_arguments._DEFAULTS if default[0] not in _CARRIED_OUT
+    callers, arguments = vars(cpu_callers), vars(cpu_arguments)
+    callers["MEGATRON_MODULES"] = (*callers["MEGATRON_MODULES"], "transformer_engine.")
+    arguments["_DEFAULTS"] = tuple(
+        default for default in arguments["_DEFAULTS"] if default[0] not in _CARRIED_OUT
     )
     forked.serve(te_emulated.use_torch_in_megatron)
