@@ -63,12 +63,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "a pattern's layers are not split into stages yet",
         ),
         beside_stages(
-            "--fp16",
-            lambda args: args.fp16,
-            "loss scaling is not implemented for the plan's shares of state yet",
-            "use --bf16",
-        ),
-        beside_stages(
             "--optimizer",
             lambda args: args.optimizer not in ("adam", "sgd"),
             "it updates whole weights, which no rank owns",
