@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import Recompute
+from tests.megatron.checkpoint_contents import optimizer_of, tensors_of
 from tests.megatron.conftest import job, skip_what_is_not_there
 from tests.megatron.option_cases import APART, ONE_EACH, PACKED
 from tests.megatron.test_uneven_training import MODEL, largest_difference
@@ -46,6 +44,22 @@ def test_documents_travel_over_borders_of_other_domains(forks, references, docum
             *("--load", weights, "--finetune"),
         ],
         plan=with_batch(stage_layout("domains", tmp_path, micro_batch_size=1), 4),
+    )
+    assert largest_difference(log, reference) < 1e-5
+
+
+def test_documents_reach_stages_on_which_the_script_builds_no_data_set(
+    forks, references, documents, tmp_path
+):
+    skip_what_is_not_there([*documents, *PACKED])
+    weights, reference = references((*ONE_EACH, *FOUR_LAYERS, *documents, *APART), iterations=4)
+    words = [*job([*ONE_EACH, *FOUR_LAYERS, *documents, *PACKED]), *ITERATIONS, "--load", weights]
+    log = forks.train(
+        tmp_path,
+        ranks=5,
+        args=[*words, "--finetune"],
+        plan=with_batch(stage_layout("units", tmp_path, micro_batch_size=1), 4),
+        entry="tests.megatron.nvidia_datasets",
     )
     assert largest_difference(log, reference) < 1e-5
 
@@ -200,19 +214,6 @@ def test_any_layout_goes_on_from_any_other(saver, loader, kind, trainings, forks
     assert log.grad_norms == pytest.approx(whole.grad_norms[2:], rel=10 * tolerance if is_half else 1e-5)
 
 
-def contents(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, by name."""
-    reader = FileSystemReader(checkpoint)
-    stored = reader.read_metadata().state_dict_metadata
-    tensors: dict[str, torch.Tensor] = {
-        name: torch.empty(one.size, dtype=one.properties.dtype)
-        for name, one in stored.items()
-        if isinstance(one, TensorStorageMetadata)
-    }
-    torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
 LOADS = [
     pytest.param(
         *one, id="-to-".join(one[:2]) + f"-{one[2]}", marks=[] if one in LOADS_IN_CI else pytest.mark.slow
@@ -229,18 +230,16 @@ LOADS = [
 @pytest.mark.parametrize(("saver", "loader", "kind"), LOADS)
 def test_what_is_loaded_is_what_was_saved(saver, loader, kind, trainings, forks, tmp_path):
     """Each weight, each fp32 weight, each moment: saved again without a step between."""
-    from megatron.core.dist_checkpointing import load_common_state_dict
-
     weights, _ = trainings(saver, kind)
     words = ["--load", weights, "--save", tmp_path, "--save-interval", "3"]
     words += ["--train-iters", "2", "--override-opt-param-scheduler"]
     go_on(forks, tmp_path, loader, kind, words)
     saved, again = (folder / "iter_0000002" for folder in (weights, tmp_path))
-    before, after = contents(saved), contents(again)
+    before, after = tensors_of(saved), tensors_of(again)
     assert before.keys() == after.keys()
     assert len([name for name in before if name.startswith("optimizer.state.")]) > 10
     assert [name for name, tensor in before.items() if not torch.equal(tensor, after[name])] == []
-    common = [load_common_state_dict(str(folder))["optimizer"] for folder in (saved, again)]
+    common = [optimizer_of(saved), optimizer_of(again)]
     assert steps(common[1]) == steps(common[0]) == (1 if "fp16" in kind else 2)
     assert common[1].get("grad_scaler") == common[0].get("grad_scaler")
 

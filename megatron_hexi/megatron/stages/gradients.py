@@ -157,7 +157,7 @@ def _piece_buffers(
         view.place.rank,
         group_of,
         torch.float32 if in_fp32 else None,
-        session.stages.stage.offload or (),
+        lambda rank: mesh.stage(mesh.places[rank]).offload or (),
         session.shard.positions.device,
     )
     # Tied embeddings are zero where the last stage makes them, and Megatron's seeds differ by stage.
