@@ -104,7 +104,7 @@ def test_a_flag_without_a_value_is_refused(words):
 def test_a_file_far_larger_than_any_launch_script_is_refused(tmp_path):
     path = tmp_path / "job.args"
     path.write_text("--lr 1e-3\n" * 80_000)
-    with pytest.raises(HexiError, match="job.args: 800000 bytes, more than the 262144 that are read"):
+    with pytest.raises(HexiError, match=r"job\.args: 800000 bytes, more than the 262144 that are read"):
         read_words(path)
 
 
