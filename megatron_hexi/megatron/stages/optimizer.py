@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_hexi.errors import user_errors
+from megatron_hexi.megatron.loss_scale import scales_losses
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.arguments import overlaps_values
 from megatron_hexi.megatron.stages.host_optimizer import (
@@ -29,7 +30,6 @@ from megatron_hexi.megatron.stages.host_optimizer import (
     host_optimizer,
     unscale_on_host,
 )
-from megatron_hexi.megatron.stages.loss_scale import scales_losses, tokens_in_scale
 from megatron_hexi.megatron.stages.optimizer_state import (
     MASTER_NAMES,
     master_name,
@@ -109,11 +109,6 @@ class PieceOptimizer(MixedPrecisionOptimizer):
         self.is_on_host = is_on_host
         #: Steps done, also where this rank owns nothing.
         self.steps = 0
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """A loss, summed over tokens, as the backward pass begins with it."""
-        scaled: Tensor = super().scale_loss(loss)
-        return scaled / tokens_in_scale()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the last step; those of the model are the buckets'."""
