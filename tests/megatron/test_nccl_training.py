@@ -74,7 +74,7 @@ def test_the_plans_groups_are_connected_whatever_is_compared_or_sent(forks, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["beside-others", "by-one-of-two-replicas", "by-some-of-three-replicas"])
+@pytest.mark.parametrize("name", ["by-one-of-two-replicas", "by-some-of-three-replicas"])
 def test_stages_that_offload_beside_others_go_by_nccls_rules(name, forks, tmp_path):
     """Sums of weights that only some holders have in host memory, among those of all others."""
     case = OFFLOADED[name]
