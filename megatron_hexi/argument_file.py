@@ -16,7 +16,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.text_file import read_text
 
 #: A launch script has a few kilobytes.
-MAX_BYTES = 2**20
+MAX_BYTES = 2**18
 
 _PIECE = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\[^\n]|[^ \t\r\n'"\\]+"""
 _PIECES = re.compile(_PIECE, re.DOTALL)
@@ -50,22 +50,23 @@ def _words(text: str, path: Path) -> Iterator[str]:
     reached = 0
     while reached < len(text):
         token = _TOKEN.match(text, reached)
-        line = text.count("\n", 0, reached) + 1
         if token is None:
-            raise HexiError(
-                f"{path}, line {line}: {text[reached:].split()[0][:40]}: is not closed; close the quotes"
-            )
+            begin = text[reached:].split()[0][:40]
+            raise _wrong(path, text, reached, f"{begin}: is not closed; close the quotes")
         word = token["word"]
         if word is not None:
             if "\0" in word:
-                raise HexiError(f"{path}, line {line}: a NUL byte; is it the right file?")
+                raise _wrong(path, text, reached, "a NUL byte; is it the right file?")
             if any(_VARIABLE.search(piece) for piece in _PIECES.findall(word) if piece[0] not in "'\\"):
-                raise HexiError(
-                    f"{path}, line {line}: {word[:40]}: variables are not filled in; write the value, or put "
-                    "the word in single quotes"
-                )
+                problem = "variables are not filled in; write the value, or put the word in single quotes"
+                raise _wrong(path, text, reached, f"{word[:40]}: {problem}")
             yield from shlex.split(word)
         reached = token.end()
+
+
+def _wrong(path: Path, text: str, place: int, problem: str) -> HexiError:
+    line = text.count("\n", 0, place) + 1
+    return HexiError(f"{path}, line {line}: {problem}")
 
 
 def last_value(words: Sequence[str], flag: str, path: Path) -> str | None:

@@ -8,10 +8,12 @@ from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
 from megatron_hexi.megatron.copying import COPY_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
+from megatron_hexi.megatron.document_datasets import DOCUMENT_DATASET_PATCHES
 from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
 from megatron_hexi.megatron.experts import EXPERT_PATCHES
 from megatron_hexi.megatron.goodput import ROUND_PATCHES
 from megatron_hexi.megatron.groups import group_patches
+from megatron_hexi.megatron.loss_scale import LOSS_SCALE_PATCHES
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
 from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES
 from megatron_hexi.megatron.onlookers import WRITER_PATCHES
@@ -45,10 +47,12 @@ def all_patches(platform: Platform) -> list[Patch]:
         *PROGRESS_PATCHES,
         *OPTIMIZER_PATCHES,
         *BUCKET_PATCHES,
+        *LOSS_SCALE_PATCHES,
         *CHECKPOINT_PATCHES,
         *RESUME_PATCHES,
         *group_patches(platform.device),
         *SAMPLER_PATCHES,
+        *DOCUMENT_DATASET_PATCHES,
         *DOCUMENTS_AHEAD_PATCHES,
         *BATCH_PATCHES,
         *ROTARY_PATCHES,

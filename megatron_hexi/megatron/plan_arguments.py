@@ -31,6 +31,8 @@ from megatron_hexi.plan import (
 from megatron_hexi.record import open_record
 from megatron_hexi.runtime.rounds import in_round
 
+_PER_TOKEN = "--calculate-per-token-loss"
+
 
 def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[str]:
     """Read the job's plan, check it, and set the arguments that it decides.
@@ -96,6 +98,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
         GivenPlan(
             *(plan, args.hexi_plan, plan_digest(plan), kernel.name, row_multiple, shares, mesh),
             rates=plan.rates if args.hexi_batch_shares else None,
+            scales_mean=_PER_TOKEN in changed,
         )
     )
     return changed
@@ -248,7 +251,7 @@ def _set_decided_arguments(args: Namespace, given: set[str], plan: Plan) -> list
     if not args.calculate_per_token_loss:
         # Ranks hold different numbers of tokens: only a mean over tokens is the mean of the batch.
         args.calculate_per_token_loss = True
-        changed.append("--calculate-per-token-loss")
+        changed.append(_PER_TOKEN)
     if args.create_attention_mask_in_dataloader:
         # [S, S] values for each sequence, which the kernels do not read.
         args.create_attention_mask_in_dataloader = False

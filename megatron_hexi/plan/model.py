@@ -27,13 +27,17 @@ from megatron_hexi.plan.terms import (
     STRICT,
     Count,
     Estimate,
+    Heads,
     JobTerms,
+    Layers,
+    MicroBatches,
     Offload,
     Positive,
     Provenance,
     Recompute,
     UnitRates,
 )
+from megatron_hexi.yaml_schema import Label
 
 #: Half-open range ``(start, stop)``.
 Range = tuple[Count, Count]
@@ -60,11 +64,11 @@ class Workload:
     """
 
     seq_length: Positive
-    heads: Positive
-    kv_heads: Positive
+    heads: Heads
+    kv_heads: Heads
     head_dim: Positive
     causal: bool = True
-    layers: Positive | None = None
+    layers: Layers | None = None
     hidden_size: Positive | None = None
     value_dim: Positive | None = None
     padded_vocabulary: Positive | None = None
@@ -140,7 +144,7 @@ class Group:
         name: for people.
     """
 
-    name: str = field(default="", kw_only=True)
+    name: Label = field(default="", kw_only=True)
     segments: tuple[Range, ...]
     members: tuple[Member, ...]
 
@@ -166,7 +170,7 @@ class Domain:
 
     groups: tuple[Group, ...]
     samples: Positive | None = None
-    micro_batches: Positive | None = None
+    micro_batches: MicroBatches | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -213,7 +217,7 @@ class Stage:
     layers: Range | None = None
     recompute: Recompute | None = None
     exchange: Exchange | None = None
-    ministages: Positive | None = None
+    ministages: Layers | None = None
     offload: Annotated[tuple[Offload, ...], Field(min_length=1)] | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -256,7 +260,7 @@ class Replica:
     """
 
     stages: tuple[Stage, ...]
-    micro_batches: Positive | None = None
+    micro_batches: MicroBatches | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

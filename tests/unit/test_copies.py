@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
 
@@ -13,6 +14,7 @@ from megatron_hexi.elastic.keeper import Keeper
 from megatron_hexi.runtime import copies as copies_module
 from megatron_hexi.runtime.copies import (
     CopyBoard,
+    FoundCopy,
     complete_copy,
     copy_folder,
     find_newest,
@@ -152,3 +154,74 @@ def test_other_bytes_are_not_taken(tmp_path):
 def test_without_a_copy_nothing_is_found():
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     assert find_newest(dist.PrefixStore("job", store), ["http://localhost:1"]) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/etc/passwd", "../up", "a/b", "..", ".", "", ".bashrc", "a\\b", "a\0b", "a\nb", "%2e%2e", "file name"],
+)
+def test_only_bare_names_are_fetched(name, tmp_path):
+    served, target = tmp_path / "served", tmp_path / "deep" / "target"
+    served.mkdir()
+    target.mkdir(parents=True)
+    (served / "plain").write_bytes(b"bytes")
+    (wanted,) = list_files(served).values()
+    before = sorted(tmp_path.rglob("*"))
+    url = f"http://localhost:{serve_files(served)}"
+    with pytest.raises(OSError, match="no bare name of a file"):
+        pull([url], name, wanted, target)
+    with pytest.raises(OSError, match="no bare name of a file"):
+        copy_folder(tmp_path, name, 1)
+    assert sorted(tmp_path.rglob("*")) == before
+    pull([url], "plain", wanted, target)
+
+
+def test_copies_come_from_nodes_only(tmp_path):
+    (tmp_path / "secret").write_bytes(b"bytes")
+    wanted = list_files(tmp_path)["secret"]
+    with pytest.raises(OSError, match="is no node's address"):
+        pull([f"file://{tmp_path}"], "secret", wanted, tmp_path)
+
+
+def test_what_a_stranger_names_in_the_store_is_written_nowhere(nodes, tmp_path):
+    """A fifth node, the one before the first, has written a file with the name of one elsewhere."""
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    (stranger / "outside").write_bytes(b"bytes")
+    (wanted,) = list_files(stranger).values()
+    url, name = f"http://localhost:{serve_files(stranger)}", f"/../../../../{tmp_path.name}/outside"
+    nodes.write(6)
+    nodes.wait_until_safe(6)
+    nodes.board.tell_own(7, 4, url, {name: wanted})
+    nodes.board.announce(7, 5)
+    deadline = time.monotonic() + 20
+    while nodes.board.owns(7, 5) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)  # all have looked at it
+    assert nodes.board.safe() == 6
+    found = FoundCopy(ROUND, 7, {name: (*wanted, [url])})
+    with pytest.raises(OSError, match="no bare name of a file"):
+        complete_copy(found, nodes.keepers[2].folder, "http://elsewhere", nodes.job)
+    assert [path.parent for path in tmp_path.rglob("outside*")] == [stranger]
+
+
+def test_no_link_is_followed_in_the_folder_that_is_served(tmp_path):
+    outside, served = tmp_path / "outside", tmp_path / "served"
+    outside.mkdir()
+    served.mkdir()
+    (outside / "secret").write_bytes(b"bytes")
+    (served / "plain").write_bytes(b"bytes")
+    wanted = list_files(outside)["secret"]
+    (served / "link").symlink_to(outside / "secret")
+    (served / "folder").symlink_to(outside)
+    os.mkfifo(served / "pipe")
+    assert list(list_files(served)) == ["plain"]
+    url = f"http://localhost:{serve_files(served)}"
+    pull([url], "plain", wanted, tmp_path)
+    for place, name in ((url, "link"), (f"{url}/folder", "secret"), (url, "pipe")):
+        with pytest.raises(OSError, match="404"):
+            pull([place], name, wanted, tmp_path)
+    through = tmp_path / "through"
+    through.symlink_to(served)
+    pull([f"http://localhost:{serve_files(through)}"], "plain", wanted, tmp_path)
