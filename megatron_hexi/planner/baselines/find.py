@@ -49,6 +49,8 @@ PUBLISHED = {"hexiscale": hexiscale, "zorse": zorse}
 _ANY = "any"
 #: Pipelines of stages that are alike.
 _DEPTHS = [1, 2, 4, 8, 16]
+#: On up to so many GPUs the published planners are asked for every plan.
+_FEW_GPUS = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +110,8 @@ def find_baselines(
 def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple[Candidate | None, int]:
     """The best of all layouts that Megatron's flags allow, if it is faster; and how many were timed.
 
-    GPUs whose work alone takes longer at their best rates are left out at once. Where nothing else is known
-    to fit, planners of others are asked, too.
+    GPUs whose work alone takes longer at their best rates are left out at once. On few GPUs, or where nothing
+    else is known to fit, planners of others are asked, too.
 
     Args:
         request: the job.
@@ -121,7 +123,7 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
     race.run((floor, [replace(one, texts={_ANY: ""}) for one in entrants]) for floor, entrants in heats)
     found: list[Candidate] = [best.trial for best in race.best.values()]
     trials = race.trials
-    if faster_than == inf:
+    if faster_than == inf or len(cluster.ranks) <= _FEW_GPUS:
         judge = StagedJudge(request, cluster)
         found += [one for one in (planner(judge) for planner in PUBLISHED.values()) if one is not None]
         trials += judge.trials
@@ -137,6 +139,8 @@ def _heats(
     fleets: Sequence[Fleet], replicas: int | None, faster_than: float
 ) -> Iterator[tuple[Floor, list[Entrant]]]:
     """Layouts of all baselines on each fleet, and on the GPUs of each model alone, that may be faster."""
+    if not fleets:
+        return
     rings = Rings(LinkTable(fleets[0].cluster))
     for fleet in fleets:
         alone = {id(part): part for part in _homogeneous_parts(fleet)}
@@ -150,6 +154,8 @@ def _heats(
 
 def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
     """The units of every choice of flags that some GPU has memory for, or else of the one that needs least.
+
+    None where the pipeline's stages cannot have as many layers each.
 
     Raises:
         HexiError: the cluster has units for none of them.
@@ -172,9 +178,12 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
         except HexiError as refused:
             problem = problem or refused
             continue
-        found.append((_least_bytes(fleet), fleet))
-    if not found and problem is not None:
-        raise problem
+        if flags.has_equal_stages:
+            found.append((_least_bytes(fleet), fleet))
+    if not found:
+        if problem is not None:
+            raise problem
+        return []
     most = max(node.device.usable_gib for node in cluster.nodes) * GIB
     fitting = [fleet for needed, fleet in found if needed <= most]
     return fitting or [min(found, key=lambda one: one[0])[1]]
@@ -198,7 +207,7 @@ def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
 def _baseline(name: str, best: Entry | None, fleets: list[Fleet], data_parallel: int | None) -> Baseline:
     uniform = name in UNIFORM
     if best is None:
-        return Baseline(name, None, _no_layout(name, fleets[0], data_parallel), "", uniform)
+        return Baseline(name, None, _no_layout(name, fleets, data_parallel), "", uniform)
     trial = best.trial
     text = _text(name, best.candidate, trial.window)
     if trial.fits:
@@ -216,8 +225,11 @@ def _published(name: str, best: Candidate | None, cluster: Cluster) -> Baseline:
     return Baseline(name, None, f"short of memory: a GPU needs {excess:.2f} times what it has", text, False)
 
 
-def _no_layout(name: str, fleet: Fleet, data_parallel: int | None) -> str:
+def _no_layout(name: str, fleets: Sequence[Fleet], data_parallel: int | None) -> str:
     """Why there is none, for the first choice of flags."""
+    if not fleets:
+        return "the layers cannot be shared equally by so many pipeline stages"
+    fleet = fleets[0]
     alone = _homogeneous_parts(fleet)
     if name != HOMOGENEOUS:
         return why_none(fleet, data_parallel, name)
