@@ -40,7 +40,7 @@ def find_plan(
         request: the job, and what of it is fixed; the rest is chosen.
         cluster: where it runs.
         with_baselines: time every baseline too. The plan is the same with and without them: never slower than
-            the best layout of Megatron's flags, nor on up to 32 GPUs than those of published planners.
+            the best layout of Megatron's flags, nor on up to 8 GPUs than those of published planners.
         progress: told how far it is.
 
     Raises:
@@ -49,6 +49,7 @@ def find_plan(
         HexiError: the job cannot be cut as asked for.
     """
     begun = time.perf_counter()
+    request = replace(request, rules=request.rules.over(cluster.file.planner))
     tell: Progress = progress or (lambda _what, _done, _of: None)
     searches = JointSearches(tell)
     _check_nodes(cluster)
