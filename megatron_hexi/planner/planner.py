@@ -13,6 +13,7 @@ from megatron_hexi.cluster import Cluster, cluster_digest
 from megatron_hexi.cost import CostModel, IterationCost
 from megatron_hexi.errors import ClusterError, HexiError
 from megatron_hexi.plan import Estimate, Plan, Provenance
+from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
@@ -60,9 +61,7 @@ def find_plan(
     best = found.best
     if best is None:
         raise nothing_fits(request, cluster, partial(first_plan, searches), proven=False)
-    weak, timed = weak_kinds(
-        request, cluster, best, lambda part: _search(request, part, searches, tell).best
-    )
+    weak, timed = weak_kinds(request, cluster, best, lambda part: _search(request, part, searches, tell).best)
     best = min([best, *(kind.without for kind in weak)], key=order_of)
     trials = searches.trials + found.trials + timed
     baselines: tuple[Baseline, ...] = ()
@@ -144,13 +143,20 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
             f"pipeline_parallel = {job.pipeline_parallel}: pipelines of up to {DEEPEST} stages are planned; "
             f"give {DEEPEST} or fewer, or leave it to the planner"
         )
+    unit = request.context_parallel or 1
+    sizes = [] if request.context_parallel is None else [spell_flag("context_parallel", unit)]
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        if name in request.fixed:
+            unit *= getattr(job, name)
+            sizes.append(spell_flag(name, getattr(job, name)))
+    if unit > gpus:
+        raise HexiError(
+            f"{' '.join(sizes)}: take {unit} GPUs, cluster {cluster.name} has {gpus}; give smaller sizes"
+        )
     if "data_parallel" not in request.fixed:
         return
     least = request.micro_batch_sizes()[0]
     batch = job.global_batch_size // least
-    unit = 1
-    for name in ("tensor_parallel", "pipeline_parallel"):
-        unit *= getattr(job, name) if name in request.fixed else 1
     if job.data_parallel * unit > gpus:
         raise HexiError(
             f"data_parallel = {job.data_parallel}: cluster {cluster.name} has {gpus} GPUs, for "

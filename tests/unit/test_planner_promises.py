@@ -5,7 +5,7 @@ import pytest
 from tests.support.promises import broken, plan_case, random_promise
 
 #: Of all cases, those that take a few seconds together.
-QUICK = (4, 16, 17, 19)
+QUICK = (17, 19)
 
 
 def check(seed):
@@ -17,8 +17,8 @@ def check(seed):
 
 def test_plans_of_some_fleets_keep_the_promises():
     found = [one for seed in QUICK for one in check(seed)]
-    assert sum(one.seconds is not None for one in found) > 8
-    assert sum(one.megatron_s is not None for one in found) > 6
+    assert sum(one.seconds is not None for one in found) > 4
+    assert sum(one.megatron_s is not None for one in found) > 3
 
 
 @pytest.mark.slow

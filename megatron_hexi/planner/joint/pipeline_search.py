@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.planner.joint.blocks import Blocks
-from megatron_hexi.planner.joint.pipes import Pipe, Stage, least_longest
+from megatron_hexi.planner.joint.pipes import Pipe, Stage, least_longest, moved_layers
 from megatron_hexi.planner.joint.pools import Counts, Shape
 from megatron_hexi.planner.joint.stage_tables import DEEPEST, StageTables
 from megatron_hexi.planner.request import Request
@@ -63,7 +63,8 @@ class PipelineSearch:
         self._depths = [job.pipeline_parallel] if is_fixed else list(range(1, deepest + 1))
         if not request.rules.allow("unequal_stages"):  # several stages that are alike are Megatron's own
             self._depths = [depth for depth in self._depths if depth == 1]
-        self._blocks = Blocks(self._pools, tables.timer.widths, min(deepest, max(self._depths, default=0)))
+        depth = min(deepest, max(self._depths, default=0))
+        self._blocks = Blocks(self._pools, tables.timer.widths, depth, request.context_parallel)
         tokens = tables.timer.micro_batch_size * job.seq_length
         #: Of activations between stages, and of their gradients.
         self._bytes = tokens * job.model.hidden_size * job.element_bytes
@@ -143,6 +144,8 @@ class PipelineSearch:
             dealt = least_longest([*map(np.add, seconds, charged)], self._tables.layers)
             if dealt is None:
                 return None
+            if took:
+                dealt = moved_layers(seconds, dealt, ways, micro_batches)
             stages = tuple(
                 Stage(shape, count, table.recompute(count), float(times[count - 1]))
                 for shape, count, table, times in zip(shapes, dealt, tables, seconds, strict=True)
