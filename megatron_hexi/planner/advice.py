@@ -138,7 +138,7 @@ def _freed(asked: _Other) -> Iterator[_Other]:
 
 
 def _allowed(asked: _Other) -> Iterator[_Other]:
-    """Features that plans may not use allowed, one or all, or the context-parallel size left to the planner."""
+    """Features that plans may not use allowed, one or all; or the context-parallel size left open."""
     size = asked.request.context_parallel
     if size is not None:
         change = f"leave out {spell_flag('context_parallel', size)}"

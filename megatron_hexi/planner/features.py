@@ -44,7 +44,7 @@ def features_of(plan: Plan) -> tuple[str, ...]:
 
 
 def keeps_to(plan: Plan, request: Request) -> bool:
-    """Return whether a plan uses only what a request allows, and has the context-parallel size that it fixes."""
+    """Return whether a plan uses only what a request allows, with the context-parallel size that it fixes."""
     size = request.context_parallel
     if size is not None and any(
         len(domain.members) != size for stage in _stages(plan) for domain in stage.domains

@@ -10,9 +10,9 @@ from importlib.metadata import version
 
 from megatron_hexi import __version__
 from megatron_hexi.cluster import Cluster, cluster_digest
-from megatron_hexi.cost import CostModel, IterationCost
+from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import ClusterError, HexiError
-from megatron_hexi.plan import Estimate, Plan, Provenance
+from megatron_hexi.plan import Estimate, Provenance
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from megatron_hexi.cluster import PlannerRules
+from megatron_hexi.cluster import ANYTHING, PlannerRules
 from megatron_hexi.cost import Job
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import spell_flag
@@ -37,7 +37,7 @@ class Request:
     job: Job
     fixed: frozenset[str] = frozenset()
     memory_margin: float = 0.0
-    rules: PlannerRules = PlannerRules()
+    rules: PlannerRules = ANYTHING
     context_parallel: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Kinds of GPU that bring little: the same job planned without each of those whose part of all speed is small."""
+"""Kinds of GPU that bring little: the job planned without each of those whose part of all speed is small."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.notes import gpus_of
 from megatron_hexi.planner.request import Request
 
-#: Kinds with less than this part of all GPUs' best rates are planned without, so many of them, on up to so many
-#: GPUs: that takes as long as the plan itself.
+#: Kinds with less than this part of all GPUs' best rates are planned without, so many of them, on up to so
+#: many GPUs: that takes as long as the plan itself.
 _SMALL, _MOST_KINDS, _MOST_GPUS = 0.08, 2, 128
 #: What brings less than this is named.
 _LITTLE = 0.06

@@ -1,4 +1,4 @@
-"""What the planner promises with numbers fixed: never slower than Megatron's flags, nor than with more fixed."""
+"""What the planner promises: never slower than Megatron's flags, nor than with more numbers fixed."""
 
 import pytest
 

@@ -13,7 +13,7 @@ FACTS = ("tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu")
 
 
 def test_it_is_what_one_reckons_by_hand():
-    # 80 layers of 4 x 8192 x 8192 (2 x 8192 x 1024 of them keys and values) and 3 x 8192 x 28672, and the loss.
+    # Of a layer queries and outputs, keys and values, and the MLP; and the loss.
     model = read_model("llama3-70b")
     layer = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672
     weights = 80 * layer + 8192 * 128256

@@ -62,8 +62,8 @@ class Baseline:
     """What one would do without a planner.
 
     Args:
-        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``, ``uneven-layers``,
-            ``hexiscale`` or ``zorse``.
+        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``,
+            ``uneven-layers``, ``hexiscale`` or ``zorse``.
         trial: the best layout that its rules allow; ``None`` where there is none, or none fits.
         why_not: then the reason, one sentence with numbers.
         layout: what the layout is (or the one that fits best), for people.

@@ -1,10 +1,10 @@
 """Megatron's uneven pipelines: as many GPUs a stage, all with the same flags, and other numbers of layers.
 
---pipeline-model-parallel-layout, or --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers,
-say how many layers each stage has; tensor-, context- and data-parallel size and recomputation are those of
-the job. Ranks follow each other stage by stage, so that the nodes' order decides which GPUs a stage has: fast
-nodes first, slow nodes first, or the nodes of one model of GPU alone. Layers are dealt by what a layer takes
-on each stage, as far as memory holds them.
+--pipeline-model-parallel-layout, or --decoder-first-pipeline-num-layers and
+--decoder-last-pipeline-num-layers, say how many layers each stage has; tensor-, context- and data-parallel
+size and recomputation are those of the job. Ranks follow each other stage by stage, so that the nodes' order
+decides which GPUs a stage has: fast nodes first, slow nodes first, or the nodes of one model of GPU alone.
+Layers are dealt by what a layer takes on each stage, as far as memory holds them.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class PipelineSearch:
         # slowest stage together with its part of that. Which parts are best depends on the stages.
         before, behind = np.array([0.0, *ways]), np.array([*ways, 0.0])
         best: Pipe | None = None
-        # Several replicas sum their gradients sooner where their stages have the same layers: one way for all.
+        # Replicas sum their gradients sooner where their stages have the same layers: one way for all.
         several = shards > 1 and not took
         for sender, receiver in _CHARGED if any(ways) and not several else _CHARGED[:1]:
             charged = sender * behind + receiver * before

@@ -110,8 +110,8 @@ def moved_layers(
 ) -> list[int]:
     """Layers moved from stage to stage, one at a time, as long as all micro-batches together take less.
 
-    The slowest stage counts for each micro-batch, but the first one passes them all: where there are few, more
-    layers on fast stages may be worth a longer period.
+    The slowest stage counts for each micro-batch, but the first one passes them all: where there are few,
+    more layers on fast stages may be worth a longer period.
 
     Args:
         seconds: of each stage by its layers, 1 to L, [L] each; inf where they do not fit.
