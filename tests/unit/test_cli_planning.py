@@ -102,6 +102,15 @@ def test_plan_as_json_is_one_document(hexi, asked):
     assert document["iteration_s"] == told.iteration_s
 
 
+def test_features_and_the_context_parallel_size_reach_the_planner(hexi, asked):
+    words = ("--no-offload", "--unequal-replicas", "--context-parallel-size", 2)
+    assert hexi("plan", "cluster.yaml", *JOB, *words, "-o", "plan.yaml").code == 0
+    ((request, _, _),) = asked
+    assert request.rules == PlannerRules(offload=False, unequal_replicas=True)
+    assert request.context_parallel == 2
+    assert request.fixed == {"recompute"}
+
+
 def test_every_option_reaches_the_planner(hexi, asked):
     words = {
         "--micro-batch-size": ("micro_batch_size", 2),
