@@ -14,6 +14,7 @@ from megatron_hexi import planner
 from megatron_hexi.cli import main as cli
 from megatron_hexi.cli import output
 from megatron_hexi.cli.output import PICTURE_FORMATS, check_outputs, progress_bar
+from megatron_hexi.cluster import PlannerRules
 from megatron_hexi.errors import HexiError, NothingFitsError
 from megatron_hexi.plan import plan_digest, read_plan
 from megatron_hexi.planner import CHOSEN
