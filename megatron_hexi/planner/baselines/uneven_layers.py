@@ -152,7 +152,7 @@ class UnevenLayers:
         """Groups of the units of a replica's stage, by their places: the largest, and those inside nodes."""
         size = len(choice.units[0]) // choice.replicas
         heads = self._job(choice).workload().local_heads
-        node = min(len(node.ranks) for node in self._cluster.nodes) // choice.width
+        node = max(1, min(len(node.ranks) for node in self._cluster.nodes) // choice.width)
         degrees = [degree for degree in divisors(size) if heads % degree == 0]
         inside = max(degree for degree in degrees if degree <= node)
         return [groups(tuple(range(size)), degree, False) for degree in sorted({inside, degrees[-1]})]
