@@ -40,16 +40,25 @@ class _Choice:
     """Flags, and the GPUs that they are used on.
 
     Args:
-        units: GPUs of each tensor-parallel unit, [stages][units].
+        all_units: GPUs of each tensor-parallel unit, in the order of ranks; the first ones are used.
+        each: units of a stage.
+        depth: stages.
         width: GPUs of a unit.
         replicas: data-parallel size.
         least_s: seconds of an iteration at the GPUs' best rates.
     """
 
-    units: tuple[tuple[tuple[int, ...], ...], ...]
+    all_units: Sequence[tuple[int, ...]]
+    each: int
+    depth: int
     width: int
     replicas: int
     least_s: float
+
+    @property
+    def units(self) -> list[Sequence[tuple[int, ...]]]:
+        """Those of each stage."""
+        return [self.all_units[stage * self.each : (stage + 1) * self.each] for stage in range(self.depth)]
 
 
 class UnevenLayers:
@@ -91,13 +100,14 @@ class UnevenLayers:
             depths = [job.pipeline_parallel]
         counts = [job.data_parallel] if "data_parallel" in request.fixed else divisors(self._micro_batches)
         widest = max(len(node.ranks) for node in self._cluster.nodes)
-        seen = set()
         for width, nodes in itertools.product(request.widths(widest), self._orders()):
             units = [
                 tuple(ranks[first : first + width])
                 for ranks in (self._cluster.nodes[node].ranks for node in nodes)
                 for first in range(0, len(ranks) - width + 1, width)
             ]
+            rates = [sum(self._rates[id(self._cluster.ranks[gpu].device)] for gpu in unit) for unit in units]
+            together = np.cumsum([0.0, *rates])
             for depth, replicas in itertools.product(depths, counts):
                 each = len(units) // (depth * replicas) * replicas
                 if request.context_parallel is not None:
@@ -106,26 +116,20 @@ class UnevenLayers:
                         continue
                 if depth == 1 or not each or self._micro_batches % replicas:
                     continue
-                stages = tuple(tuple(units[stage * each : (stage + 1) * each]) for stage in range(depth))
-                if (stages, replicas) not in seen:
-                    seen.add((stages, replicas))
-                    yield _Choice(stages, width, replicas, self._least_s(stages, depth, replicas))
+                # All work at the best rates, while pipelines fill and drain.
+                fill = 1 + (depth - 1) * replicas / self._micro_batches
+                least_s = job.global_batch_size * job.seq_length / float(together[depth * each]) * fill
+                yield _Choice(units, each, depth, width, replicas, least_s)
 
     def _orders(self) -> list[list[int]]:
         """Orders of the nodes: fast ones first, slow ones first, and those of each model alone."""
         nodes = self._cluster.nodes
         speed = {number: self._rates[id(node.device)] for number, node in enumerate(nodes)}
         fast = sorted(speed, key=lambda number: (-speed[number], number))
-        orders = [fast, fast[::-1]]
+        alike = all(node.device is nodes[0].device for node in nodes)
+        orders = [fast] if alike else [fast, fast[::-1]]
         orders += ([n for n in fast if nodes[n].device is nodes[first].device] for first in fast)
         return [list(order) for order in dict.fromkeys(map(tuple, orders))]
-
-    def _least_s(self, stages: Sequence[Sequence[tuple[int, ...]]], depth: int, replicas: int) -> float:
-        """All work at the best rates, while pipelines fill and drain."""
-        job, ranks = self._request.job, self._cluster.ranks
-        rate = sum(self._rates[id(ranks[gpu].device)] for stage in stages for unit in stage for gpu in unit)
-        fill = 1 + (depth - 1) * replicas / self._micro_batches
-        return job.global_batch_size * job.seq_length / rate * fill
 
     def _settled(self, choice: _Choice) -> Candidate | None:
         """Return it with the least recomputation that fits; ``None`` where none does, or heads do not."""
