@@ -13,6 +13,7 @@ from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.presets import constant_flags, model_file, presets, read_model, read_terms
 from megatron_hexi.cost.ranks import Pace, RankCost
+from megatron_hexi.cost.throughput import Throughput, model_flops
 from megatron_hexi.cost.timing import Timing
 from megatron_hexi.cost.unit_rates import unit_rates
 
@@ -31,6 +32,7 @@ __all__ = [
     "Phases",
     "RankCost",
     "Shortage",
+    "Throughput",
     "Timing",
     "assumed_kernels",
     "attention_seconds",
@@ -43,6 +45,7 @@ __all__ = [
     "job_terms",
     "model_file",
     "model_flags",
+    "model_flops",
     "planned_kernels",
     "presets",
     "read_model",

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 
 from megatron_hexi import __version__
 from megatron_hexi.cluster import Cluster, cluster_digest
-from megatron_hexi.cost import CostModel, IterationCost
+from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import ClusterError, HexiError
-from megatron_hexi.plan import Estimate, Plan, Provenance
+from megatron_hexi.plan import Estimate, Provenance
+from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import Progress, order_of
+from megatron_hexi.planner.notes import left_out, margin_note, why_saved
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.saved_plans import SavedPlans, first_plan
-from megatron_hexi.planner.savings import spell_savings
 from megatron_hexi.planner.search.solver import SEED
-
-#: On so many GPUs it takes a part of the search's own time to see whether any baseline is faster.
-_CHECKED = 32
+from megatron_hexi.planner.weak_kinds import spell_weak, weak_kinds
 
 
 def find_plan(
@@ -41,8 +40,8 @@ def find_plan(
     Args:
         request: the job, and what of it is fixed; the rest is chosen.
         cluster: where it runs.
-        with_baselines: time every baseline too. The plan is never slower than one of these, nor without
-            them on up to 32 GPUs.
+        with_baselines: time every baseline too. The plan is the same with and without them: never slower than
+            the best layout of Megatron's flags, nor on up to 8 GPUs than those of published planners.
         progress: told how far it is.
 
     Raises:
@@ -51,41 +50,77 @@ def find_plan(
         HexiError: the job cannot be cut as asked for.
     """
     begun = time.perf_counter()
+    request = replace(request, rules=request.rules.over(cluster.file.planner))
     tell: Progress = progress or (lambda _what, _done, _of: None)
     searches = JointSearches(tell)
     _check_nodes(cluster)
     _check_fixed(request, cluster)
     if not memory_fits(request, cluster):
         raise nothing_fits(request, cluster, partial(first_plan, searches), proven=True)
-    memory = 1 - request.memory_margin
-    found = searches.plans(request, cluster, memory)
-    if not found and memory < 1:
-        memory = 1.0
-        found = searches.plans(request, cluster, memory)
-    roomy = cluster.with_memory_margin(1 - memory)
-    best = min(found, key=order_of, default=None)
+    found = _search(request, cluster, searches, tell)
+    best = found.best
+    if best is None:
+        raise nothing_fits(request, cluster, partial(first_plan, searches), proven=False)
+    weak, timed = weak_kinds(request, cluster, best, lambda part: _search(request, part, searches, tell).best)
+    best = min([best, *(kind.without for kind in weak)], key=order_of)
+    trials = searches.trials + found.trials + timed
     baselines: tuple[Baseline, ...] = ()
-    trials = 0
     if with_baselines:
-        baselines, trials = find_baselines(request, roomy, progress=tell)
-        others = [one.trial for one in baselines if one.trial is not None]
-        best = min([*([] if best is None else [best]), *others], key=order_of, default=None)
-    elif len(cluster.ranks) <= _CHECKED:  # what the search passes over may be all that fits
-        faster, trials = find_faster(request, roomy, math.inf if best is None else best.iteration_s)
-        best = faster or best
+        roomy = cluster.with_memory_margin(1 - found.memory)
+        baselines, timed = find_baselines(request, roomy, progress=tell)
+        trials += timed
+    tell("bound", 0, 1)
+    bound = joint_bound(request, cluster, best.iteration_s)
+    planned = _planned(best, cluster, bound, baselines, trials, begun)
+    notes = (
+        *why_saved(best.plan, best.iteration_s, found.unsaved_s),
+        *margin_note(planned.cost, request.memory_margin),
+        *left_out(best, cluster, found.tried),
+        *spell_weak(weak, best),
+    )
+    rivals = best_of_each_kind(found.tried, best)
+    return replace(planned, rivals=rivals, notes=notes, unsaved_s=found.unsaved_s)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a search comes to.
+
+    Args:
+        best: the fastest plan that fits; ``None``: none was found.
+        tried: plans that were timed and fit, before anything saves memory.
+        unsaved_s: seconds of the best of these; infinite: there is none.
+        memory: the part of each GPU's usable memory that plans may use.
+        trials: layouts that were timed, besides those of the joint searches.
+    """
+
+    best: Candidate | None
+    tried: list[Candidate]
+    unsaved_s: float
+    memory: float
+    trials: int
+
+
+def _search(request: Request, cluster: Cluster, searches: JointSearches, tell: Progress) -> _Found:
+    """Search for the fastest plan that fits, at first with the margin of memory kept free."""
+    trials = 0
+    for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):
+        tried = searches.plans(request, cluster, memory)
+        roomy = cluster.with_memory_margin(1 - memory)
+        best = min(tried, key=order_of, default=None)
+        # What the search passes over may be all that fits.
+        faster, timed = find_faster(request, roomy, math.inf if best is None else best.iteration_s)
+        trials += timed
+        if faster is not None:
+            best = faster
+            tried.append(faster)
+        if best is not None:
+            break
     unsaved_s = math.inf if best is None else best.iteration_s
     tell("memory", 0, 1)
     saved = SavedPlans(request, cluster, memory, searches)
-    best = saved.made_to_fit() if best is None else saved.best(best, found)
-    if best is None:
-        raise nothing_fits(request, cluster, partial(first_plan, searches), proven=False)
-    tell("bound", 0, 1)
-    bound = joint_bound(request, cluster, best.iteration_s)
-    trials += searches.trials + saved.trials
-    planned = _planned(best, cluster, bound, baselines, trials, begun)
-    why = _why_saved(best.plan, best.iteration_s, unsaved_s)
-    notes = (*why, *_margin_note(planned.cost, request.memory_margin), *planned.notes)
-    return replace(planned, rivals=best_of_each_kind(found, best), notes=notes, unsaved_s=unsaved_s)
+    best = saved.made_to_fit() if best is None else saved.best(best, tried)
+    return _Found(best, tried, unsaved_s, memory, trials + saved.trials)
 
 
 def _check_nodes(cluster: Cluster) -> None:
@@ -100,17 +135,6 @@ def _check_nodes(cluster: Cluster) -> None:
                 )
 
 
-def _why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
-    """What saves memory, and what it brings."""
-    what = spell_savings(plan)
-    if seconds >= unsaved_s:
-        return ()
-    without = "no layout was found that fits"
-    if unsaved_s < math.inf:
-        without = f"the best layout takes {unsaved_s / seconds - 1:.1%} longer"
-    return (f"{what or "GPUs with the same weights share the optimizer's state"}: without that {without}",)
-
-
 def _check_fixed(request: Request, cluster: Cluster) -> None:
     """Refuse fixed numbers that no layout has."""
     job, gpus = request.job, len(cluster.ranks)
@@ -119,13 +143,20 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
             f"pipeline_parallel = {job.pipeline_parallel}: pipelines of up to {DEEPEST} stages are planned; "
             f"give {DEEPEST} or fewer, or leave it to the planner"
         )
+    unit = request.context_parallel or 1
+    sizes = [] if request.context_parallel is None else [spell_flag("context_parallel", unit)]
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        if name in request.fixed:
+            unit *= getattr(job, name)
+            sizes.append(spell_flag(name, getattr(job, name)))
+    if unit > gpus:
+        raise HexiError(
+            f"{' '.join(sizes)}: take {unit} GPUs, cluster {cluster.name} has {gpus}; give smaller sizes"
+        )
     if "data_parallel" not in request.fixed:
         return
     least = request.micro_batch_sizes()[0]
     batch = job.global_batch_size // least
-    unit = 1
-    for name in ("tensor_parallel", "pipeline_parallel"):
-        unit *= getattr(job, name) if name in request.fixed else 1
     if job.data_parallel * unit > gpus:
         raise HexiError(
             f"data_parallel = {job.data_parallel}: cluster {cluster.name} has {gpus} GPUs, for "
@@ -138,19 +169,6 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
         )
 
 
-def _margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:
-    """A warning where the margin is not kept."""
-    fullest = max(cost.ranks, key=lambda rank: rank.memory_gib / rank.usable_gib)
-    free = 1 - fullest.memory_gib / fullest.usable_gib
-    if free >= margin - 1e-9:
-        return ()
-    warning = (
-        f"no plan was found that keeps {margin:.0%} of usable memory free: this one leaves {free:.1%} on "
-        f"{fullest.name} ({fullest.memory_gib:.1f} of {fullest.usable_gib:.1f} GiB) and may run out of memory"
-    )
-    return (warning,)
-
-
 def _planned(
     best: Candidate,
     cluster: Cluster,
@@ -160,7 +178,7 @@ def _planned(
     begun: float,
 ) -> Planned:
     cost = CostModel(best.job, cluster).estimate(best.plan)
-    planned = Planned(best.plan, best.job, cost, bound, baselines, trials, 0.0, _notes(best.plan, cluster))
+    planned = Planned(best.plan, best.job, cost, bound, baselines, trials, 0.0)
     against = {item.name: item.tokens_per_s for item in baselines if item.tokens_per_s is not None}
     estimate = Estimate(
         iteration_s=cost.iteration_s,
@@ -180,17 +198,3 @@ def _planned(
     )
     plan = replace(best.plan, estimate=estimate, provenance=provenance)
     return replace(planned, plan=plan, planning_s=time.perf_counter() - begun)
-
-
-def _notes(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
-    """What has nothing to do."""
-    if plan.gpus is None:
-        return ()
-    idle = [gpu for gpu in range(len(cluster.ranks)) if gpu not in set(plan.gpus)]
-    if not idle:
-        return ()
-    names = ", ".join(cluster.rank_name(gpu) for gpu in idle[:4])
-    more = f" and {len(idle) - 4} more" if len(idle) > 4 else ""
-    return (
-        f"{len(idle)} of {len(cluster.ranks)} GPUs left out ({names}{more}): no plan with them is faster",
-    )

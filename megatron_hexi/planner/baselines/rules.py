@@ -21,7 +21,7 @@ from functools import cache, partial
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.baselines.arrange import Deal, Order, deals, divisors, groups, orders
 from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.layout import Layout, Part, units_by_rank
 
 RING, ULYSSES, USP, TE = "ring", "ulysses", "usp", "te-a2a+p2p"
 PROPORTION, HOMOGENEOUS = "proportion", "homogeneous"
@@ -43,12 +43,21 @@ class Entrant:
     layouts: tuple[Layout, ...]
     texts: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the first replica has the first ranks, and so on, as Megatron deals them."""
+        number = {unit: place for place, unit in enumerate(units_by_rank(self.fleet, self.layouts))}
+        ranks = [sorted(number[unit] for part in one.parts for unit in part.units) for one in self.layouts]
+        dealt = [rank for own in ranks for rank in own]
+        return dealt == sorted(dealt)
 
-def replica_counts(fleet: Fleet, data_parallel: int | None) -> list[int]:
-    """Numbers of equal replicas with equal micro-batches."""
+
+def replica_counts(fleet: Fleet, data_parallel: int | None, context_parallel: int | None = None) -> list[int]:
+    """Numbers of equal replicas with equal micro-batches, and of so many units each where that is given."""
     units, together = len(fleet.units), _micro_batches(fleet)
     wanted = divisors(together) if data_parallel is None else [data_parallel]
-    return [count for count in wanted if units % count == 0 and together % count == 0]
+    counts = [count for count in wanted if units % count == 0 and together % count == 0]
+    return [count for count in counts if context_parallel in (None, units // count)]
 
 
 def candidates(fleet: Fleet, counts: Iterable[int], names: Sequence[str] = NAMES) -> list[Entrant]:
