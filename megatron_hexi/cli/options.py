@@ -174,8 +174,8 @@ class Training:
             taken = {name: terms.fields[name] for name in names if name in terms.fields.keys() - stated}
             if taken:
                 say(f"note: {arguments} says {' '.join(starmap(spell_flag, taken.items()))}")
-            if terms.unread:
-                say(f"note: {arguments}: plans do not depend on {', '.join(terms.unread)}")
+            if terms.free:
+                say(f"note: {arguments}: plans do not depend on {', '.join(terms.free)}")
             stated |= taken
         if stated.get("precision") == "fp8":
             raise HexiError(

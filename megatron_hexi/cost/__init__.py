@@ -11,7 +11,14 @@ from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.cost.presets import constant_flags, model_file, presets, read_model, read_terms
+from megatron_hexi.cost.presets import (
+    argument_words,
+    constant_flags,
+    model_file,
+    presets,
+    read_model,
+    read_terms,
+)
 from megatron_hexi.cost.ranks import Pace, RankCost
 from megatron_hexi.cost.timing import Timing
 from megatron_hexi.cost.unit_rates import unit_rates
@@ -32,6 +39,7 @@ __all__ = [
     "RankCost",
     "Shortage",
     "Timing",
+    "argument_words",
     "assumed_kernels",
     "attention_seconds",
     "ceiling_tokens_per_s",

@@ -27,7 +27,7 @@ LLAMA3_8B_ARGUMENTS = """\
 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 \\
 --num-attention-heads 32   # heads
 --group-query-attention --num-query-groups 8
---swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+--swiglu --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights
 --vocab-size 128256 --position-embedding-type rope --lr 3e-4 --bf16 --use-mcore-models
 """
 
@@ -59,8 +59,8 @@ def test_counts_by_hand():
     assert TINY.layer_params(2) == 3145728 // 2 + 1024
     gated = Model("g", 1, 64, 4, 2, 16, 128, gated=True, vocab_size=100, tied_embeddings=False, biases=True)
     assert gated.matrix_params() == 64 * 16 * (4 + 2 * 2) + 64 * 64 + 3 * 64 * 128
-    # Norms have weights and biases; biases of QKV, MLP in, projection, MLP out.
-    assert gated.vector_params() == 4 * 64 + 16 * (4 + 2 * 2) + 128 + 2 * 64
+    # Norms have weights and biases; biases of QKV, MLP in and its gate, projection, MLP out.
+    assert gated.vector_params() == 4 * 64 + 16 * (4 + 2 * 2) + 2 * 128 + 2 * 64
 
 
 def test_vocabularies_are_padded_as_megatron_does():
@@ -149,11 +149,35 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (LLAMA3_8B_ARGUMENTS + "--num-experts 8", "--num-experts: mixture of experts is not supported"),
-        (LLAMA3_8B_ARGUMENTS + "--moe-layer-freq 2", "--moe-layer-freq: mixture of experts"),
+        (
+            LLAMA3_8B_ARGUMENTS + "--num-experts 8",
+            "line 7: --num-experts does not work with hexi plan: mixture of experts is not supported",
+        ),
         (
             LLAMA3_8B_ARGUMENTS + "--multi-latent-attention",
-            "--multi-latent-attention: multi-latent attention",
+            "multi-latent attention is not supported; plan with",
+        ),
+        (
+            LLAMA3_8B_ARGUMENTS + "--swigluu",
+            "line 7: --swigluu: Megatron 0.17 to 0.19 has no such argument; did",
+        ),
+        (LLAMA3_8B_ARGUMENTS + "32", "line 7: 32: belongs to no argument; remove it"),
+        (
+            LLAMA3_8B_ARGUMENTS + "--squared-relu",
+            "--swiglu and --squared-relu are two activations; leave one",
+        ),
+        (
+            LLAMA3_8B_ARGUMENTS + "--encoder-num-layers 2",
+            "--num-layers and --encoder-num-layers are one argument",
+        ),
+        (
+            "--num-layers: 32\n--hidden-size: 64",
+            "line 1: --num-layers: this file is YAML; write its entries as",
+        ),
+        ("ARGS=( --num-layers 32", "line 1: ARGS=(: is not closed; close the parenthesis"),
+        (
+            "ARGS=( --num-layers 32 )\ntorchrun x.py",
+            "line 2: torchrun: stands outside the script's arguments",
         ),
         (LLAMA3_8B_ARGUMENTS + "--hidden-size", "expected one argument; correct that flag"),
         (LLAMA3_8B_ARGUMENTS.replace("--num-layers 32", ""), "--num-layers is missing; add it"),
@@ -242,7 +266,7 @@ def test_a_file_of_arguments_states_the_job(tmp_path):
         "overlap_gradients": True,
         "sequence_parallel": True,
     }
-    assert terms.unread == ("--lr", "--use-mcore-models", "--recompute-method")
+    assert terms.free == ("--lr", "--use-mcore-models")
 
 
 def test_what_a_job_leaves_out_is_megatron_s_default(tmp_path):

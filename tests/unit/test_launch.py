@@ -93,6 +93,7 @@ def test_each_run_of_ranks_on_a_node_is_one_start(tmp_path):
 def test_what_the_plan_sets_is_not_typed_and_own_flags_stand():
     plan = proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]])
     plan = dataclasses.replace(plan, job=JobTerms(precision="bf16"))
+    model = ["--hidden-size", "64", "--num-attention-heads", "4", "--micro-batch-size", "1"]
     given = [
         "--num-layers",
         "2",
@@ -104,8 +105,10 @@ def test_what_the_plan_sets_is_not_typed_and_own_flags_stand():
         "--lr",
         "1",
     ]
-    flags = megatron_flags(given, ["--lr", "2", "--data-path", "text"], plan, "plan.yaml")
-    assert flags[:6] == ("--hexi-plan", "plan.yaml", "--num-layers", "2", "--seq-length", "64")
+    own = ["--lr", "2", "--data-path", "text"]
+    flags = megatron_flags([*given, *model], own, plan, "plan.yaml")
+    assert flags[:4] == ("--hexi-plan", "plan.yaml", "--num-layers", "2")
+    assert flags[flags.index("--seq-length") + 1] == "64"
     assert flags[-4:] == ("--lr", "2", "--data-path", "text")
     assert not {"--bf16", "--tensor-model-parallel-size", "--mock-data"} & set(flags)
 

@@ -21,10 +21,6 @@ type Batch = dict[str, Tensor | None]
 class Megatron(Protocol):
     """The shape of these modules."""
 
-    @property
-    def NOT_CARRIED_OUT(self) -> Mapping[str, str]:
-        """Arguments that NVIDIA's script of this version carries out and ours does not, and their flags."""
-
     def train(
         self,
         build_datasets: Callable[..., Any],
