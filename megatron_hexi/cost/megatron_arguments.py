@@ -173,7 +173,9 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
     if model.gated:
         flags.append("--swiglu")
     if not model.biases:
-        flags += ["--disable-bias-linear", "--normalization", "RMSNorm"]
+        flags.append("--disable-bias-linear")
+    if model.norm_params(1) == 1:
+        flags += ["--normalization", "RMSNorm"]
     if not model.tied_embeddings:
         flags.append("--untie-embeddings-and-output-weights")
     if model.qk_norm:
