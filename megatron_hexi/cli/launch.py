@@ -20,6 +20,7 @@ from megatron_hexi.report.launch import (
     launch_lines,
     launch_text,
     megatron_flags,
+    replace_flags,
 )
 from megatron_hexi.text_file import write_text_atomically
 
@@ -74,15 +75,6 @@ def launch(
         print(launch_text(lines))
 
 
-def _constants(model: str) -> list[str]:
-    """Flags for the constants of a config.json; what Megatron has no flag for is named in a note."""
-    try:
-        return constant_flags(model)
-    except HexiError as problem:
-        say(f"note: Megatron's flags lack constants of the model: {problem}")
-        return []
-
-
 def find_lines(
     plan: Plan, cluster: Cluster, path: Path, cluster_path: Path, model: str, more: list[str]
 ) -> LaunchLines:
@@ -97,11 +89,13 @@ def find_lines(
         more: the user's own flags.
 
     Raises:
-        HexiError: an unknown model, a plan for another cluster, model or job, or flags that do not work with it.
+        HexiError: an unknown model, a plan for another cluster, model or job, or flags that do not work with
+            it.
+        NoFlagError: Megatron has no flags for a constant of the model, so that lines would train another one.
     """
     given = argument_words(model)
     if given is None:
-        given = model_flags(read_model(model), plan.workload.seq_length) + _constants(model)
+        given = replace_flags(model_flags(read_model(model), plan.workload.seq_length), constant_flags(model))
     flags = megatron_flags(given, more, plan, str(path))
     return launch_lines(
         plan, cluster, flags, plan_path=str(path), cluster_path=str(cluster_path), model=model

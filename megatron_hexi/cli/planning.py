@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +34,7 @@ from megatron_hexi.cli.output import (
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import (
     Job,
+    NoFlagError,
     estimate,
     find_shortage,
     job_terms,
@@ -45,6 +48,7 @@ from megatron_hexi.text_file import write_text_atomically
 
 if TYPE_CHECKING:
     from megatron_hexi.planner import Planned
+    from megatron_hexi.report.launch import LaunchLines
 
 # The planner, the simulator and matplotlib take a second to import: only the commands that use them do, and
 # not before their input was found to be right.
@@ -100,17 +104,29 @@ def plan(
     from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
     from megatron_hexi.report.rivals import rivals_dict, rivals_report
 
-    lines = find_lines(planned.plan, machines, out, cluster, job.model, [])
+    lines: LaunchLines | None = None
+    with _without_flags():
+        lines = find_lines(planned.plan, machines, out, cluster, job.model, [])
     if as_json:
         files = {"plan": str(out), "cluster": str(cluster)}
         found = {"job": job_dict(planned.job)} | planned_dict(planned, machines)
-        found |= {"next_best": rivals_dict(planned, machines), "launch": launch_dict(lines)}
+        found |= {"next_best": rivals_dict(planned, machines), "launch": lines and launch_dict(lines)}
         print_json(files | found)
     else:
         print_report(planned_report(planned, machines))
         print_report(rivals_report(planned, machines, explain=explain))
-        again = lines.sbatch[0].removesuffix(" -o job.args")
-        print(launch_text(lines, most=_MOST_NODES, more=again))
+        if lines is not None:
+            again = lines.sbatch[0].removesuffix(" -o job.args")
+            print(launch_text(lines, most=_MOST_NODES, more=again))
+
+
+@contextlib.contextmanager
+def _without_flags() -> Iterator[None]:
+    """Turn a constant that Megatron has no flag for into a note: lines would train another model."""
+    try:
+        yield
+    except NoFlagError as problem:
+        say(f"note: no lines that start the training: {problem}")
 
 
 @app.command(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,8 @@ from types import MappingProxyType
 
 from megatron_hexi.argument_file import split_words
 from megatron_hexi.cost.hugging_face import model_from_config
-from megatron_hexi.cost.hugging_face_constants import constants_from_config
+from megatron_hexi.cost.hugging_face_config import read_config
+from megatron_hexi.cost.hugging_face_constants import constants_of
 from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_from_arguments, terms_from_arguments
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
@@ -93,14 +93,17 @@ def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
     """Return Megatron's flags for the constants of a preset or config.json; none for a file of arguments.
 
     Raises:
-        HexiError: as `read_model`, or a constant that Megatron has no flag for.
+        HexiError: as `read_model`.
+        NoFlagError: a constant that Megatron has no flag for.
     """
     name = os.fspath(name_or_path)
     path = model_file(name)
     if path is None:
         return list(_constants()[name])
     text = _read(name, path)
-    return constants_from_config(json.loads(text), path).flags() if _is_json(text, path) else []
+    if not _is_json(text, path):
+        return []
+    return [word for pair in constants_of(read_config(text, path)) for word in pair if word]
 
 
 def _read(name: str, path: Path) -> str:

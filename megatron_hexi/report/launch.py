@@ -272,6 +272,11 @@ def flags_text(flags: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in _flag_lines(flags))
 
 
+def replace_flags(words: Sequence[str], more: Sequence[str]) -> list[str]:
+    """The words, in which flags of `more` replace those of the same name."""
+    return [*_without(words, {word for word in more if word.startswith("--")}), *more]
+
+
 def _without(words: Sequence[str], flags: set[str]) -> list[str]:
     """The words without these flags and their values."""
     kept, leaving = [], False

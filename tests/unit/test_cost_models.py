@@ -59,8 +59,12 @@ def test_counts_by_hand():
     assert TINY.layer_params(2) == 3145728 // 2 + 1024
     gated = Model("g", 1, 64, 4, 2, 16, 128, gated=True, vocab_size=100, tied_embeddings=False, biases=True)
     assert gated.matrix_params() == 64 * 16 * (4 + 2 * 2) + 64 * 64 + 3 * 64 * 128
-    # Norms have weights and biases; biases of QKV, MLP in and its gate, projection, MLP out.
+    # Norms have weights and biases; biases of QKV, gate and MLP in, projection, MLP out.
     assert gated.vector_params() == 4 * 64 + 16 * (4 + 2 * 2) + 2 * 128 + 2 * 64
+    assert gated.vector_params(2) == 4 * 64 + 16 * (2 + 2 * 1) + 128 + 2 * 64
+    assert replace(gated, norm_biases=False).vector_params() == gated.vector_params() - 2 * 64
+    only_qkv = replace(gated, biases=False, qkv_bias=True)
+    assert only_qkv.vector_params() == 2 * 64 + 16 * (4 + 2 * 2)
 
 
 def test_vocabularies_are_padded_as_megatron_does():
@@ -69,7 +73,7 @@ def test_vocabularies_are_padded_as_megatron_does():
 
 
 def same_shape(a, b):
-    fields = vars(a).keys() - {"name", "source"}
+    fields = vars(a).keys() - {"name", "source", "norm_biases"}  # None and false are the same here
     return {field: getattr(a, field) for field in fields} == {field: getattr(b, field) for field in fields}
 
 
@@ -141,7 +145,7 @@ def test_a_broken_config_json_is_one_clear_error(tmp_path, config, said):
 
 
 def test_a_window_that_is_not_used_is_harmless(tmp_path):
-    config = LLAMA3_8B | {"sliding_window": 4096, "use_sliding_window": False}
+    config = LLAMA3_8B | {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_model(tmp_path).layers == 32
 

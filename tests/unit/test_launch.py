@@ -53,27 +53,73 @@ LLAMA_3_1 = {
         ({}, "--norm-epsilon 1e-05 --rotary-base 500000"),
         ({"rope_scaling": LLAMA_3_1}, "--norm-epsilon 1e-05 --rotary-base 500000 --use-rope-scaling"),
         ({"model_type": "qwen2"}, "--norm-epsilon 1e-05 --rotary-base 500000 --add-qkv-bias"),
-        ({"model_type": "gpt2", "layer_norm_epsilon": 1e-6}, "--norm-epsilon 1e-06"),
+        ({"initializer_range": 0.01}, "--norm-epsilon 1e-05 --init-method-std 0.01 --rotary-base 500000"),
     ],
 )
 def test_constants_of_a_config_are_flags(tmp_path, change, flags):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**LLAMA, "n_layer": 2, "n_embd": 64, "n_head": 4, **change}))
+    path.write_text(json.dumps({**LLAMA, **change}))
     assert constant_flags(path) == flags.split()
 
 
-def test_constants_without_a_flag_are_named(tmp_path, monkeypatch, capsys):
-    """Llama 3.2's factor: Megatron would build the model with 8."""
+@pytest.mark.parametrize(
+    ("change", "flags"),
+    [
+        ({"layer_norm_epsilon": 1e-6}, "--norm-epsilon 1e-06"),
+        ({"activation_function": "gelu"}, "--norm-epsilon 1e-05 --no-bias-gelu-fusion"),
+    ],
+)
+def test_constants_of_a_gpt2_are_flags(tmp_path, change, flags):
+    path = tmp_path / "config.json"
+    sizes = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 1000}
+    path.write_text(json.dumps({**sizes, **change}))
+    assert constant_flags(path) == flags.split()
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """A folder with a plan for two ranks of a small Llama, and its cluster."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    config = {**LLAMA, "rope_scaling": {**LLAMA_3_1, "factor": 32.0}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
     write_plan(proportional_plan(Workload(64, 4, 4, 16), [[[1] * 7]]), tmp_path / "plan.yaml")
-    words = "launch plan.yaml --cluster cluster.yaml --model config.json"
+    return tmp_path
+
+
+LAUNCH = "launch plan.yaml --cluster cluster.yaml --model config.json -o job.args"
+
+
+def test_lines_state_yarn_once(planned, monkeypatch, capsys):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    (planned / "config.json").write_text(json.dumps({**LLAMA, "rope_scaling": scaling}))
+    assert call_hexi(monkeypatch, capsys, LAUNCH.split()).code == 0
+    flags = (planned / "job.args").read_text()
+    assert flags.count("--position-embedding-type") == 1
+    assert "--position-embedding-type yarn\n--rotary-scaling-factor 4.0\n" in flags
+    assert "--rotary-base 500000\n" in flags
+
+
+def test_biases_are_flags(planned, monkeypatch, capsys):
+    (planned / "config.json").write_text(json.dumps({**LLAMA, "attention_bias": True, "mlp_bias": True}))
+    assert call_hexi(monkeypatch, capsys, LAUNCH.split()).code == 0
+    flags = (planned / "job.args").read_text()
+    assert "--disable-bias-linear" not in flags
+    assert "--normalization RMSNorm\n" in flags
+
+
+def test_a_constant_without_a_flag_means_no_lines(planned, monkeypatch, capsys):
+    """Llama 3.2's factor: Megatron would build the model with 8."""
+    config = {**LLAMA, "rope_scaling": {**LLAMA_3_1, "factor": 32.0}}
+    (planned / "config.json").write_text(json.dumps(config))
+    said = call_hexi(monkeypatch, capsys, LAUNCH.split())
+    assert said.code == 2
+    assert "config.json: rope_scaling.factor = 32.0: Megatron's --use-rope-scaling has 8.0" in said.err
+    assert not (planned / "job.args").exists()
+    words = "plan cluster.yaml --model config.json --seq-length 64 -o new.yaml --json"
     said = call_hexi(monkeypatch, capsys, words.split())
     assert said.code == 0
-    assert "config.json: rope_scaling.factor = 32.0: Megatron's --use-rope-scaling has 8.0" in said.err
-    assert "--use-rope-scaling" not in said.out
+    assert "note: no lines that start the training: config.json: rope_scaling.factor = 32.0" in said.err
+    assert json.loads(said.out)["launch"] is None
+    assert (planned / "new.yaml").exists()
 
 
 def test_each_run_of_ranks_on_a_node_is_one_start(tmp_path):
