@@ -14,28 +14,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_hexi.cost import Model
-
-#: FLOPs of attention, a token of context, a layer and a column of the heads.
-ATTENTION = {"full": 12, "half": 6}
-
-
-def flops_per_token(model: Model, context: int, counting: Literal["full", "half"]) -> float:
-    """Model FLOPs of one token, forward and backward.
-
-    Args:
-        model: the model; its vocabulary counts without padding.
-        context: tokens of a sequence.
-        counting: of attention.
-    """
-    matrices = model.layers * model.matrix_params() + model.hidden_size * model.vocab_size
-    heads = model.layers * model.heads * model.head_dim
-    return float(6 * matrices + ATTENTION[counting] * context * heads)
+from megatron_hexi.cost import Model, model_flops
 
 
 def tokens_per_s(tflops: float, model: Model, context: int, counting: Literal["full", "half"]) -> float:
     """Tokens/s of a GPU that does so many model TFLOP/s."""
-    return tflops * 1e12 / flops_per_token(model, context, counting)
+    return tflops * 1e12 / model_flops(model, context, counting)
 
 
 def mask_tflops(model: Model, context: int, gpus: int, seconds: float, *, backward: bool) -> float:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from megatron_hexi.cli.features import FEATURES, PlanFeatures
 from megatron_hexi.cli.output import say
 from megatron_hexi.cost import (
     PRECISIONS,
@@ -70,7 +71,7 @@ MODEL_OF_PLAN = f"{_MODEL}; the one that the plan names if not given."
 MODEL_OF_REPORT = f"{_MODEL}; used with --cluster, by default the one that the plan names."
 _JOB = "The job"
 #: Fields of bundles that are no terms of a `Job`.
-_NOT_TERMS = ("model", "data_parallel", "memory_margin")
+_NOT_TERMS = ("model", "data_parallel", "memory_margin", *FEATURES)
 
 
 def whole(text: str | int) -> int:
@@ -187,7 +188,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewJob(Training):
+class NewJob(PlanFeatures, Training):
     """A job to make a plan for; what is not given of its layout, the planner chooses."""
 
     micro_batch_size: Annotated[
@@ -251,7 +252,7 @@ class NewJob(Training):
         if replicas is not None:
             stated["data_parallel"] = replicas
         fixed = frozenset(stated.keys() & set(CHOSEN))
-        return Request(Job(model=model, **stated), fixed, self.memory_margin / 100)
+        return Request(Job(model=model, **stated), fixed, self.memory_margin / 100, self.rules)
 
     @property
     def _replicas(self) -> int | None:

@@ -6,6 +6,7 @@ from megatron_hexi.cluster.file import cluster_digest, cluster_from_yaml, read_c
 from megatron_hexi.cluster.links import LinkId, Node, Rank, Route, Tier
 from megatron_hexi.cluster.model import ClusterFile, NodeEntry
 from megatron_hexi.cluster.partition import Partition
+from megatron_hexi.cluster.planner_rules import PlannerRules
 from megatron_hexi.cluster.topology import Cluster
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "NodeEntry",
     "Nominal",
     "Partition",
+    "PlannerRules",
     "Passes",
     "Rank",
     "Route",

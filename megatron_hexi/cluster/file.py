@@ -42,10 +42,10 @@ def cluster_from_yaml(source: YamlFile) -> Cluster:
 
 
 def cluster_digest(cluster: Cluster) -> str:
-    """SHA-256 (hex) of what the file says, defaults filled in; its name is left out.
+    """SHA-256 (hex) of what the file says of the machines, defaults filled in; its name is left out.
 
     The catalogue's numbers do not enter: a better curve in a later version leaves a plan's cluster the same.
     """
     data = dataclasses.asdict(cluster.file)
-    del data["name"]
+    del data["name"], data["planner"]
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from megatron_hexi.cluster.entries import STRICT, DeviceEntry, Latency, Memory, Name, Rate, Text
+from megatron_hexi.cluster.planner_rules import PlannerRules
 
 #: More is a typing error, and is refused before anything is built for each of them.
 MAX_GPUS = 65536
@@ -156,6 +157,7 @@ class ClusterFile:
         levels: above the node, from inside out.
         matrix: in place of `network` and `levels`.
         devices: your own GPUs and measured curves.
+        planner: what plans may use, unless the command line says otherwise.
     """
 
     name: Name
@@ -164,6 +166,7 @@ class ClusterFile:
     levels: tuple[Level, ...] = ()
     matrix: Matrix | None = None
     devices: dict[Name, DeviceEntry] = field(default_factory=dict)
+    planner: PlannerRules = PlannerRules()
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

@@ -21,6 +21,7 @@ from megatron_hexi.cost.presets import (
     read_terms,
 )
 from megatron_hexi.cost.ranks import Pace, RankCost
+from megatron_hexi.cost.throughput import Throughput, model_flops
 from megatron_hexi.cost.timing import Timing
 from megatron_hexi.cost.unit_rates import unit_rates
 
@@ -40,6 +41,7 @@ __all__ = [
     "Phases",
     "RankCost",
     "Shortage",
+    "Throughput",
     "Timing",
     "argument_words",
     "assumed_kernels",
@@ -53,6 +55,7 @@ __all__ = [
     "job_terms",
     "model_file",
     "model_flags",
+    "model_flops",
     "planned_kernels",
     "presets",
     "read_model",

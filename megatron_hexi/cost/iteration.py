@@ -44,6 +44,7 @@ from megatron_hexi.cost.replica_pipelines import replica_lanes, replica_pipeline
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Ground, Section, plan_sections
 from megatron_hexi.cost.stage import exposed_synchronisation, optimizer_times, stage_cost
+from megatron_hexi.cost.throughput import Throughput
 from megatron_hexi.cost.timing import Timing
 from megatron_hexi.plan import Plan
 
@@ -59,6 +60,7 @@ class IterationCost:
         phases: where the time goes, along the slowest way; they add up to `iteration_s`.
         paces: the rank that each kind of work waits for.
         ranks: by rank of the job.
+        throughput: what `tokens_per_s` is worth.
         host_loads: nodes in whose memory something lies.
     """
 
@@ -68,6 +70,7 @@ class IterationCost:
     phases: Phases
     paces: tuple[Pace, ...]
     ranks: tuple[RankCost, ...]
+    throughput: Throughput
     host_loads: tuple[NodeLoad, ...] = ()
 
     @property
@@ -144,15 +147,17 @@ class CostModel:
         total = timing.phases.total
         ranks = rank_costs(self.cluster, timing)
         devices = [self.cluster.ranks[rank.gpu].device for rank in ranks]
+        tokens_per_s = self.job.global_batch_size * self.job.seq_length / total
         return IterationCost(
             iteration_s=total,
-            tokens_per_s=self.job.global_batch_size * self.job.seq_length / total,
+            tokens_per_s=tokens_per_s,
             ceiling_tokens_per_s=ceiling_tokens_per_s(
                 least_recomputed(self.job, timing.sections), devices, plan.workload.causal
             ),
             phases=timing.phases,
             paces=paces(ranks),
             ranks=ranks,
+            throughput=Throughput.of(self.job, devices, tokens_per_s),
             host_loads=timing.host_loads,
         )
 

@@ -90,8 +90,8 @@ class Job:
                 _refuse("tensor_parallel", tp, f"give a number that divides the {what}, {size}")
         if model.kv_heads % tp and tp % model.kv_heads:
             _refuse("tensor_parallel", tp, f"give a divisor or multiple of the {model.kv_heads} KV heads")
-        if model.layers % pp:
-            _refuse("pipeline_parallel", pp, f"give a number that divides the {model.layers} layers")
+        if pp > model.layers:
+            _refuse("pipeline_parallel", pp, f"the model has {model.layers} layers; give {model.layers} or fewer")
         if self.global_batch_size % self.micro_batch_size:
             _refuse(
                 "global_batch_size",
@@ -106,8 +106,13 @@ class Job:
 
     @property
     def stage_layers(self) -> int:
-        """Layers of one pipeline stage."""
+        """Layers of one pipeline stage, where all have as many (`has_equal_stages`)."""
         return self.model.layers // self.pipeline_parallel
+
+    @property
+    def has_equal_stages(self) -> bool:
+        """Whether its pipeline stages can have as many layers each, as Megatron deals them by default."""
+        return self.model.layers % self.pipeline_parallel == 0
 
     @property
     def mode(self) -> RecomputeMode:

@@ -20,6 +20,11 @@ def check_job(plan: Plan, job: Job) -> Ints:
     fields = ["seq_length", "heads", "kv_heads", "head_dim", "layers", "hidden_size"]
     if plan.is_repeated:
         fields.append("tensor_parallel")
+        if not job.has_equal_stages:
+            raise PlanError(
+                f"pipeline_parallel = {job.pipeline_parallel}: the plan leaves stages to the job, whose "
+                f"{job.model.layers} layers they cannot share equally; give a number that divides these"
+            )
     else:
         _check_stages(plan, job)
     pairs = [(field, getattr(plan.workload, field), getattr(wanted, field)) for field in fields]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -25,9 +26,6 @@ from megatron_hexi.planner.saved_plans import SavedPlans, first_plan
 from megatron_hexi.planner.savings import spell_savings
 from megatron_hexi.planner.search.solver import SEED
 
-#: On so many GPUs it takes a part of the search's own time to see whether any baseline is faster.
-_CHECKED = 32
-
 
 def find_plan(
     request: Request,
@@ -41,8 +39,8 @@ def find_plan(
     Args:
         request: the job, and what of it is fixed; the rest is chosen.
         cluster: where it runs.
-        with_baselines: time every baseline too. The plan is never slower than one of these, nor without
-            them on up to 32 GPUs.
+        with_baselines: time every baseline too. The plan is the same with and without them: never slower than
+            the best layout of Megatron's flags, nor on up to 8 GPUs than those of published planners.
         progress: told how far it is.
 
     Raises:
@@ -51,40 +49,40 @@ def find_plan(
         HexiError: the job cannot be cut as asked for.
     """
     begun = time.perf_counter()
+    request = replace(request, rules=request.rules.over(cluster.file.planner))
     tell: Progress = progress or (lambda _what, _done, _of: None)
     searches = JointSearches(tell)
     _check_nodes(cluster)
     _check_fixed(request, cluster)
     if not memory_fits(request, cluster):
         raise nothing_fits(request, cluster, partial(first_plan, searches), proven=True)
-    memory = 1 - request.memory_margin
-    found = searches.plans(request, cluster, memory)
-    if not found and memory < 1:
-        memory = 1.0
-        found = searches.plans(request, cluster, memory)
-    roomy = cluster.with_memory_margin(1 - memory)
-    best = min(found, key=order_of, default=None)
-    baselines: tuple[Baseline, ...] = ()
     trials = 0
-    if with_baselines:
-        baselines, trials = find_baselines(request, roomy, progress=tell)
-        others = [one.trial for one in baselines if one.trial is not None]
-        best = min([*([] if best is None else [best]), *others], key=order_of, default=None)
-    elif len(cluster.ranks) <= _CHECKED:  # what the search passes over may be all that fits
-        faster, trials = find_faster(request, roomy, math.inf if best is None else best.iteration_s)
-        best = faster or best
+    for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):
+        found = searches.plans(request, cluster, memory)
+        roomy = cluster.with_memory_margin(1 - memory)
+        best = min(found, key=order_of, default=None)
+        # What the search passes over may be all that fits.
+        faster, timed = find_faster(request, roomy, math.inf if best is None else best.iteration_s)
+        best, trials = faster or best, trials + timed
+        if best is not None:
+            break
     unsaved_s = math.inf if best is None else best.iteration_s
     tell("memory", 0, 1)
     saved = SavedPlans(request, cluster, memory, searches)
     best = saved.made_to_fit() if best is None else saved.best(best, found)
     if best is None:
         raise nothing_fits(request, cluster, partial(first_plan, searches), proven=False)
+    baselines: tuple[Baseline, ...] = ()
+    if with_baselines:
+        baselines, timed = find_baselines(request, roomy, progress=tell)
+        trials += timed
     tell("bound", 0, 1)
     bound = joint_bound(request, cluster, best.iteration_s)
     trials += searches.trials + saved.trials
     planned = _planned(best, cluster, bound, baselines, trials, begun)
     why = _why_saved(best.plan, best.iteration_s, unsaved_s)
-    notes = (*why, *_margin_note(planned.cost, request.memory_margin), *planned.notes)
+    idle = _left_out(best, cluster, [*found, *([] if faster is None else [faster])])
+    notes = (*why, *_margin_note(planned.cost, request.memory_margin), *idle)
     return replace(planned, rivals=best_of_each_kind(found, best), notes=notes, unsaved_s=unsaved_s)
 
 
@@ -160,7 +158,7 @@ def _planned(
     begun: float,
 ) -> Planned:
     cost = CostModel(best.job, cluster).estimate(best.plan)
-    planned = Planned(best.plan, best.job, cost, bound, baselines, trials, 0.0, _notes(best.plan, cluster))
+    planned = Planned(best.plan, best.job, cost, bound, baselines, trials, 0.0)
     against = {item.name: item.tokens_per_s for item in baselines if item.tokens_per_s is not None}
     estimate = Estimate(
         iteration_s=cost.iteration_s,
@@ -182,15 +180,28 @@ def _planned(
     return replace(planned, plan=plan, planning_s=time.perf_counter() - begun)
 
 
-def _notes(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
-    """What has nothing to do."""
-    if plan.gpus is None:
-        return ()
-    idle = [gpu for gpu in range(len(cluster.ranks)) if gpu not in set(plan.gpus)]
+def _left_out(best: Candidate, cluster: Cluster, tried: Sequence[Candidate]) -> tuple[str, ...]:
+    """A note that names the GPUs without work, and says what the plans with more GPUs take that were tried.
+
+    Args:
+        best: the chosen one.
+        cluster: all GPUs.
+        tried: plans that were timed and fit.
+    """
+    used = _gpus_of(best.plan, cluster)
+    idle = [gpu for gpu in range(len(cluster.ranks)) if gpu not in used]
     if not idle:
         return ()
     names = ", ".join(cluster.rank_name(gpu) for gpu in idle[:4])
     more = f" and {len(idle) - 4} more" if len(idle) > 4 else ""
-    return (
-        f"{len(idle)} of {len(cluster.ranks)} GPUs left out ({names}{more}): no plan with them is faster",
-    )
+    larger = [one.iteration_s for one in tried if len(_gpus_of(one.plan, cluster)) > len(used)]
+    why = "no plan with them was found that fits and keeps to what is fixed"
+    if larger:
+        longer = min(larger) / best.iteration_s - 1
+        why = f"the fastest plan with more GPUs that was tried takes {longer:.1%} longer"
+    return (f"{len(idle)} of {len(cluster.ranks)} GPUs left out ({names}{more}): {why}",)
+
+
+def _gpus_of(plan: Plan, cluster: Cluster) -> set[int]:
+    """The cluster's GPUs that a plan uses."""
+    return set(range(len(cluster.ranks)) if plan.gpus is None else plan.gpus)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from megatron_hexi.cluster import PlannerRules
 from megatron_hexi.cost import Job
 from megatron_hexi.errors import HexiError
 
@@ -25,6 +26,7 @@ class Request:
         job: the job; what is not fixed becomes as `Job` has it by default.
         fixed: those of `CHOSEN` that must stay as the job says.
         memory_margin: share of usable memory that plans keep free, where some plan does; from 0 to below 1.
+        rules: what plans may use; what they leave open, the cluster file decides.
 
     Raises:
         HexiError: a name that is none of `CHOSEN`.
@@ -33,6 +35,7 @@ class Request:
     job: Job
     fixed: frozenset[str] = frozenset()
     memory_margin: float = 0.0
+    rules: PlannerRules = PlannerRules()
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.difference(CHOSEN))

@@ -20,6 +20,7 @@ from megatron_hexi.cost import RECOMPUTES, CostModel, Job
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.plan import Domain, Group, Member, Plan, Stage
 from megatron_hexi.plan.layout import apportion
+from megatron_hexi.planner.features import keeps_to
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.least_memory import LeastMemory, Rung
@@ -54,7 +55,7 @@ class Savings:
     """
 
     def __init__(self, request: Request, cluster: Cluster) -> None:
-        self._request, self._cluster = request, cluster
+        self._request, self._cluster, self._rules = request, cluster, request.rules
         self._models: dict[Job, CostModel] = {}
         self._timed, self._hosts = cache(self._time), Hosts(cluster)
         #: Seconds of the best that fits.
@@ -88,8 +89,10 @@ class Savings:
         return None
 
     def _written_out(self, candidate: Candidate) -> Candidate | None:
-        """The plan with layers of its own for each stage; ``None``: a pipeline that the job repeats."""
+        """The plan with layers of its own for each stage; ``None``: it cannot have these."""
         plan, job = candidate.plan, candidate.job
+        if not self._rules.allow("unequal_stages"):
+            return None
         if not plan.is_repeated:
             return self._timed(plan, job)
         if job.pipeline_parallel > 1:
@@ -111,9 +114,13 @@ class Savings:
     def _saving(self, base: Candidate, least: LeastMemory) -> Iterator[Candidate]:
         """With the state on the host; in ministages, on the device and with more and more on the host."""
         gpus = base.plan.gpus or range(base.plan.ranks)
-        on_host = all(self._cluster.ranks[gpu].device.host is not None for gpu in gpus)
+        on_host = self._rules.allow("offload") and all(
+            self._cluster.ranks[gpu].device.host is not None for gpu in gpus
+        )
         if on_host:
             yield from self._climbed(base, least, None, _WHOLE)
+        if not self._rules.allow("ministages"):
+            return
         layers = min(int(np.min(section.part.layers)) for section in base.timing.sections)
         for count in sorted({count for count in (*_MINISTAGES, layers) if 1 < count <= layers}):
             first = next(filter(self._allows, _TURNS), None)
@@ -162,6 +169,8 @@ class Savings:
         if len(chosen) < len(stages):
             return
         found = self._timed(_with(base.plan, ministages, chosen), base.job)
+        if not keeps_to(found.plan, self._rules):
+            return  # stages of equal replicas fit on different rungs
         if found.fits:
             self._best_s = min(self._best_s, found.iteration_s)
         yield found

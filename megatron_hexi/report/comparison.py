@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import Phases
-from megatron_hexi.report.estimate import spell_seconds
+from megatron_hexi.cost import Phases, Throughput
+from megatron_hexi.report.estimate import spell_seconds, throughput_cells
 from megatron_hexi.report.planned import bound_line, cluster_ceiling, job_line, kernel_lines, planned_dict
-from megatron_hexi.report.shares import find_shares, spell_layout
+from megatron_hexi.report.shares import find_shares, spell_layout, spell_recomputed
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need
     from megatron_hexi.planner import Planned
@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # brings the solver, which a report does not need
 OURS = "hexi"
 
 _CAPTION = (
-    "tokens/s, predicted; uniform: against the fastest of the layouts that give every GPU the same; ceiling: "
-    "all GPUs at their best rates, no communication"
+    "tokens/s, predicted; TFLOP/s: of the model, a GPU; uniform: against the fastest of the layouts that give "
+    "every GPU the same; ceiling: all GPUs at their best rates, no communication"
 )
 
 
@@ -38,6 +38,8 @@ class Result:
         tokens_per_s: likewise.
         why_not: why it cannot be done; empty where it can.
         uniform: whether all of its GPUs get the same, whatever they are.
+        throughput: what `tokens_per_s` is worth; ``None`` where it cannot be done.
+        recompute: which layers the backward pass computes again, for people.
     """
 
     name: str
@@ -46,6 +48,8 @@ class Result:
     tokens_per_s: float | None
     why_not: str
     uniform: bool
+    throughput: Throughput | None = None
+    recompute: str = ""
 
     @property
     def iteration_s(self) -> float | None:
@@ -103,11 +107,28 @@ def compare(planned: Planned, cluster: Cluster) -> Comparison:
     """
     shares = find_shares(planned.plan, planned.job, planned.cost, cluster)
     cost = planned.cost
-    results = [Result(OURS, spell_layout(shares), cost.phases, cost.tokens_per_s, "", False)]
+    again = spell_recomputed(planned.plan, planned.job)
+    results = [
+        Result(
+            *(OURS, spell_layout(shares), cost.phases, cost.tokens_per_s, "", False),
+            throughput=cost.throughput,
+            recompute=again,
+        )
+    ]
     for one in planned.baselines:
-        trial = one.trial
-        phases = None if trial is None else trial.timing.phases
-        results.append(Result(one.name, one.layout, phases, one.tokens_per_s, one.why_not, one.uniform))
+        if one.trial is None:
+            results.append(Result(one.name, one.layout, None, None, one.why_not, one.uniform))
+            continue
+        plan, job = one.trial.plan, one.trial.job
+        gpus = range(len(cluster.ranks)) if plan.gpus is None else plan.gpus
+        devices = [cluster.ranks[gpu].device for gpu in gpus]
+        results.append(
+            Result(
+                *(one.name, one.layout, one.trial.timing.phases, one.tokens_per_s, "", one.uniform),
+                throughput=Throughput.of(job, devices, one.trial.tokens_per_s),
+                recompute=spell_recomputed(plan, job),
+            )
+        )
     # Stable: ours stands before a baseline that is just as fast.
     results.sort(key=lambda one: -(one.tokens_per_s or 0.0))
     return Comparison(tuple(results), cluster_ceiling(planned.job, cluster), planned.bound.iteration_s)
@@ -132,17 +153,19 @@ def comparison_report(planned: Planned, cluster: Cluster) -> RenderableType:
 def comparison_table(comparison: Comparison) -> Table:
     """A line a result."""
     table = Table(caption=_CAPTION, caption_justify="left")
-    for name in ("", "tokens/s", "uniform", "ceiling", "iteration s"):
+    for name in ("", "tokens/s", "a GPU", "TFLOP/s", "MFU", "uniform", "ceiling", "iteration s"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table.add_column("recompute")
     table.add_column("layout, or why there is none", overflow="fold")
     for one in comparison.results:
         speed_up, share = comparison.speed_up(one), comparison.share_of_ceiling(one)
         table.add_row(
             Text(one.name),
-            "-" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}",
+            *throughput_cells(one.throughput),
             "-" if speed_up is None else f"{speed_up:.2f}x",
             "-" if share is None else f"{share:.1%}",
             "-" if one.iteration_s is None else spell_seconds(one.iteration_s),
+            one.recompute or "-",
             Text(_layout(one)),
             style="bold" if one.name == OURS else "dim" if one.tokens_per_s is None else "",
         )
@@ -165,6 +188,8 @@ def comparison_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
             {
                 "name": one.name,
                 "tokens_per_s": one.tokens_per_s,
+                **({} if one.throughput is None else one.throughput.facts),
+                "recompute": one.recompute or None,
                 "why_not": one.why_not or None,
                 "layout": one.layout,
                 "iteration_s": one.iteration_s,

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_hexi.cost import IterationCost, Job, RankCost, find_shortage
+from megatron_hexi.cost import IterationCost, Job, RankCost, Throughput, find_shortage
 from megatron_hexi.cost.memory import GIB
 
 _TIMES = ("token", "attention", "logits", "optimizer", "communication", "idle")
@@ -69,6 +69,7 @@ def estimate_dict(cost: IterationCost, job: Job) -> dict[str, Any]:
         "model": job.model.name,
         "iteration_s": cost.iteration_s,
         "tokens_per_s": cost.tokens_per_s,
+        **cost.throughput.facts,
         "ceiling_tokens_per_s": cost.ceiling_tokens_per_s,
         "exposed_communication_s": cost.exposed_communication_s,
         "idle_share": cost.idle_share,
@@ -86,6 +87,29 @@ def spell_seconds(seconds: float) -> str:
     if seconds == 0:
         return "0"
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 1e-4 else "<0.0001"
+
+
+def spell_throughput(throughput: Throughput) -> str:
+    """``431 a GPU, 412 model TFLOP/s a GPU, MFU 41.6 %``, to follow a number of tokens/s."""
+    words = [
+        f"{throughput.tokens_per_s_per_gpu:,.0f} a GPU",
+        f"{throughput.model_tflops_per_gpu:,.3g} model TFLOP/s a GPU",
+    ]
+    if throughput.mfu is not None:
+        words.append(f"MFU {throughput.mfu:.1%}")
+    return ", ".join(words)
+
+
+def throughput_cells(throughput: Throughput | None) -> tuple[str, str, str, str]:
+    """Tokens/s, the same of a GPU, model TFLOP/s of a GPU, MFU: cells of a table; ``-`` where not known."""
+    if throughput is None:
+        return ("-",) * 4
+    return (
+        f"{throughput.tokens_per_s:,.0f}",
+        f"{throughput.tokens_per_s_per_gpu:,.0f}",
+        f"{throughput.model_tflops_per_gpu:,.3g}",
+        "-" if throughput.mfu is None else f"{throughput.mfu:.1%}",
+    )
 
 
 def phases_line(cost: IterationCost) -> str:
@@ -108,7 +132,8 @@ def _headline(cost: IterationCost) -> str:
     share = cost.tokens_per_s / cost.ceiling_tokens_per_s
     return (
         f"predicted: {spell_seconds(cost.iteration_s)} s an iteration, {cost.tokens_per_s:,.0f} tokens/s "
-        f"({share:.0%} of the ceiling), {spell_seconds(cost.exposed_communication_s)} s of exposed "
+        f"({spell_throughput(cost.throughput)}; {share:.0%} of the ceiling), "
+        f"{spell_seconds(cost.exposed_communication_s)} s of exposed "
         f"communication, ranks idle {cost.idle_share:.1%} of the time"
     )
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job, assumed_kernels, ceiling_tokens_per_s, planned_kernels
 from megatron_hexi.plan import Plan, plan_digest
-from megatron_hexi.report.estimate import phases_line, spell_seconds
+from megatron_hexi.report.estimate import phases_line, spell_seconds, spell_throughput
 from megatron_hexi.report.shares import find_shares, shares_table, spell_recompute
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need
@@ -52,6 +52,7 @@ def planned_dict(planned: Planned, cluster: Cluster) -> dict[str, Any]:
         "data_parallel": planned.job.data_parallel,
         "kernels": planned_kernels(planned.job.kernel, cluster),
         "tokens_per_s": cost.tokens_per_s,
+        **cost.throughput.facts,
         "iteration_s": cost.iteration_s,
         "lower_bound_s": planned.bound.iteration_s,
         "bound_reason": planned.bound.reason,
@@ -89,7 +90,8 @@ def speed_line(planned: Planned, cluster: Cluster) -> str:
     """How fast the plan is predicted to be."""
     cost, ceiling = planned.cost, cluster_ceiling(planned.job, cluster)
     return (
-        f"predicted: {cost.tokens_per_s:,.0f} tokens/s, {spell_seconds(cost.iteration_s)} s an iteration: "
+        f"predicted: {cost.tokens_per_s:,.0f} tokens/s ({spell_throughput(cost.throughput)}), "
+        f"{spell_seconds(cost.iteration_s)} s an iteration: "
         f"{cost.tokens_per_s / ceiling:.1%} of the ceiling of {ceiling:,.0f} tokens/s"
     )
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, IterationCost
-from megatron_hexi.report.estimate import spell_seconds
+from megatron_hexi.report.estimate import spell_seconds, spell_throughput, throughput_cells
 from megatron_hexi.report.planned import layout_line
 
 if TYPE_CHECKING:  # brings the solver, which a report does not need
@@ -32,7 +32,8 @@ def rivals_report(planned: Planned, cluster: Cluster, *, explain: bool = False) 
         return _table(rows)
     best = rows[0][1].iteration_s
     lines = [
-        f"next best: {layout}: {cost.tokens_per_s:,.0f} tokens/s, {cost.iteration_s / best - 1:+.1%} time"
+        f"next best: {layout}: {cost.tokens_per_s:,.0f} tokens/s ({spell_throughput(cost.throughput)}), "
+        f"{cost.iteration_s / best - 1:+.1%} time"
         for layout, cost in rows[1:]
     ]
     return Group(*map(Text, lines))
@@ -44,6 +45,7 @@ def rivals_dict(planned: Planned, cluster: Cluster) -> list[dict[str, Any]]:
         {
             "layout": layout,
             "tokens_per_s": cost.tokens_per_s,
+            **cost.throughput.facts,
             "iteration_s": cost.iteration_s,
             "memory_gib": max(cost.memory_gib),
             "phases_s": cost.phases.by_name,
@@ -65,17 +67,21 @@ def _rows(planned: Planned, cluster: Cluster) -> list[tuple[str, IterationCost]]
 
 def _table(rows: list[tuple[str, IterationCost]]) -> Table:
     table = Table(
-        caption="seconds of an iteration: recomputation is in compute; wires: communication not hidden; "
+        caption="TFLOP/s: of the model, a GPU; seconds of an iteration: recomputation is in compute; wires: "
+        "communication not hidden; "
         "GiB: of the fullest GPU, and of all in the mean",
         caption_justify="left",
     )
-    for name in ("layout", "tokens/s", "iteration", "compute", "wires", "bubble", "GiB", "mean GiB", "idle"):
+    for name in (
+        *("layout", "tokens/s", "a GPU", "TFLOP/s", "MFU", "iteration", "compute", "wires", "bubble", "GiB"),
+        *("mean GiB", "idle"),
+    ):
         table.add_column(name, justify="left" if name == "layout" else "right")
     for number, (layout, cost) in enumerate(rows):
         wires, bubble = cost.phases.communication, cost.phases.bubble
         table.add_row(
             Text(("chosen: " if number == 0 else "") + layout),
-            f"{cost.tokens_per_s:,.0f}",
+            *throughput_cells(cost.throughput),
             *map(spell_seconds, (cost.iteration_s, cost.iteration_s - wires - bubble, wires, bubble)),
             f"{max(cost.memory_gib):.1f}",
             f"{sum(cost.memory_gib) / len(cost.memory_gib):.1f}",

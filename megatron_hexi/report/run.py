@@ -75,11 +75,17 @@ class Pace:
         iteration_s: mean seconds of one.
         tokens_per_s: tokens of one over it.
         idle_share: part of all ranks' time in which they wait, from 0 to 1.
+        tokens_per_s_per_gpu: of a GPU, in the mean; ``None`` where the cluster is not known, as below.
+        model_tflops_per_gpu: of a GPU, in the mean, of what the model needs (`Throughput`).
+        mfu: model FLOP/s as a part of the datasheet's rate.
     """
 
     iteration_s: float
     tokens_per_s: float
     idle_share: float | None
+    tokens_per_s_per_gpu: float | None = None
+    model_tflops_per_gpu: float | None = None
+    mfu: float | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +176,7 @@ def describe_run(record: Record, plan: Plan, cost: IterationCost | None) -> Run:
         losses=tuple(curve[iteration][0] for iteration in iterations),
         seconds=tuple(curve[iteration][1] for iteration in iterations),
         timed=sum(len(interval.iterations) for interval in timed),
-        measured=_measured(timed),
+        measured=_measured(timed, cost),
         predicted=_predicted(plan, cost),
         ranks=_ranks(plan, start, timed, cost),
         notes=(*_notes(record, same, timed), *_tensor_parallel_note(plan)),
@@ -188,15 +194,17 @@ def _timed(legs: Sequence[Leg]) -> list[Interval]:
     return warm or [interval for leg in legs for interval in leg.intervals]
 
 
-def _measured(intervals: Sequence[Interval]) -> Pace:
+def _measured(intervals: Sequence[Interval], cost: IterationCost | None) -> Pace:
     seconds = [value for interval in intervals for value in interval.seconds]
     tokens = sum(interval.tokens * len(interval.iterations) for interval in intervals)
     stepped = sum(sum(_summed(intervals, rank)) for rank in range(len(intervals[0].ranks.step_s)))
     waited = sum(sum(_summed(intervals, rank)[1:]) for rank in range(len(intervals[0].ranks.step_s)))
+    rate = tokens / (sum(seconds) or 1.0)
     return Pace(
         iteration_s=sum(seconds) / len(seconds),
-        tokens_per_s=tokens / (sum(seconds) or 1.0),
+        tokens_per_s=rate,
         idle_share=waited / (stepped or 1.0),
+        **({} if cost is None else cost.throughput.at(rate).facts),
     )
 
 
@@ -217,7 +225,7 @@ def _predicted(plan: Plan, cost: IterationCost | None) -> Pace | None:
     if cost is not None:
         waits = sum(rank.communication_s + rank.idle_s for rank in cost.ranks)
         share = waits / (len(cost.ranks) * cost.iteration_s)
-        return Pace(cost.iteration_s, cost.tokens_per_s, share)
+        return Pace(cost.iteration_s, cost.tokens_per_s, share, **cost.throughput.facts)
     estimate = plan.estimate
     if estimate is None or estimate.iteration_s is None or estimate.tokens_per_s is None:
         return None

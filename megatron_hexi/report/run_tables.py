@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.report.estimate import spell_seconds
-from megatron_hexi.report.run import Run
+from megatron_hexi.report.run import Pace, Run
 
 _CAPTION = "seconds of the mean iteration; waiting includes transfers that no work hides; GiB: the most"
 
@@ -41,6 +43,7 @@ def _headline(run: Run) -> str:
     words = [
         (f"{spell_seconds(measured.iteration_s)} s each", predicted and spell_seconds(predicted.iteration_s)),
         (f"{measured.tokens_per_s:,.0f} tokens/s", predicted and f"{predicted.tokens_per_s:,.0f}"),
+        *_throughput_words(measured, predicted),
         (
             f"idle share {measured.idle_share:.1%}",
             f"{predicted.idle_share:.1%}" if predicted and predicted.idle_share is not None else None,
@@ -48,6 +51,19 @@ def _headline(run: Run) -> str:
     ]
     spelt = [said + (f" (predicted {beside})" if beside else "") for said, beside in words]
     return f"{len(run.iterations)} iterations: {', '.join(spelt)}"
+
+
+def _throughput_words(measured: Pace, predicted: Pace | None) -> Iterator[tuple[str, str | None]]:
+    """What the tokens/s are worth, measured and predicted, where the cluster is known."""
+    spells = {
+        "tokens_per_s_per_gpu": "{:,.0f} tokens/s a GPU",
+        "model_tflops_per_gpu": "{:,.3g} model TFLOP/s a GPU",
+        "mfu": "MFU {:.1%}",
+    }
+    for name, spell in spells.items():
+        value, beside = getattr(measured, name), predicted and getattr(predicted, name)
+        if value is not None:
+            yield spell.format(value), None if beside is None else spell.format(beside)
 
 
 def _spell(seconds: float | None) -> str:

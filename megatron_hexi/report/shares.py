@@ -11,6 +11,7 @@ from rich.text import Text
 
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import IterationCost, Job, RankCost
+from megatron_hexi.cost.job import layers_again, recompute_mode
 from megatron_hexi.plan import Group, Member, Plan, Stage
 from megatron_hexi.plan.terms import Offload, Recompute
 
@@ -230,6 +231,29 @@ def spell_recompute(recompute: Recompute) -> str:
     if isinstance(recompute, int):
         return f"{recompute} layer{'' if recompute == 1 else 's'}"
     return recompute
+
+
+def spell_recomputed(plan: Plan, job: Job) -> str:
+    """Which layers a plan computes again: ``none``, ``full``, or ``full: 33 of 80 layers``.
+
+    Args:
+        plan: the plan.
+        job: as the plan runs it; says what stages that say nothing recompute, and how many repeat.
+    """
+    repeats = job.pipeline_parallel if plan.is_repeated else 1
+    counts: dict[str, int] = {}
+    for stage in (stage for replica in plan.replicas for stage in replica.stages):
+        recompute = job.recompute if stage.recompute is None else stage.recompute
+        layers = job.stage_layers if stage.layers is None else stage.layers[1] - stage.layers[0]
+        again = repeats * layers_again(layers, recompute)
+        if again:
+            mode = recompute_mode(recompute)
+            counts[mode] = counts.get(mode, 0) + again
+    layers = job.model.layers * len(plan.replicas)
+    if list(counts.values()) == [layers]:
+        return next(iter(counts))
+    spelt = (f"{mode}: {count} of {layers} layers" for mode, count in counts.items())
+    return ", ".join(spelt) or "none"
 
 
 def spell_layout(shares: Sequence[Share]) -> str:

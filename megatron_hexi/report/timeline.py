@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_hexi.cost import IterationCost
-from megatron_hexi.report.estimate import spell_seconds
+from megatron_hexi.report.estimate import spell_seconds, spell_throughput
 from megatron_hexi.report.tables import spell_bytes
 from megatron_hexi.simulator import Difference, LinkUse, RankTimeline, Simulation
 
@@ -102,6 +102,7 @@ def timeline_dict(
     return {
         "iteration_s": simulation.iteration_s,
         "tokens_per_s": simulation.tokens_per_s,
+        **cost.throughput.at(simulation.tokens_per_s).facts,
         "idle_share": simulation.idle_share,
         "exposed_communication_s": simulation.exposed_communication_s,
         "phases_s": simulation.phases.by_name,
@@ -140,7 +141,8 @@ def _headline(simulation: Simulation, cost: IterationCost) -> str:
     apart = simulation.iteration_s / cost.iteration_s - 1
     return (
         f"simulated: {spell_seconds(simulation.iteration_s)} s an iteration ({apart:+.1%} against the cost "
-        f"model), {simulation.tokens_per_s:,.0f} tokens/s, "
+        f"model), {simulation.tokens_per_s:,.0f} tokens/s "
+        f"({spell_throughput(cost.throughput.at(simulation.tokens_per_s))}), "
         f"{spell_seconds(simulation.exposed_communication_s)} s of exposed communication, "
         f"ranks idle {simulation.idle_share:.1%} of the time"
     )

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from benchmarks.published import __main__ as command
-from benchmarks.published.convert import flops_per_token, mask_tflops, tokens_per_s
+from benchmarks.published.convert import mask_tflops, tokens_per_s
 from benchmarks.published.layouts import equal_cluster, equal_plan, job, mixed_cluster, mixed_plan
 from benchmarks.published.page import write_page
 from benchmarks.published.predict import Comparison, compare
 from benchmarks.published.profiles import KERNEL, profiled_device
 from benchmarks.published.summary import errors
 from benchmarks.published.tables import model, profile, tables
-from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.cost import CostModel, Job, model_flops
 from megatron_hexi.cost.compute import device_speeds, logits_times, own_block_times, token_times
 from megatron_hexi.plan import validate_plan
 
@@ -42,13 +42,13 @@ def test_flops_by_hand():
     weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
     attention = 4096 * 32 * 4096
     llama = model("llama2-7b")
-    assert flops_per_token(llama, 4096, "full") == 6 * weights + 12 * attention
-    assert flops_per_token(llama, 4096, "half") == 6 * weights + 6 * attention
+    assert model_flops(llama, 4096, "full") == 6 * weights + 12 * attention
+    assert model_flops(llama, 4096, "half") == 6 * weights + 6 * attention
     # NeMo's 768 TFLOP/s, and Bridge's own pair of figures: 14451 tokens/s and 744 TFLOP/s.
     assert tokens_per_s(768, llama, 4096, "full") == pytest.approx(16665, abs=1)
     assert tokens_per_s(744, model("llama3-8b"), 8192, "half") == pytest.approx(14451, rel=0.001)
     # Both conventions say the same tokens/s of what took the same time.
-    full, half = (flops_per_token(llama, 2**20, way) for way in ("full", "half"))
+    full, half = (model_flops(llama, 2**20, way) for way in ("full", "half"))
     assert tokens_per_s(full / 1e12, llama, 2**20, "full") == pytest.approx(
         tokens_per_s(half / 1e12, llama, 2**20, "half")
     )

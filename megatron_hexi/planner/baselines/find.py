@@ -37,7 +37,9 @@ from megatron_hexi.planner.baselines.rules import (
     why_none,
 )
 from megatron_hexi.planner.baselines.staged import StagedJudge, spell_stages
+from megatron_hexi.planner.baselines.uneven_layers import best_uneven, spell_uneven, why_no_uneven
 from megatron_hexi.planner.baselines.zorse import zorse
+from megatron_hexi.planner.features import keeps_to
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import Progress, Trial, order_of
@@ -45,10 +47,14 @@ from megatron_hexi.planner.request import Request
 
 #: Planners of others, by our reading of their papers.
 PUBLISHED = {"hexiscale": hexiscale, "zorse": zorse}
+#: Megatron's pipelines whose stages have other numbers of layers.
+UNEVEN = "uneven-layers"
 #: All equal layouts as one.
 _ANY = "any"
 #: Pipelines of stages that are alike.
 _DEPTHS = [1, 2, 4, 8, 16]
+#: On up to so many GPUs the published planners are asked for every plan.
+_FEW_GPUS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +62,8 @@ class Baseline:
     """What one would do without a planner.
 
     Args:
-        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``, ``hexiscale``
-            or ``zorse``.
+        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``, ``uneven-layers``,
+            ``hexiscale`` or ``zorse``.
         trial: the best layout that its rules allow; ``None`` where there is none, or none fits.
         why_not: then the reason, one sentence with numbers.
         layout: what the layout is (or the one that fits best), for people.
@@ -97,19 +103,22 @@ def find_baselines(
     race = Race(inf, progress)
     race.run(_heats(fleets, replicas, inf))
     found = [_baseline(name, race.best.get(name), fleets, replicas) for name in NAMES]
+    uneven, timed = best_uneven(request, cluster)
+    why = why_no_uneven(request) if uneven is None else ""
+    found.append(Baseline(UNEVEN, uneven, why, "" if uneven is None else spell_uneven(uneven), False))
     judge = StagedJudge(request, cluster)
     for number, (name, planner) in enumerate(PUBLISHED.items()):
         if progress is not None:
             progress("published planners", number, len(PUBLISHED))
         found.append(_published(name, planner(judge), cluster))
-    return tuple(found), race.trials + judge.trials
+    return tuple(found), race.trials + timed + judge.trials
 
 
 def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple[Candidate | None, int]:
     """The best of all layouts that Megatron's flags allow, if it is faster; and how many were timed.
 
-    GPUs whose work alone takes longer at their best rates are left out at once. Where nothing else is known
-    to fit, planners of others are asked, too.
+    GPUs whose work alone takes longer at their best rates are left out at once. On few GPUs, or where nothing
+    else is known to fit, planners of others are asked, too.
 
     Args:
         request: the job.
@@ -118,14 +127,22 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
     """
     heats = _heats(_fleets(request, cluster), _fixed_replicas(request), faster_than)
     race = Race(min(faster_than, float_info.max), None)
-    race.run((floor, [replace(one, texts={_ANY: ""}) for one in entrants]) for floor, entrants in heats)
+    equal = not request.rules.allow("unequal_replicas")
+    race.run(
+        (floor, [replace(one, texts={_ANY: ""}) for one in entrants if one.is_in_order or not equal])
+        for floor, entrants in heats
+    )
     found: list[Candidate] = [best.trial for best in race.best.values()]
-    trials = race.trials
-    if faster_than == inf:
+    fastest = min((one.iteration_s for one in found if one.fits), default=inf)
+    uneven, timed = best_uneven(request, cluster, min(faster_than, fastest))
+    found += [] if uneven is None else [uneven]
+    trials = race.trials + timed
+    if faster_than == inf or len(cluster.ranks) <= _FEW_GPUS:
         judge = StagedJudge(request, cluster)
         found += [one for one in (planner(judge) for planner in PUBLISHED.values()) if one is not None]
         trials += judge.trials
-    faster = (one for one in found if one.fits and one.iteration_s < faster_than)
+    allowed = (one for one in found if keeps_to(one.plan, request.rules))
+    faster = (one for one in allowed if one.fits and one.iteration_s < faster_than)
     return min(faster, key=order_of, default=None), trials
 
 
@@ -137,6 +154,8 @@ def _heats(
     fleets: Sequence[Fleet], replicas: int | None, faster_than: float
 ) -> Iterator[tuple[Floor, list[Entrant]]]:
     """Layouts of all baselines on each fleet, and on the GPUs of each model alone, that may be faster."""
+    if not fleets:
+        return
     rings = Rings(LinkTable(fleets[0].cluster))
     for fleet in fleets:
         alone = {id(part): part for part in _homogeneous_parts(fleet)}
@@ -150,6 +169,8 @@ def _heats(
 
 def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
     """The units of every choice of flags that some GPU has memory for, or else of the one that needs least.
+
+    None where the pipeline's stages cannot have as many layers each.
 
     Raises:
         HexiError: the cluster has units for none of them.
@@ -172,9 +193,12 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
         except HexiError as refused:
             problem = problem or refused
             continue
-        found.append((_least_bytes(fleet), fleet))
-    if not found and problem is not None:
-        raise problem
+        if flags.has_equal_stages:
+            found.append((_least_bytes(fleet), fleet))
+    if not found:
+        if problem is not None:
+            raise problem
+        return []
     most = max(node.device.usable_gib for node in cluster.nodes) * GIB
     fitting = [fleet for needed, fleet in found if needed <= most]
     return fitting or [min(found, key=lambda one: one[0])[1]]
@@ -198,7 +222,7 @@ def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:
 def _baseline(name: str, best: Entry | None, fleets: list[Fleet], data_parallel: int | None) -> Baseline:
     uniform = name in UNIFORM
     if best is None:
-        return Baseline(name, None, _no_layout(name, fleets[0], data_parallel), "", uniform)
+        return Baseline(name, None, _no_layout(name, fleets, data_parallel), "", uniform)
     trial = best.trial
     text = _text(name, best.candidate, trial.window)
     if trial.fits:
@@ -216,8 +240,11 @@ def _published(name: str, best: Candidate | None, cluster: Cluster) -> Baseline:
     return Baseline(name, None, f"short of memory: a GPU needs {excess:.2f} times what it has", text, False)
 
 
-def _no_layout(name: str, fleet: Fleet, data_parallel: int | None) -> str:
+def _no_layout(name: str, fleets: Sequence[Fleet], data_parallel: int | None) -> str:
     """Why there is none, for the first choice of flags."""
+    if not fleets:
+        return "the layers cannot be shared equally by so many pipeline stages"
+    fleet = fleets[0]
     alone = _homogeneous_parts(fleet)
     if name != HOMOGENEOUS:
         return why_none(fleet, data_parallel, name)

@@ -21,7 +21,7 @@ from functools import cache, partial
 from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.baselines.arrange import Deal, Order, deals, divisors, groups, orders
 from megatron_hexi.planner.fleet.units import Fleet
-from megatron_hexi.planner.layouts.layout import Layout, Part
+from megatron_hexi.planner.layouts.layout import Layout, Part, units_by_rank
 
 RING, ULYSSES, USP, TE = "ring", "ulysses", "usp", "te-a2a+p2p"
 PROPORTION, HOMOGENEOUS = "proportion", "homogeneous"
@@ -42,6 +42,14 @@ class Entrant:
     fleet: Fleet
     layouts: tuple[Layout, ...]
     texts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the first replica has the first ranks, and so on, as Megatron deals them."""
+        number = {unit: place for place, unit in enumerate(units_by_rank(self.fleet, self.layouts))}
+        ranks = [sorted(number[unit] for part in one.parts for unit in part.units) for one in self.layouts]
+        dealt = [rank for own in ranks for rank in own]
+        return dealt == sorted(dealt)
 
 
 def replica_counts(fleet: Fleet, data_parallel: int | None) -> list[int]:

@@ -81,7 +81,7 @@ class Blocks:
                     break
                 left = sum(counts) - depth * sum(each)
                 aligned = (depth == 1 and len(kinds) > 1) or all(
-                    self._pools.aligned(pool, each[pool]) for pool in kinds
+                    self._pools.tiles(pool, each[pool]) for pool in kinds
                 )
                 if left <= _LEFT_OVER * sum(counts) and aligned:
                     found.append(Block(Shape(each, width), depth))

@@ -20,12 +20,12 @@ from megatron_hexi.planner.request import Request
 _CLASSES = (1, 2, 4, 8)
 #: Times that columns which are only roughly known are timed and packed again.
 _ROUNDS = 12
-#: Columns of mixed stages take up to so much longer than what is made of them.
-_NEAR = 1.1
+#: Columns take up to so much longer than the plans that are made of them: of mixed stages, and of others.
+_NEAR, _NEARLY_EXACT = 1.1, 1.03
 #: Sets of replicas that take longer than this factor of the best's time are left alone.
 _FAR = 1.5
 #: Plans that are put together; so many for pipelines and for one stage, of one replica and of several.
-_FINALISTS, _RIVALS = 12, (3, 2)
+_FINALISTS, _RIVALS = 12, (5, 2)
 #: So many of the best get the last small changes, as long as they differ by less than this factor.
 _POLISHED, _TIED = 2, 1.01
 
@@ -70,7 +70,7 @@ class JointSearch:
         tried: list[tuple[Candidate, Packed]] = []
         for number, packed in enumerate(finalists):
             tell("finalists", number, len(finalists) + 1)
-            if packed.seconds > _NEAR * faster_than:
+            if packed.seconds > _error(packed) * faster_than:
                 continue
             candidate = self._assembly.run(packed, polished=False)
             if candidate is not None:
@@ -122,12 +122,20 @@ class JointSearch:
             shards = _class_of(replicas[0] * copies)
             for width in [None] if replicas[0] == 1 else self._timer.widths:
                 columns = part.find(_class_of(replicas[0]), shards, width)
+                if width is None and len(self._timer.widths) > 1:
+                    found += self._of_one_width(part, shards, _FAR * _least(faster_than, found))
                 whole = [column for column in columns if len(column.pipe.stages) == 1]
                 for some in (columns, whole):
                     found += _best(part, some, replicas, _FAR * _least(faster_than, found))
                 for some in _alike(columns) if replicas[0] > 1 else ():
                     found += itertools.islice(_best(part, some, replicas, _least(faster_than, found)), 1)
         return found
+
+    def _of_one_width(self, part: ReplicaColumns, shards: int, most_s: float) -> Iterator[Packed]:
+        """The best single replicas whose stages all have one tensor-parallel size, two of each size."""
+        for width in self._timer.widths:
+            columns = part.find(1, shards, width, whole=False)
+            yield from itertools.islice(_best(part, columns, range(1, 2), most_s), 2)
 
     def _replicas(self, part: ReplicaColumns, shards: int) -> range:
         """Numbers of replicas of a class; none where another is fixed, or there is no batch for them."""
@@ -137,6 +145,12 @@ class JointSearch:
             return range(fixed, fixed + 1) if _class_of(fixed) == shards and fixed <= most else range(0)
         end = most if shards == _CLASSES[-1] else min(most, 2 * shards - 1)
         return range(shards, end + 1)
+
+
+def _error(packed: Packed) -> float:
+    """The factor by which a plan may be faster than its columns."""
+    shapes = (shape for column in packed.columns for shape in column.pipe.shapes)
+    return _NEAR if any(len(shape.kinds) > 1 for shape in shapes) else _NEARLY_EXACT
 
 
 def _least(seconds: float, found: list[Packed]) -> float:
@@ -172,7 +186,9 @@ def _packed(
 ) -> Packed | None:
     """The best set of columns, all of them timed, that takes so many seconds at most."""
     for _ in range(_ROUNDS):
-        packed = pack(columns, part.micro_batches, part.pools.totals, replicas, least, most)
+        packed = pack(
+            columns, part.micro_batches, part.pools.totals, replicas, least, most, equal=part.equal
+        )
         if packed is None:
             return None
         rough = {id(column): column for column in packed.columns if not column.pipe.timed}
@@ -182,7 +198,7 @@ def _packed(
         columns = [column for column in columns if id(column) not in rough]
         columns += [timed for timed in map(part.timed, rough.values()) if timed is not None]
     known = [column for column in columns if column.pipe.timed]
-    return pack(known, part.micro_batches, part.pools.totals, replicas, least, most)
+    return pack(known, part.micro_batches, part.pools.totals, replicas, least, most, equal=part.equal)
 
 
 def _class_of(replicas: int) -> int:

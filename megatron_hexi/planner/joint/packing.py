@@ -50,6 +50,8 @@ def pack(
     replicas: range,
     least_s: float = 0.0,
     most_s: float = math.inf,
+    *,
+    equal: bool = False,
 ) -> Packed | None:
     """The best set of replicas; ``None`` where none takes the batch in time.
 
@@ -60,9 +62,12 @@ def pack(
         replicas: how many there may be.
         least_s: seconds that no set of them takes less than, as far as is known.
         most_s: seconds that a set may take.
+        equal: whether all replicas are of one column, with equal shares of the batch.
     """
     if not columns:
         return None
+    if equal:
+        return _equal(columns, micro_batches, totals, replicas, most_s)
     alone = [column.seconds(micro_batches) for column in columns]
     if replicas[-1] == 1:
         least = min(alone)
@@ -85,6 +90,23 @@ def pack(
         else:
             best, high = min(best, found, key=lambda one: one.seconds), min(middle, found.seconds)
     return replace(best, least_s=low)
+
+
+def _equal(
+    columns: Sequence[Column], micro_batches: int, totals: Counts, replicas: range, most_s: float
+) -> Packed | None:
+    """The best column taken several times; ``None`` where no number of replicas shares the batch in time."""
+    best: Packed | None = None
+    for column in columns:
+        room = min(total // count for count, total in zip(column.counts, totals, strict=True) if count)
+        for count in replicas:
+            if count > room or micro_batches % count:
+                continue
+            seconds = column.seconds(micro_batches // count)
+            if seconds <= (most_s if best is None else best.seconds):
+                shares = (micro_batches // count,) * count
+                best = Packed((column,) * count, shares, seconds, seconds)
+    return best
 
 
 def _packed(

@@ -26,6 +26,8 @@ from megatron_hexi.planner.request import Request
 _STEP = 1.03
 #: Candidates that get whole layers.
 _FINALISTS = 10
+#: Parts of the borders' seconds that count as the stages' own where layers are dealt; the best is taken.
+_CHARGED = (1.0, 0.5, 0.0)
 #: Layers that a stage which does not fit is counted as.
 _NEVER = -(10**6)
 
@@ -58,7 +60,9 @@ class PipelineSearch:
         is_fixed = "pipeline_parallel" in request.fixed
         deepest = min(DEEPEST, tables.layers)
         self._depths = [job.pipeline_parallel] if is_fixed else list(range(1, deepest + 1))
-        self._blocks = Blocks(self._pools, tables.timer.widths, min(deepest, max(self._depths)))
+        if not request.rules.allow("unequal_stages"):  # several stages that are alike are Megatron's own
+            self._depths = [depth for depth in self._depths if depth == 1]
+        self._blocks = Blocks(self._pools, tables.timer.widths, min(deepest, max(self._depths, default=0)))
         tokens = tables.timer.micro_batch_size * job.seq_length
         #: Of activations between stages, and of their gradients.
         self._bytes = tokens * job.model.hidden_size * job.element_bytes
@@ -110,7 +114,7 @@ class PipelineSearch:
             took: layers that each stage had in a plan, and the seconds that they took: its table is scaled
                 to these. Empty: there is no plan yet.
         """
-        seconds, tables, last = [], [], len(shapes) - 1
+        seconds, tables, ways, last = [], [], [], len(shapes) - 1
         for place, shape in enumerate(shapes):
             under_way = min(micro_batches, last + 1 - place)
             table = self._tables.table(shape, under_way, place == 0, place == last, shards, timed)
@@ -122,22 +126,26 @@ class PipelineSearch:
                 factor = planned / table.seconds[layers - 1]
                 if not factor:  # by its table it does not fit so
                     return None
-            way = 0.0
             if place < last:
-                way = self._between(shape, shapes[place + 1], self._bytes, shapes.count(shape))
-            seconds.append(table.seconds * factor + 2 * way)
+                ways.append(self._between(shape, shapes[place + 1], self._bytes, shapes.count(shape)))
+            seconds.append(table.seconds * factor)
             tables.append(table)
-        dealt = least_longest(seconds, self._tables.layers)
-        if dealt is None:
-            return None
-        return Pipe(
-            tuple(
+        is_timed = timed or all(len(shape.kinds) == 1 for shape in shapes)
+        # Rows of neighbours wait for what travels between them: no row takes longer than the slowest stage
+        # together with the borders on both of its sides. Often less of these is enough.
+        beside = np.array([0.0, *ways]) + np.array([*ways, 0.0])
+        best: Pipe | None = None
+        for part in _CHARGED if any(ways) else (0.0,):
+            dealt = least_longest([*map(np.add, seconds, part * beside)], self._tables.layers)
+            if dealt is None:
+                return None
+            stages = tuple(
                 Stage(shape, count, table.recompute(count), float(times[count - 1]))
                 for shape, count, table, times in zip(shapes, dealt, tables, seconds, strict=True)
-            ),
-            micro_batches,
-            timed or all(len(shape.kinds) == 1 for shape in shapes),
-        )
+            )
+            pipe = Pipe(stages, tuple(ways), micro_batches, is_timed)
+            best = pipe if best is None or pipe.seconds < best.seconds else best
+        return best
 
     def _times(self) -> Floats:
         """The grid: from what all GPUs could do together to what one of the slowest takes."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.cost.pipeline import period_s
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.joint.pools import Shape
 
@@ -22,7 +23,7 @@ class Stage(NamedTuple):
         shape: what it runs on.
         layers: how many.
         recompute: what it computes again.
-        seconds: of a micro-batch, with sends to the next stage and back.
+        seconds: of a micro-batch, forward and backward.
     """
 
     shape: Shape
@@ -37,11 +38,13 @@ class Pipe:
 
     Args:
         stages: the first stage first.
+        ways: seconds that activations are under way over each border, and gradients back, [p - 1].
         micro_batches: that pass through it.
         timed: whether every stage was timed.
     """
 
     stages: tuple[Stage, ...]
+    ways: tuple[float, ...]
     micro_batches: int
     timed: bool
 
@@ -52,13 +55,13 @@ class Pipe:
 
     @cached_property
     def period_s(self) -> float:
-        """Seconds of its slowest stage."""
-        return max(stage.seconds for stage in self.stages)
+        """Seconds from one micro-batch to the next: `megatron_hexi.cost.pipeline.Pipeline.period_s`."""
+        return period_s([stage.seconds for stage in self.stages], self.ways, self.ways, self.micro_batches)
 
     @cached_property
     def fill_s(self) -> float:
         """What the first micro-batch takes more than a period."""
-        return sum(stage.seconds for stage in self.stages) - self.period_s
+        return sum(stage.seconds for stage in self.stages) + 2 * sum(self.ways) - self.period_s
 
     @property
     def seconds(self) -> float:

@@ -116,6 +116,11 @@ class Pools:
         size = self.pools[pool].size
         return count % size == 0 or (count < size and size % count == 0)
 
+    def tiles(self, pool: int, count: int) -> bool:
+        """Whether stages of so many of a pool's GPUs each fill nodes together: whole ones, and equal parts."""
+        size = self.pools[pool].size
+        return count % size == 0 or size % (count % size) == 0
+
     def rounded(self, pool: int, count: int, width: int) -> int:
         """The most GPUs of a pool, up to so many, of which stages of whole units can be made."""
         size = self.pools[pool].size

@@ -21,8 +21,9 @@ from megatron_hexi.planner.request import Request
 _LEAST_BYTES = 6.0
 #: Choices of GPUs that get pipelines, and that are tried as one stage: by one replica, by each of several.
 _WITH_PIPELINES, _WITH_ONE_STAGE = (24, 16), (60, 150)
-#: Pipelines whose gradients are looked at, the fastest.
-_WITH_GRADIENTS = 4
+#: Pipelines whose gradients are looked at, the fastest of each depth; of these so many are kept, of one
+#: replica and of each of several.
+_WITH_GRADIENTS, _KEPT = 4, (3, 1)
 #: Parts of everything that replicas are made of.
 _PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 #: Products of whole nodes are all tried up to so many for each set of pools.
@@ -79,6 +80,8 @@ class ReplicaColumns:
     ) -> None:
         self._search = search
         self.pools, self.micro_batches = pools, micro_batches
+        #: Whether all replicas of a plan must be alike.
+        self.equal = not request.rules.allow("unequal_replicas")
         self._sync = Synchronisation(timer)
         self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(pools.pools))]
         self._choices = self._find_choices(request.job.model.total_params * _LEAST_BYTES)
@@ -87,13 +90,14 @@ class ReplicaColumns:
         self.looks_at_all = len(self._choices) <= min(_WITH_PIPELINES)
         self._pipelines = cache(search.best)
 
-    def find(self, replicas: int, shards: int, width: int | None) -> list[Column]:
+    def find(self, replicas: int, shards: int, width: int | None, *, whole: bool = True) -> list[Column]:
         """All of them.
 
         Args:
             replicas: that a part has at least.
             shards: replicas that share optimizer state, of all parts.
             width: tensor-parallel size of all stages; ``None``: each its own.
+            whole: with replicas of one stage, for more choices of GPUs.
         """
         found: list[Column] = []
         choices = [counts for counts in self._choices if self._take(counts, replicas)]
@@ -103,17 +107,20 @@ class ReplicaColumns:
         few = [counts for counts in choices if not several or len(pools_of(counts)) <= _MOST_KINDS]
         for counts in self._some(few, _WITH_PIPELINES[several]):
             pipes = self._pipelines(counts, self._take(counts, replicas), sharing, width)
-            found += self._columns(counts, pipes, sharing, 1)
-        for counts in self._some(choices, _WITH_ONE_STAGE[several]):
+            found += self._columns(counts, pipes, sharing, _KEPT[several])
+        for counts in self._some(choices, _WITH_ONE_STAGE[several]) if whole else ():
             pipes = self._search.alone(counts, self._take(counts, replicas), shards, width)
             found += self._columns(counts, pipes, shards, 2)
         return found
 
     def _columns(self, counts: Counts, pipes: list[Pipe], shards: int, most: int) -> list[Column]:
         """The best of some pipelines with what their gradients cost."""
+        depths: dict[tuple[int, ...], Pipe] = {}
+        for pipe in pipes:
+            depths.setdefault((len(pipe.stages), *{stage.shape.width for stage in pipe.stages}), pipe)
         columns = [
             Column(counts, pipe, shards, self._sync.seconds(pipe.stages, shards))
-            for pipe in pipes[:_WITH_GRADIENTS]
+            for pipe in list(depths.values())[:_WITH_GRADIENTS]
         ]
         columns.sort(key=lambda column: column.seconds(column.pipe.micro_batches))
         # What is only roughly known may turn out slower.

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job
+from megatron_hexi.planner.features import keeps_to
 from megatron_hexi.planner.joint.joint_search import JointSearch
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.layouts.trial import Candidate, Progress
@@ -51,7 +52,7 @@ class JointSearches:
         for size in request.micro_batch_sizes():
             search = JointSearch(request, self._timer(request, cluster, size), memory)
             for candidate in search.run(self._tell, faster_than, fewest=fewest):
-                if candidate.fits:
+                if candidate.fits and keeps_to(candidate.plan, request.rules):
                     faster_than = min(faster_than, candidate.iteration_s)
                     yield candidate
             self._assembled += search.trials

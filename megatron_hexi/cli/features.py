@@ -1,0 +1,47 @@
+"""Options of planning that allow or forbid features of plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from megatron_hexi.cluster import PlannerRules
+from megatron_hexi.plan.flags import spell_flag
+
+#: Fields of `PlannerRules`, each of them an option.
+FEATURES = ("ministages", "offload", "unequal_replicas", "unequal_stages")
+
+
+def _feature(field: str, text: str) -> Any:
+    """Return the option that allows or forbids a feature, by the field of `PlannerRules`."""
+    name = "/".join(spell_flag(field, value) for value in (True, False))
+    help_text = f"{text}; as planner: of the cluster file says, else yes."
+    return typer.Option(name, help=help_text, rich_help_panel="What plans may use")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFeatures:
+    """Which features plans may use; ``None`` where the command line does not say."""
+
+    ministages: Annotated[
+        bool | None, _feature("ministages", "Stages that run in several parts, to save memory")
+    ] = None
+    offload: Annotated[
+        bool | None, _feature("offload", "Weights, optimizer state or activations in host memory")
+    ] = None
+    unequal_replicas: Annotated[
+        bool | None, _feature("unequal_replicas", "Replicas with other GPUs, stages or shares of the batch")
+    ] = None
+    unequal_stages: Annotated[
+        bool | None,
+        _feature(
+            "unequal_stages", "Pipeline stages with layers of their own, which ministages and offload need"
+        ),
+    ] = None
+
+    @property
+    def rules(self) -> PlannerRules:
+        """Return what plans may use, as far as the command line says it."""
+        return PlannerRules(**{name: getattr(self, name) for name in FEATURES})

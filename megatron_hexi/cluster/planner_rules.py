@@ -1,0 +1,45 @@
+"""What plans for a cluster may use: defaults of its file, and what one planning is told besides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from megatron_hexi.cluster.entries import STRICT
+
+Flag = Annotated[bool, Field(strict=True)] | None
+
+
+@dataclass(frozen=True)
+class PlannerRules:
+    """Which features plans may use; ``None`` where nothing is said, which allows it.
+
+    Args:
+        ministages: stages that run in several parts, whose weights are fetched when they are needed.
+        offload: weights, optimizer state or activations in host memory.
+        unequal_replicas: data-parallel replicas with other GPUs, stages or numbers of micro-batches.
+        unequal_stages: pipeline stages with layers of their own; ministages and offload need them.
+    """
+
+    ministages: Flag = None
+    offload: Flag = None
+    unequal_replicas: Flag = None
+    unequal_stages: Flag = None
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    def over(self, defaults: PlannerRules) -> PlannerRules:
+        """Return these rules, and the defaults where they say nothing."""
+        own = {name: value for name, value in vars(self).items() if value is not None}
+        return PlannerRules(**(vars(defaults) | own))
+
+    def allow(self, feature: str) -> bool:
+        """Return whether plans may use a feature, by its field's name."""
+        return getattr(self, feature) is not False
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Features that plans may not use, in the order of the fields."""
+        return tuple(field.name for field in fields(self) if not self.allow(field.name))

@@ -1,0 +1,87 @@
+"""What a number of tokens/s is worth: of each GPU, as model FLOP/s, and as a part of the datasheet's rate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatron_hexi.cluster import Device
+from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.model import Model
+
+#: FLOPs of attention a token of context, a layer and a column of the heads: two products of 2 FLOPs in three
+#: passes, as if every token saw every token ("full"), or as a causal mask leaves them ("half").
+_ATTENTION = {"full": 12, "half": 6}
+
+
+def model_flops(model: Model, context: int, counting: Literal["full", "half"] = "half") -> float:
+    """Return the FLOPs of one token that the model itself needs, forward and backward.
+
+    As Megatron counts them: three products of 2 FLOPs a weight, forward and twice backward, and nothing for
+    what is computed again.
+
+        6 (layers x weights of a layer's matrices + hidden x vocabulary) + c x context x layers x heads x D
+
+    Args:
+        model: the model; its vocabulary counts without padding.
+        context: tokens of a sequence.
+        counting: of attention. Half is Megatron's for causal attention since core 0.15.
+    """
+    matrices = model.layers * model.matrix_params() + model.hidden_size * model.vocab_size
+    columns = model.layers * model.heads * model.head_dim
+    return float(6 * matrices + _ATTENTION[counting] * context * columns)
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """A speed of training, on GPUs that take part in it.
+
+    Args:
+        tokens_per_s: of all of them together.
+        gpus: how many.
+        flops_per_token: by `model_flops`.
+        peak_tflops: by datasheet, of all of them together; ``None`` where one has no rate for the precision.
+    """
+
+    tokens_per_s: float
+    gpus: int
+    flops_per_token: float
+    peak_tflops: float | None
+
+    @classmethod
+    def of(cls, job: Job, devices: Sequence[Device], tokens_per_s: float) -> Throughput:
+        """Return that of a job on some GPUs."""
+        rates = [getattr(device.nominal, job.precision) for device in devices]
+        peak = None if None in rates else float(sum(rates))
+        return cls(tokens_per_s, len(devices), model_flops(job.model, job.seq_length), peak)
+
+    def at(self, tokens_per_s: float) -> Throughput:
+        """Return that of another speed of the same job on the same GPUs."""
+        return replace(self, tokens_per_s=tokens_per_s)
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens/s of a GPU, in the mean."""
+        return self.tokens_per_s / self.gpus
+
+    @property
+    def model_tflops_per_gpu(self) -> float:
+        """TFLOP/s of a GPU, in the mean, of what the model itself needs."""
+        return self.tokens_per_s * self.flops_per_token / self.gpus / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP/s as a part of the datasheet's dense rate; ``None`` where this is not known."""
+        if self.peak_tflops is None:
+            return None
+        return self.tokens_per_s * self.flops_per_token / 1e12 / self.peak_tflops
+
+    @property
+    def facts(self) -> dict[str, float | None]:
+        """For JSON, beside ``tokens_per_s``."""
+        return {
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "model_tflops_per_gpu": self.model_tflops_per_gpu,
+            "mfu": self.mfu,
+        }

@@ -1,0 +1,239 @@
+"""Megatron's uneven pipelines: as many GPUs a stage, all with the same flags, and other numbers of layers.
+
+--pipeline-model-parallel-layout, or --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers,
+say how many layers each stage has; tensor-, context- and data-parallel size and recomputation are those of
+the job. Ranks follow each other stage by stage, so that the nodes' order decides which GPUs a stage has: fast
+nodes first, slow nodes first, or the nodes of one model of GPU alone. Layers are dealt by what a layer takes
+on each stage, as far as memory holds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import RECOMPUTES, CostModel, Job, ceiling_tokens_per_s
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan, Replica, Stage
+from megatron_hexi.plan.layout import apportion
+from megatron_hexi.planner.baselines.arrange import divisors, groups
+from megatron_hexi.planner.fleet.units import Fleet, find_units
+from megatron_hexi.planner.joint import DEEPEST, Candidate
+from megatron_hexi.planner.joint.pipes import least_longest
+from megatron_hexi.planner.layouts.layout import Layout, Part, build_domain
+from megatron_hexi.planner.layouts.trial import order_of
+from megatron_hexi.planner.request import Request
+
+#: Pipelines that are timed, the most promising by their GPUs' best rates.
+_TIMED = 8
+#: Times that layers are dealt by what a plan takes.
+_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Flags, and the GPUs that they are used on.
+
+    Args:
+        units: GPUs of each tensor-parallel unit, [stages][units].
+        width: GPUs of a unit.
+        replicas: data-parallel size.
+        least_s: seconds of an iteration at the GPUs' best rates.
+    """
+
+    units: tuple[tuple[tuple[int, ...], ...], ...]
+    width: int
+    replicas: int
+    least_s: float
+
+
+class UnevenLayers:
+    """Finds the best pipeline of one request on one cluster.
+
+    Args:
+        request: the job, and what of it is fixed.
+        cluster: where.
+    """
+
+    def __init__(self, request: Request, cluster: Cluster) -> None:
+        job = request.job
+        self._request, self._cluster = request, cluster
+        self._size = request.micro_batch_sizes()[0]
+        self._micro_batches = job.global_batch_size // self._size
+        self._modes = [job.recompute] if "recompute" in request.fixed else list(RECOMPUTES)
+        devices = {id(rank.device): rank.device for rank in cluster.ranks}
+        alone = replace(job, recompute="none", pipeline_parallel=1)
+        self._rates = {key: ceiling_tokens_per_s(alone, [device]) for key, device in devices.items()}
+        self._fleets: dict[tuple[int, tuple[int, ...]], Fleet] = {}
+        self.trials = 0
+
+    def best(self, faster_than: float = inf) -> Candidate | None:
+        """Return the fastest that fits, of those that may be faster; ``None`` where there is none."""
+        choices = sorted(self._choices(), key=lambda choice: choice.least_s)
+        found: Candidate | None = None
+        for choice in choices[:_TIMED]:
+            if choice.least_s >= faster_than:
+                break
+            one = self._settled(choice)
+            if one is not None and one.iteration_s < faster_than:
+                found, faster_than = one, one.iteration_s
+        return found
+
+    def _choices(self) -> Iterator[_Choice]:
+        request, job = self._request, self._request.job
+        depths = list(range(2, min(DEEPEST, job.model.layers) + 1))
+        if "pipeline_parallel" in request.fixed:
+            depths = [job.pipeline_parallel]
+        counts = [job.data_parallel] if "data_parallel" in request.fixed else divisors(self._micro_batches)
+        widest = max(len(node.ranks) for node in self._cluster.nodes)
+        seen = set()
+        for width, nodes in itertools.product(request.widths(widest), self._orders()):
+            units = [
+                tuple(ranks[first : first + width])
+                for ranks in (self._cluster.nodes[node].ranks for node in nodes)
+                for first in range(0, len(ranks) - width + 1, width)
+            ]
+            for depth, replicas in itertools.product(depths, counts):
+                each = len(units) // (depth * replicas) * replicas
+                if depth == 1 or not each or self._micro_batches % replicas:
+                    continue
+                stages = tuple(tuple(units[stage * each : (stage + 1) * each]) for stage in range(depth))
+                if (stages, replicas) not in seen:
+                    seen.add((stages, replicas))
+                    yield _Choice(stages, width, replicas, self._least_s(stages, depth, replicas))
+
+    def _orders(self) -> list[list[int]]:
+        """Orders of the nodes: fast ones first, slow ones first, and those of each model alone."""
+        nodes = self._cluster.nodes
+        speed = {number: self._rates[id(node.device)] for number, node in enumerate(nodes)}
+        fast = sorted(speed, key=lambda number: (-speed[number], number))
+        orders = [fast, fast[::-1]]
+        orders += ([n for n in fast if nodes[n].device is nodes[first].device] for first in fast)
+        return [list(order) for order in dict.fromkeys(map(tuple, orders))]
+
+    def _least_s(self, stages: Sequence[Sequence[tuple[int, ...]]], depth: int, replicas: int) -> float:
+        """All work at the best rates, while pipelines fill and drain."""
+        job, ranks = self._request.job, self._cluster.ranks
+        rate = sum(self._rates[id(ranks[gpu].device)] for stage in stages for unit in stage for gpu in unit)
+        fill = 1 + (depth - 1) * replicas / self._micro_batches
+        return job.global_batch_size * job.seq_length / rate * fill
+
+    def _settled(self, choice: _Choice) -> Candidate | None:
+        """Return it with the least recomputation that fits; ``None`` where none does, or heads do not."""
+        layouts = self._layouts(choice)
+        for mode in self._modes:
+            tried = [self._dealt(choice, layout, replace(self._job(choice), recompute=mode)) for layout in layouts]
+            fitting = [one for one in tried if one is not None and one.fits]
+            if fitting:
+                return min(fitting, key=order_of)
+        return None
+
+    def _job(self, choice: _Choice) -> Job:
+        return replace(
+            self._request.job,
+            tensor_parallel=choice.width,
+            pipeline_parallel=1,
+            data_parallel=choice.replicas,
+            micro_batch_size=self._size,
+        )
+
+    def _layouts(self, choice: _Choice) -> list[list[tuple[int, ...]]]:
+        """Groups of the units of a replica's stage, by their places: the largest, and those inside nodes."""
+        size = len(choice.units[0]) // choice.replicas
+        heads = self._job(choice).workload().local_heads
+        node = min(len(node.ranks) for node in self._cluster.nodes) // choice.width
+        degrees = [degree for degree in divisors(size) if heads % degree == 0]
+        inside = max(degree for degree in degrees if degree <= node)
+        return [groups(tuple(range(size)), degree, False) for degree in sorted({inside, degrees[-1]})]
+
+    def _dealt(self, choice: _Choice, cut: list[tuple[int, ...]], job: Job) -> Candidate | None:
+        """Layers by what one takes on each stage, and what memory holds of them."""
+        layers, depth = job.model.layers, len(choice.units)
+        if depth > layers:
+            return None
+        model = CostModel(replace(job, recompute="none"), self._cluster)
+        dealt, best = apportion(layers, [1.0] * depth), None
+        for _ in range(_ROUNDS):
+            plan = self._plan(choice, cut, job, dealt)
+            found = Candidate(plan, model.job, model.timing(plan))
+            self.trials += 1
+            best = found if best is None else min(best, found, key=order_of)
+            following = _deal_again(found, dealt, layers)
+            if following is None or following == dealt:
+                break
+            dealt = following
+        return best
+
+    def _plan(self, choice: _Choice, cut: list[tuple[int, ...]], job: Job, dealt: Sequence[int]) -> Plan:
+        gpus = [gpu for stage in choice.units for unit in stage for gpu in unit]
+        rank = {gpu: number for number, gpu in enumerate(gpus)}
+        size = len(choice.units[0]) // choice.replicas
+        tokens = apportion(job.seq_length, [1.0] * size)
+        replicas = []
+        for replica in range(choice.replicas):
+            stages, first = [], 0
+            for units, layers in zip(choice.units, dealt, strict=True):
+                own = units[replica * size : (replica + 1) * size]
+                fleet = self._fleet(job, own)
+                number = {unit.gpus[0]: place for place, unit in enumerate(fleet.units)}
+                parts = []
+                for places in cut:
+                    members = tuple(number[own[place]] for place in places)
+                    heads = (job.workload().local_heads // len(places),) * len(places)
+                    parts.append(Part(members, tuple(tokens[place] for place in places), heads))
+                ranks = {number[unit]: tuple(rank[gpu] for gpu in unit) for unit in own}
+                domain = build_domain(fleet, Layout(tuple(parts), 1), ranks)
+                stages.append(Stage((domain,), (first, first + layers), job.recompute))
+                first += layers
+            replicas.append(Replica(tuple(stages), self._micro_batches // choice.replicas))
+        everything = gpus == list(range(len(self._cluster.ranks)))
+        return Plan(job.workload(), tuple(replicas), gpus=None if everything else tuple(gpus))
+
+    def _fleet(self, job: Job, units: Sequence[tuple[int, ...]]) -> Fleet:
+        gpus = tuple(gpu for unit in units for gpu in unit)
+        key = job.tensor_parallel, gpus
+        if key not in self._fleets:
+            self._fleets[key] = find_units(job, self._cluster, gpus)
+        return self._fleets[key]
+
+
+def _deal_again(found: Candidate, dealt: Sequence[int], layers: int) -> list[int] | None:
+    """Layers by what one takes on the slowest replica's stage, none beyond what memory holds."""
+    counts, full = np.arange(1, layers + 1), found.timing.stage_fullness
+    seconds = []
+    for stage, own in enumerate(dealt):
+        took = max(pipeline.stages[stage].total for pipeline in found.timing.pipelines)
+        fullest = max(full[replica, stage] for replica in range(len(found.plan.replicas)))
+        most = own if fullest <= 1 and own == layers else max(1, int(own / fullest))
+        seconds.append(np.where(counts <= most, counts * took / own, np.inf))
+    return least_longest(seconds, layers)
+
+
+def spell_uneven(candidate: Candidate) -> str:
+    """``TP 4, PP 3, 2 replicas: 26/27/27 layers``."""
+    plan, job = candidate.plan, candidate.job
+    stages = plan.replicas[0].stages
+    counts = "/".join(str(stage.layers[1] - stage.layers[0]) for stage in stages if stage.layers is not None)
+    replicas = f", {len(plan.replicas)} replicas" if len(plan.replicas) > 1 else ""
+    return f"TP {job.tensor_parallel}, PP {len(stages)}{replicas}: {counts} layers"
+
+
+def why_no_uneven(request: Request) -> str:
+    """Why there is none."""
+    if "pipeline_parallel" in request.fixed and request.job.pipeline_parallel == 1:
+        return "it has one pipeline stage"
+    return "no pipeline of equally many GPUs a stage was found that fits"
+
+
+def best_uneven(request: Request, cluster: Cluster, faster_than: float = inf) -> tuple[Candidate | None, int]:
+    """Return the best that fits, if it is faster than so many seconds, and how many layouts were timed."""
+    try:
+        search = UnevenLayers(request, cluster)
+        return search.best(faster_than), search.trials
+    except HexiError:  # a GPU that cannot do the job, or that makes no unit
+        return None, 0

@@ -1,0 +1,48 @@
+"""Which features a plan uses that Megatron alone lacks, and whether the rules of a planning allow them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from megatron_hexi.cluster import PlannerRules
+from megatron_hexi.plan import Plan, Stage, has_equal_replicas
+
+
+def _has_unequal_replicas(plan: Plan) -> bool:
+    """Whether replicas differ in their stages or micro-batches; of Megatron's own pipelines also in ranks."""
+    if plan.is_repeated:
+        return not has_equal_replicas(plan)
+    kinds = {
+        (replica.micro_batches, *(_size(stage) for stage in replica.stages)) for replica in plan.replicas
+    }
+    return len(kinds) > 1
+
+
+def _size(stage: Stage) -> tuple[object, ...]:
+    """What stages at the same place of equal replicas have in common."""
+    widths = tuple(sorted(len(member.ranks) for member in stage.members))
+    return stage.layers, widths, stage.recompute, stage.ministages, stage.offload
+
+
+def _stages(plan: Plan) -> list[Stage]:
+    return [stage for replica in plan.replicas for stage in replica.stages]
+
+
+#: Whether a plan uses each feature, by the fields of `PlannerRules`.
+USES: Final[dict[str, Callable[[Plan], bool]]] = {
+    "ministages": lambda plan: any(stage.ministages is not None for stage in _stages(plan)),
+    "offload": lambda plan: any(stage.offload for stage in _stages(plan)),
+    "unequal_replicas": _has_unequal_replicas,
+    "unequal_stages": lambda plan: not plan.is_repeated,
+}
+
+
+def features_of(plan: Plan) -> tuple[str, ...]:
+    """Return the features that a plan uses, by the fields of `PlannerRules`."""
+    return tuple(name for name, uses in USES.items() if uses(plan))
+
+
+def keeps_to(plan: Plan, rules: PlannerRules) -> bool:
+    """Return whether a plan uses only what the rules allow."""
+    return not any(USES[name](plan) for name in rules.refused)
