@@ -4,8 +4,8 @@ Blanks and ends of lines separate words. Quotes hold a word together, a backslas
 it is, and at the end of a line it is a blank. A ``#`` that begins a word begins a comment, to the end of the
 line; inside a word it is an ordinary character. Nothing is filled in: a variable is an error.
 
-A script's own wrapper is taken off: of ``ARGS=( … )``, ``ARGS+=( … )`` and ``ARGS="…"`` the words inside are read.
-Where a file has such wrappers, nothing but comments may stand outside them.
+A script's own wrapper is taken off: of ``ARGS=( … )``, ``ARGS+=( … )`` and ``ARGS="…"`` the words inside are
+read. Where a file has such wrappers, nothing but comments may stand outside them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_hexi.errors import HexiError
 from megatron_hexi.text_file import read_text
 
 #: A launch script has a few kilobytes.
-MAX_BYTES = 2**20
+MAX_BYTES = 2**18
 
 _PIECE = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\[^\n]|[^ \t\r\n'"\\]+"""
 _PIECES = re.compile(_PIECE, re.DOTALL)
@@ -87,17 +87,17 @@ def located_words(text: str, path: Path) -> list[Word]:
     outside: list[Word] = []
     opened: Word | None = None
     wrapped = False
-    for token in _tokens(text, path):
+    for token, line in _tokens(text, path):
         if token.lastgroup == "opened" and opened is None:
-            opened, wrapped = Word(token[0], _line(text, token)), True
+            opened, wrapped = Word(token[0], line), True
         elif token.lastgroup == "string":
             wrapped = True
-            inside += _string(token, text, path)
+            inside += _string(token["string"], line, path)
         else:
             # An unquoted parenthesis that closes an array may stand right behind its last word.
             word, closes = token[0], opened is not None and _closes(token[0])
             if found := word[:-1] if closes else word:
-                (inside if opened else outside).extend(_split(found, _line(text, token), path))
+                (inside if opened else outside).extend(_split(found, line, path))
             opened = None if closes else opened
     if opened is not None:
         raise HexiError(f"{path}, line {opened.line}: {opened.text}: is not closed; close the parenthesis")
@@ -110,19 +110,19 @@ def located_words(text: str, path: Path) -> list[Word]:
     return inside if wrapped else outside
 
 
-def _tokens(text: str, path: Path) -> Iterator[re.Match[str]]:
-    """Words, openings of arrays, and strings of arguments; without blanks and comments."""
-    reached = 0
+def _tokens(text: str, path: Path) -> Iterator[tuple[re.Match[str], int]]:
+    """Words, openings of arrays, and strings of arguments, with their lines; without blanks and comments."""
+    reached, line = 0, 1
     while reached < len(text):
         token = _TOKEN.match(text, reached)
         if token is None:
-            line = text.count("\n", 0, reached) + 1
             raise HexiError(
                 f"{path}, line {line}: {text[reached:].split()[0][:40]}: is not closed; close the quotes"
             )
         if token.lastgroup is not None:
-            yield token
+            yield token, line
         reached = token.end()
+        line += token[0].count("\n")
 
 
 def _split(word: str, line: int, path: Path) -> Iterator[Word]:
@@ -136,10 +136,8 @@ def _split(word: str, line: int, path: Path) -> Iterator[Word]:
     yield from (Word(text, line) for text in shlex.split(word))
 
 
-def _string(token: re.Match[str], text: str, path: Path) -> list[Word]:
+def _string(quoted: str, first: int, path: Path) -> list[Word]:
     """The words of a string of arguments, which a shell splits at blanks where it is used unquoted."""
-    quoted = token["string"]
-    first = text.count("\n", 0, token.start("string")) + 1
     list(_split(quoted, first, path))  # refuses variables
     body = quoted[1:-1]
     if quoted[0] == '"':  # as a shell reads it, but for joined lines, whose number would be lost
@@ -154,18 +152,14 @@ def _closes(word: str) -> bool:
     return word.endswith(")") and _PIECES.findall(word)[-1][0] not in "'\"\\"
 
 
-def _line(text: str, token: re.Match[str]) -> int:
-    return text.count("\n", 0, token.start()) + 1
-
-
 def _refuse_yaml(text: str, path: Path) -> None:
     """Refuse YAML by its name: as words, its keys would be unknown arguments."""
     found = _YAML.search(text)
     if found is not None and (path.suffix in (".yaml", ".yml") or not _FLAG.search(text)):
         line = text.count("\n", 0, found.start() + len(found[0]) - len(found[0].lstrip())) + 1
         raise HexiError(
-            f"{path}, line {line}: {found[0].strip().rstrip(':')}: this file is YAML; write its entries as flags on "
-            "Megatron's command line, as --num-layers 32"
+            f"{path}, line {line}: {found[0].strip().rstrip(':')}: this file is YAML; write its entries as flags "
+            "on Megatron's command line, as --num-layers 32"
         )
 
 

@@ -74,7 +74,7 @@ def user_errors() -> Iterator[None]:
             yield
     except HexiError as problem:
         rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        print(f"hexi: error: {rank}{_one_line(str(problem))}", file=sys.stderr, flush=True)
+        print(f"hexi: error: {rank}{printable(str(problem))}", file=sys.stderr, flush=True)
         if _fault_listener is not None:
             _fault_listener(str(problem), problem.exit_code)
         if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1":
@@ -105,8 +105,8 @@ def _missing_extras() -> Iterator[None]:
         raise HexiError(f"this needs {package}, which is not installed; {remedy}") from None
 
 
-def _one_line(text: str) -> str:
-    """With names of files as they can be typed: a line break in one starts no line, and ESC no colour."""
+def printable(text: str) -> str:
+    """A text for one line of a terminal: a line break in a name starts no line, and ESC no colour."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import HexiError, printable
 from megatron_hexi.regular_file import check_output
 
 if TYPE_CHECKING:  # takes most of a second to import, which a command without a picture need not spend
@@ -31,14 +32,31 @@ _PIPE_WIDTH = 160
 
 def say(message: str) -> None:
     """A line on standard error: what was done besides the document asked for."""
-    print(message, file=sys.stderr)
+    print(printable(message), file=sys.stderr)
 
 
 def print_report(report: RenderableType) -> None:
     """A report on standard output, as wide as the terminal or as COLUMNS says."""
     columns = os.environ.get("COLUMNS", "")
     known = sys.stdout.isatty() or (columns.isascii() and columns.isdecimal() and int(columns) > 0)
-    Console(width=None if known else _PIPE_WIDTH).print(report)
+    Console(width=None if known else _PIPE_WIDTH).print(_Printable(report))
+
+
+class _Printable:
+    """A report without the control characters of names in it; colours are the console's own.
+
+    Args:
+        report: as rich prints it.
+    """
+
+    def __init__(self, report: RenderableType) -> None:
+        self._report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in console.render(self._report, options):
+            if not control:
+                text = "\n".join(map(printable, text.split("\n")))
+            yield Segment(text, style, control)
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from megatron_hexi.runtime.copies import (
     COPY_INTERVAL_VARIABLE,
     CopyBoard,
     FoundCopy,
+    bare_name,
     complete_copy,
     copies_folder,
     copy_folder,
@@ -189,7 +190,7 @@ def fetch_copy(store: dist.Store, told: dict[str, Any]) -> Path | None:
         store.set(f"fetched/{node}", problem)
     keys = [f"fetched/{number}" for number in range(nodes)]
     store.wait(keys, _FETCH)
-    return None if any(store.multi_get(keys)) else copies / told["name"]
+    return None if any(store.multi_get(keys)) else copies / bare_name(told["name"])
 
 
 def _say(message: str) -> None:

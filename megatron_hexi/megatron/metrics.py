@@ -97,6 +97,7 @@ def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
                 {name: float(value) for name, value in logged["loss_dict"].items()},
                 grad_norm=_number(logged["grad_norm"]),
                 learning_rate=_number(logged["learning_rate"]),
+                loss_scale=_number(logged["loss_scale"]),
                 skipped=logged["skipped_iter"],
                 **_step_times,
             )

@@ -8,6 +8,7 @@ from megatron_hexi.megatron.checkpoints import CHECKPOINT_PATCHES
 from megatron_hexi.megatron.copying import COPY_PATCHES
 from megatron_hexi.megatron.core_attention import ATTENTION_PATCHES
 from megatron_hexi.megatron.datasets import COMPILE_HELPERS, HELPERS_PATH
+from megatron_hexi.megatron.document_datasets import DOCUMENT_DATASET_PATCHES
 from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
 from megatron_hexi.megatron.experts import EXPERT_PATCHES
 from megatron_hexi.megatron.goodput import ROUND_PATCHES
@@ -49,6 +50,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *RESUME_PATCHES,
         *group_patches(platform.device),
         *SAMPLER_PATCHES,
+        *DOCUMENT_DATASET_PATCHES,
         *DOCUMENTS_AHEAD_PATCHES,
         *BATCH_PATCHES,
         *ROTARY_PATCHES,

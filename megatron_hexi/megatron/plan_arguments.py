@@ -15,7 +15,7 @@ from megatron_hexi.megatron.replan_arguments import check_replanning
 from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
 from megatron_hexi.megatron.surviving import check_surviving, take_part
 from megatron_hexi.mesh import Mesh
-from megatron_hexi.options.plan_job import hold_job, take_shares
+from megatron_hexi.options.plan_job import PER_TOKEN, hold_job, take_shares
 from megatron_hexi.plan import plan_digest, read_plan
 from megatron_hexi.record import open_record
 from megatron_hexi.runtime.rounds import in_round
@@ -74,6 +74,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
         GivenPlan(
             *(plan, args.hexi_plan, plan_digest(plan), kernel.name, row_multiple, shares, mesh),
             rates=plan.rates if args.hexi_batch_shares else None,
+            scales_mean=PER_TOKEN in changed,
         )
     )
     return changed

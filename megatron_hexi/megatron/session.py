@@ -34,6 +34,8 @@ class GivenPlan:
             deals them.
         mesh: where all ranks stand, of a plan whose stages have layers of their own; else ``None``.
         rates: of its units, if documents are dealt by them, batch by batch; else ``None``.
+        scales_mean: whether the loss scale is meant for the mean over a batch, as it is unless the user gives
+            ``--calculate-per-token-loss``; the plan has losses summed over tokens all the same.
     """
 
     plan: Plan
@@ -44,6 +46,7 @@ class GivenPlan:
     shares: tuple[Share, ...] | None = None
     mesh: Mesh | None = None
     rates: UnitRates | None = None
+    scales_mean: bool = False
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,17 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
             f"{what}: --non-persistent-save-interval leaves a lost node's part on it; leave it out, and "
             "give a smaller --save-interval"
         )
+    order = getattr(args, "dataloader_type", None)
+    if order not in (None, "single"):
+        reason = (
+            "the script's own loader says which samples a replica gets"
+            if order == "external"
+            else "the order of samples depends on the number of replicas"
+        )
+        raise HexiError(
+            f"{what}: --dataloader-type {order}: {reason}, which a loss may change, so that some would come "
+            "twice and others never; give --dataloader-type single"
+        )
     for flag in ("--finetune", "--ckpt-step"):
         if flag in given:
             raise HexiError(f"{what}: {flag} would undo the training at every start; leave it out")

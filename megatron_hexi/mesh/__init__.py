@@ -4,7 +4,7 @@ from megatron_hexi.mesh.border import HeldRows, RowBlock, RowMessage, border_mes
 from megatron_hexi.mesh.deal import stage_deal
 from megatron_hexi.mesh.pieces import Box, Cell, MinistageId, Piece, cell_contains, cell_size, cut_pieces
 from megatron_hexi.mesh.places import Mesh, Place
-from megatron_hexi.mesh.residence import ROWS_ON_DEVICE, Keeping, Sweep, keeping, sweeps
+from megatron_hexi.mesh.residence import ROWS_ON_DEVICE, Keeping, Sweep, is_summed_last, keeping, sweeps
 from megatron_hexi.mesh.shares import Bucket, Slab, make_buckets
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "cell_size",
     "cut_pieces",
     "held_rows",
+    "is_summed_last",
     "keeping",
     "make_buckets",
     "row_messages",

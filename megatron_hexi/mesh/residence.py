@@ -7,7 +7,7 @@ until its backward pass. Each waits on the device, or as the plan's `offload` sa
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -114,3 +114,18 @@ def keeping(bucket: Bucket, rank: int, offload: Collection[Offload]) -> Keeping:
     if ministage is None or not (bucket.in_step or on_host):
         return Keeping(None, True, False, stepped_on_host, stepped_on_host)
     return Keeping(ministage, not bucket.in_step, on_host, stepped_on_host, stepped_on_host)
+
+
+def is_summed_last(bucket: Bucket, offload_of: Callable[[int], Collection[Offload]]) -> bool:
+    """Whether the gradients of a bucket are summed after those that stay on the device.
+
+    A holder whose gradients wait in host memory sums them when the backward pass is done. All other holders
+    wait for it, also those that have them on the device: so any two buckets are summed in the same order by
+    all ranks that hold both.
+
+    Args:
+        bucket: its table.
+        offload_of: what the plan offloads of the stage of a rank.
+    """
+    kept = (keeping(bucket, rank, offload_of(rank)) for rank in bucket.holders)
+    return any(one.passes and one.whole for one in kept)

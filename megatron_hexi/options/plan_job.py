@@ -11,6 +11,8 @@ from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.options.replaced import PARALLEL_SIZES, STAGE_FLAGS
 from megatron_hexi.plan import Plan, Share, deal_micro_batches, has_equal_replicas, require_repeated
 
+PER_TOKEN = "--calculate-per-token-loss"
+
 
 def kind_of(plan: Plan) -> PlanKind:
     """Return what is special about a plan: stages of their own, or unequal replicas."""
@@ -226,7 +228,7 @@ def _set_decided_arguments(args: Namespace, given: set[str], plan: Plan) -> list
     if not args.calculate_per_token_loss:
         # Ranks hold different numbers of tokens: only a mean over tokens is the mean of the batch.
         args.calculate_per_token_loss = True
-        changed.append("--calculate-per-token-loss")
+        changed.append(PER_TOKEN)
     if args.create_attention_mask_in_dataloader:
         # [S, S] values for each sequence, which the kernels do not read.
         args.create_attention_mask_in_dataloader = False

@@ -43,6 +43,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
         Supported("--bf16", _JOBS + "test_bf16_is_no_further_from_fp32_than_one_rank_is"),
         Supported(
+            "--fp16",
+            "tests/megatron/test_stages_fp16.py::test_scale_steps_and_losses_are_those_of_one_rank",
+            "with the loss scale and the skipped steps of one rank",
+        ),
+        Supported(
             "--ckpt-format torch_dist",
             _CHECKPOINTS.format("one-rank-to-units-fp32"),
             "from and to any layout, and stock Megatron, with --dist-ckpt-optim-fully-reshardable",
@@ -61,12 +66,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "--hybrid-layer-pattern",
             lambda args: bool(args.hybrid_layer_pattern),
             "a pattern's layers are not split into stages yet",
-        ),
-        beside_stages(
-            "--fp16",
-            lambda args: args.fp16,
-            "loss scaling is not implemented for the plan's shares of state yet",
-            "use --bf16",
         ),
         beside_stages(
             "--optimizer",
@@ -97,6 +96,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "local",
         ),
         _set("log_params_norm"),
+        _set("load_main_params_from_ckpt"),
         _set("data_parallel_random_init"),
         _set("check_weight_hash_across_dp_replicas_interval"),
         _set("overlap_param_gather_with_optimizer_step"),

@@ -28,12 +28,14 @@ from megatron_hexi.plan.terms import (
     Count,
     Estimate,
     JobTerms,
+    Layers,
     Offload,
     Positive,
     Provenance,
     Recompute,
     UnitRates,
 )
+from megatron_hexi.yaml_schema import Label
 
 #: Half-open range ``(start, stop)``.
 Range = tuple[Count, Count]
@@ -64,7 +66,7 @@ class Workload:
     kv_heads: Positive
     head_dim: Positive
     causal: bool = True
-    layers: Positive | None = None
+    layers: Layers | None = None
     hidden_size: Positive | None = None
     value_dim: Positive | None = None
     padded_vocabulary: Positive | None = None
@@ -140,7 +142,7 @@ class Group:
         name: for people.
     """
 
-    name: str = field(default="", kw_only=True)
+    name: Label = field(default="", kw_only=True)
     segments: tuple[Range, ...]
     members: tuple[Member, ...]
 
@@ -213,7 +215,7 @@ class Stage:
     layers: Range | None = None
     recompute: Recompute | None = None
     exchange: Exchange | None = None
-    ministages: Positive | None = None
+    ministages: Layers | None = None
     offload: Annotated[tuple[Offload, ...], Field(min_length=1)] | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -10,6 +10,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
+from megatron_hexi.yaml_schema import Label
+
+#: Of a whole model, far above any: what each of them costs time for is refused beyond it.
+Layers = Annotated[int, Field(strict=True, ge=1, le=10_000)]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**40)]
 Positive = Annotated[int, Field(strict=True, ge=1, le=2**40)]
 Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -19,7 +23,7 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 STRICT = ConfigDict(extra="forbid")
 
 #: What the backward pass computes again: nothing, core attention, every layer, or so many first layers.
-Recompute = Literal["none", "selective", "full"] | Positive
+Recompute = Literal["none", "selective", "full"] | Layers
 Precision = Literal["bf16", "fp16", "fp32"]
 #: What of a stage may wait in host memory while it is not used.
 Offload = Literal["parameters", "optimizer", "activations"]
@@ -44,14 +48,14 @@ class JobTerms:
 
     micro_batch_size: Positive | None = None
     global_batch_size: Positive | None = None
-    pipeline_parallel: Positive | None = None
+    pipeline_parallel: Layers | None = None
     precision: Precision | None = None
     recompute: Recompute | None = None
     optimizer: Literal["adam", "sgd"] | None = None
     distributed_optimizer: bool | None = None
     overlap_gradients: bool | None = None
     sequence_parallel: bool | None = None
-    kernel: dict[str, str] | None = None
+    kernel: dict[Label, Label] | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -93,7 +97,7 @@ class Estimate:
     lower_bound_s: Real | None = None
     gap: Real | None = None
     memory_gib: tuple[Real, ...] | None = None
-    against: dict[str, Real] | None = None
+    against: dict[Label, Real] | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -112,12 +116,12 @@ class Provenance:
         created: when.
     """
 
-    planner: str | None = None
-    solver: str | None = None
+    planner: Label | None = None
+    solver: Label | None = None
     seed: Count | None = None
-    cluster: str | None = None
-    cluster_digest: str | None = None
+    cluster: Label | None = None
+    cluster_digest: Label | None = None
     model: str | None = None
-    created: str | None = None
+    created: Label | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import ConfigDict, Field
 
 from megatron_hexi.plan.terms import Count, Positive, Real
+from megatron_hexi.yaml_schema import Label
 
 FORMAT_VERSION: Final = 1
 
@@ -32,7 +33,7 @@ class Round:
     """
 
     number: Positive
-    without: tuple[str, ...]
+    without: tuple[Label, ...]
     resumed: Count
     in_memory: bool
     undone: Count
@@ -64,15 +65,15 @@ class Start:
         version: of the file format.
     """
 
-    started: str
-    digest: str
+    started: Label
+    digest: Label
     platform: Literal["cuda", "cpu"]
-    devices: tuple[str, ...]
+    devices: tuple[Label, ...]
     micro_batch_size: Positive
     global_batch_size: Positive
     pipeline_parallel: Positive
-    recompute: str
-    precision: str
+    recompute: Label
+    precision: Label
     distributed_optimizer: bool
     overlap_gradients: bool
     sequence_parallel: bool

@@ -14,9 +14,10 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-from megatron_hexi.errors import HexiError
+from megatron_hexi.errors import HexiError, printable
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.model import Range
 from megatron_hexi.regular_file import write_atomically
@@ -82,7 +83,7 @@ def plan_title(plan: Plan) -> str:
     made, told = plan.provenance, plan.estimate
     words = [f"{_spell_tokens(plan.workload.seq_length)} tokens", f"{plan.ranks} ranks"]
     if made and made.model:
-        words.insert(0, Path(made.model).name)
+        words.insert(0, printable(Path(made.model).name))
     if made and made.cluster:
         words[-1] += f" of {made.cluster}"
     if told and told.tokens_per_s:
@@ -103,8 +104,22 @@ def save_picture(figure: Figure, path: Path) -> None:
             f"{path}: a picture in an unknown format; end its name in .{', .'.join(sorted(known))}"
         )
     out = io.BytesIO()
+    read_as_written(figure)
     figure.savefig(out, format=kind, dpi=150)
     write_atomically(path, out.getvalue())
+
+
+def read_as_written(figure: Figure) -> None:
+    """Let a dollar sign in a name be one: matplotlib reads what two enclose as mathematics.
+
+    Powers of ten on logarithmic axes stay mathematics.
+    """
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # type: ignore[attr-defined]
+    for axes in figure.axes:
+        for axis in (one for one in (axes.xaxis, axes.yaxis) if one.get_scale() == "log"):
+            for text in axis.findobj(Text):
+                text.set_parse_math(text is not axis.label)  # type: ignore[attr-defined]
 
 
 def _colour(rank: int, ranks: int) -> Colour:

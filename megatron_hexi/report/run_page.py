@@ -17,7 +17,7 @@ from megatron_hexi.cost import IterationCost
 from megatron_hexi.plan import Plan
 from megatron_hexi.report.estimate import phases_line, spell_seconds
 from megatron_hexi.report.holdings import Holding, holdings
-from megatron_hexi.report.pictures import draw_plan
+from megatron_hexi.report.pictures import draw_plan, read_as_written
 from megatron_hexi.report.run import Run
 from megatron_hexi.report.run_pictures import draw_course, draw_memory, draw_ranks
 from megatron_hexi.report.tables import spell_range
@@ -99,6 +99,7 @@ def run_page(
 
 def _picture(name: str, figure: Figure, alt: str) -> Picture:
     out = io.StringIO()
+    read_as_written(figure)
     # Text stays text: it can be read, found and copied, and takes a tenth of the space.
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 import threading
 import time
 import urllib.request
@@ -40,6 +42,18 @@ _SAID_S = 2.0
 Files = dict[str, tuple[int, str]]
 
 
+def bare_name(name: str) -> str:
+    """A name that the job's store gives for something in a folder of copies.
+
+    Raises:
+        OSError: it could lead elsewhere, or to what is hidden: no name of a round, or of a file of a copy.
+    """
+    # Of torch's checkpoints, the one file whose name begins with a dot.
+    if name != ".metadata" and not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+        raise OSError(f"{name!r} is no bare name of a file; somebody else writes to the job's store")
+    return name
+
+
 def copy_folder(copies: Path, name: str, iteration: int) -> Path:
     """Where a copy lies on a node, as Megatron names a checkpoint.
 
@@ -47,20 +61,27 @@ def copy_folder(copies: Path, name: str, iteration: int) -> Path:
         copies: the node's folder of copies.
         name: of the round that made it.
         iteration: that it was made after.
+
+    Raises:
+        OSError: the name is none of a round.
     """
-    return copies / name / f"iter_{iteration:07d}"
+    return copies / bare_name(name) / f"iter_{int(iteration):07d}"
 
 
 def list_files(folder: Path) -> Files:
-    """What is in a folder; reads all of it."""
+    """What is in a folder, but for links and what is no regular file; reads all of it."""
     found: Files = {}
-    for path in sorted(path for path in folder.iterdir() if path.suffix != _PART):
+    for path in sorted(path for path in folder.iterdir() if path.suffix != _PART and _is_plain(path)):
         digest = hashlib.sha256()
         with path.open("rb") as file:
             while block := file.read(_BLOCK):
                 digest.update(block)
         found[path.name] = path.stat().st_size, digest.hexdigest()
     return found
+
+
+def _is_plain(path: Path) -> bool:
+    return stat.S_ISREG(path.lstat().st_mode)
 
 
 def pull(urls: Iterable[str], name: str, wanted: tuple[int, str], folder: Path) -> None:
@@ -73,11 +94,14 @@ def pull(urls: Iterable[str], name: str, wanted: tuple[int, str], folder: Path) 
         folder: where to put it.
 
     Raises:
-        OSError: no node has it, or there is no room.
+        OSError: its name is no bare one, no node has it, or there is no room.
     """
-    part = folder / f".{name}{_PART}"
+    part = folder / f".{bare_name(name)}{_PART}"
     reason = "no node has it"
     for url in urls:
+        if not url.startswith("http://"):
+            reason = f"{url!r} is no node's address"
+            continue
         digest = hashlib.sha256()
         try:
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -98,6 +122,15 @@ def pull(urls: Iterable[str], name: str, wanted: tuple[int, str], folder: Path) 
 
 class _Handler(SimpleHTTPRequestHandler):
     """Files whose names are known: a round's is random, and nothing is listed."""
+
+    def send_head(self) -> Any:
+        """Serve a regular file that lies in the folder itself, and follow no links."""
+        folder, path = Path(os.path.realpath(self.directory)), Path(self.translate_path(self.path))
+        inside = folder / path.relative_to(self.directory)
+        if os.path.realpath(inside) == str(inside) and inside.is_file():
+            return super().send_head()
+        self.send_error(404)
+        return None
 
     def list_directory(self, path: Any) -> None:
         self.send_error(404)

@@ -4,8 +4,9 @@ Where the pieces of a parameter follow each other in one bucket, its values and 
 Where other ranks hold other parts of it, it lies in several places: gradients are copied in before the sum,
 values out after the step.
 
-Buckets are reduced as soon as the backward pass has their gradients, always in the order of the table. All
-ranks keep that order, so two buckets can never wait for each other.
+Buckets are reduced as soon as the backward pass has their gradients, in the order of the table; behind these,
+in the same order, those of which a holder has the gradients in host memory. All ranks keep that order, so two
+buckets can never wait for each other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_hexi.mesh import Bucket, Cell, Slab, Sweep, cell_contains, keeping
+from megatron_hexi.mesh import Bucket, Cell, Slab, Sweep, cell_contains, is_summed_last, keeping
 from megatron_hexi.plan.terms import Offload
 from megatron_hexi.runtime.bucket_buffer import (
     BucketBuffer,
@@ -50,7 +51,7 @@ class PieceBuffers:
         rank: this rank.
         group_of: makes a process group of some ranks; called in the same order by all ranks of the job.
         gradient_dtype: in which gradients are added up; ``None``: that of the weights.
-        offload: what of this rank's stage waits in host memory.
+        offload_of: what waits in host memory of the stage of a rank.
         device: of the parameters.
     """
 
@@ -62,11 +63,11 @@ class PieceBuffers:
         rank: int,
         group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
         gradient_dtype: torch.dtype | None,
-        offload: Collection[Offload] = (),
+        offload_of: Callable[[int], Collection[Offload]] = lambda rank: (),
         device: torch.device = CPU,
     ) -> None:
         self.rank = rank
-        self._offload = offload
+        self._offload = offload_of(rank)
         #: What waits there is counted by it.
         self.host = HostMemory(device)
         self.buckets: list[BucketBuffer] = []
@@ -88,9 +89,13 @@ class PieceBuffers:
                 dtype = gradient_dtype or parameter.dtype
                 set_main_grad(parameter, torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
         self._staying = [buffer for buffer in self.buckets if not buffer.passes]
-        #: Whose holders are not in step: they are summed and handed out in the order of the table.
-        self._kept_whole = [buffer for buffer in self.buckets if buffer.kept.whole]
-        self._hand_out = HandOut(self._kept_whole, self._renew)
+        #: Those that are summed when the backward pass is done, and those that need not wait for it.
+        self._last = [buffer for buffer in self.buckets if is_summed_last(buffer.bucket, offload_of)]
+        last = {id(buffer) for buffer in self._last}
+        self._first = [buffer for buffer in self._staying if id(buffer) not in last]
+        # Those whose holders are in step come with their ministage.
+        kept_whole = [buffer for buffer in self.buckets if buffer.kept.whole]
+        self._hand_out = HandOut(kept_whole, self._renew)
         by_number: dict[int, list[BucketBuffer]] = {}
         for buffer in self.buckets:
             if buffer.kept.ministage is not None:
@@ -236,12 +241,12 @@ class PieceBuffers:
             return
         for buffer in self._by_parameter[parameter]:
             buffer.waits_for.discard(parameter)
-        while self._launched < len(self._staying) and not self._staying[self._launched].waits_for:
+        while self._launched < len(self._first) and not self._first[self._launched].waits_for:
             self._launch()
 
     def start_grad_sync(self, *_: object) -> None:
-        """Start all sums that are not under way."""
-        while self._launched < len(self._staying):
+        """Start all sums that are not under way, but for the last ones."""
+        while self._launched < len(self._first):
             self._launch()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -250,12 +255,15 @@ class PieceBuffers:
         for passing in self._passing.values():
             passing.close_gradients()
         with waiting("gradients"):
-            for buffer in self._kept_whole:
+            for buffer in self._last:
                 if buffer.passes:
                     self._sum_offloaded(buffer)
+                else:
+                    start_sum(buffer)
+            for buffer in self._staying:
                 wait_all(buffer.works)
                 buffer.works = []
-                if not buffer.passes and buffer.rest_gradients is not None:
+                if buffer.rest_gradients is not None:
                     self.host.copy_out(buffer.rest_gradients, buffer.gradients[buffer.own_run])
             self.host.drain()
 
@@ -273,7 +281,7 @@ class PieceBuffers:
             self.host.copy_out(buffer.rest_gradients[own], buffer.gradients[own])
 
     def _launch(self) -> None:
-        buffer = self._staying[self._launched]
+        buffer = self._first[self._launched]
         self._launched += 1
         start_sum(buffer)
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.mesh import cut_pieces, make_buckets, sweeps
+from megatron_hexi.plan.terms import Offload
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from tests.distributed.test_piece_buffers import (
     ITERATIONS,
@@ -36,14 +37,24 @@ def in_turns(box: Any, ministages: int, rank: int | None = None) -> Any:
     return replace(box, ministage=(0 if rank is None else rank, 0, box.depth % ministages))
 
 
-EVERYTHING = ("parameters", "optimizer")
+def nothing(rank: int) -> tuple[Offload, ...]:
+    return ()
 
 
-def run_ministages(mesh, dtype, seed, size, ministages, offload=(), in_step=True):
+def everything(rank: int) -> tuple[Offload, ...]:
+    return ("parameters", "optimizer")
+
+
+def of_odd_ranks(rank: int) -> tuple[Offload, ...]:
+    """Others hold the same on the device."""
+    return everything(rank) if rank % 2 else nothing(rank)
+
+
+def run_ministages(mesh, dtype, seed, size, ministages, offload_of=nothing, in_step=True):
     """Iterations of backward passes, each a ministage at a time; then new weights of the owners.
 
     Args:
-        offload: what waits in host memory.
+        offload_of: what waits in host memory, of each rank.
         in_step: whether the holders of a bucket keep shares.
 
     Returns:
@@ -72,16 +83,16 @@ def run_ministages(mesh, dtype, seed, size, ministages, offload=(), in_step=True
             return thread.new_group(f"holders-{ranks}", ranks)
 
         buffers = PieceBuffers(
-            buckets, held, model.scales.__getitem__, thread.rank, group_of, torch.float32, offload
+            buckets, held, model.scales.__getitem__, thread.rank, group_of, torch.float32, offload_of
         )
         buffers.take_values_from(max)
         first = {one: one.data.clone() for one in number_of}
         passing: list[Any] = [buffer for buffer in buffers.buckets if buffer.passes]
         buffers.release()
         assert not sum(buffer.values.untyped_storage().nbytes() for buffer in passing)
-        kept: list[Any] = [buffer.rest_gradients for buffer in buffers.buckets]
-        kept += [buffer.rest_values for buffer in passing]
-        assert buffers.host.nbytes == (sum(tensor.nbytes for tensor in kept) if offload else 0)
+        kept: list[Any] = [one.rest_gradients for one in buffers.buckets if one.kept.gradients_on_host]
+        kept += [one.rest_values for one in passing if one.kept.weights_on_host]
+        assert buffers.host.nbytes == sum(tensor.nbytes for tensor in kept)
         sums = []
         for iteration in range(ITERATIONS):
             buffers.reset()
@@ -98,6 +109,7 @@ def run_ministages(mesh, dtype, seed, size, ministages, offload=(), in_step=True
                             parameter.main_grad.add_(
                                 model.gradients[parameter][iteration * MICRO_BATCHES + step]
                             )
+                        buffers.register_grad_ready(parameter)
             buffers.finish_grad_sync()
             sums.append(own_gradients(buffers))
         buffers.scale_gradients(0.5)
@@ -129,19 +141,20 @@ def own_gradients(buffers):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "offload", "in_step"),
+    ("dtype", "offload_of", "in_step"),
     [
-        (torch.float32, (), True),
-        (torch.bfloat16, (), True),
-        (torch.float32, EVERYTHING, True),
-        (torch.bfloat16, EVERYTHING, False),
+        pytest.param(torch.float32, nothing, True, id="fp32"),
+        pytest.param(torch.bfloat16, nothing, True, id="bf16"),
+        pytest.param(torch.float32, everything, True, id="fp32-offloaded"),
+        pytest.param(torch.bfloat16, everything, False, id="bf16-offloaded-alone"),
+        pytest.param(torch.float32, of_odd_ranks, False, id="fp32-offloaded-by-some"),
     ],
 )
-def test_weights_and_gradients_are_there_when_they_are_needed(dtype, offload, in_step):
+def test_weights_and_gradients_are_there_when_they_are_needed(dtype, offload_of, in_step):
     @examples(4)
     @given(mesh=MESHES, seed=SEEDS, size=SIZES, ministages=st.integers(1, 3))
     def run(mesh, seed, size, ministages):
-        results = run_ministages(mesh, dtype, seed, size, ministages, offload, in_step)
+        results = run_ministages(mesh, dtype, seed, size, ministages, offload_of, in_step)
         check_sums(results, mesh, dtype, seed)
         new = new_values(mesh, dtype, seed)
         for _, _, ended in results:

@@ -30,14 +30,18 @@ class TrainingLog:
     Attributes:
         iterations: their numbers, from 1 (or from where a checkpoint left off).
         losses: mean over the tokens of the batch.
-        grad_norms: before clipping.
+        grad_norms: before clipping; ``None`` where the step was skipped.
         output: everything that the ranks printed.
+        skipped: whether the step was.
+        loss_scales: after the step.
     """
 
     iterations: list[int]
     losses: list[float]
     grad_norms: list[float]
     output: str
+    skipped: list[bool]
+    loss_scales: list[float]
 
 
 def train(
@@ -83,6 +87,8 @@ def read_metrics(metrics: Path, output: str) -> TrainingLog:
         [line["loss"] for line in lines],
         [line["grad_norm"] for line in lines],
         output,
+        [bool(line["skipped"]) for line in lines],
+        [line["loss_scale"] for line in lines],
     )
 
 

@@ -21,6 +21,30 @@ def _copies_unscaled() -> None:
     gradients._is_partial = lambda *_: True
 
 
+def _parts_as_copies() -> None:
+    """Each rank's own sinks are divided as if all ranks of a unit had them."""
+    from megatron_hexi.megatron.stages import gradients
+
+    gradients._held_by_all = lambda boxes: {
+        (box.key, box.cell) for own in boxes for box in own if "softmax_offset" in box.key
+    }
+
+
+def _one_ranks_gradient_infinite() -> None:
+    from megatron_hexi.megatron.stages.optimizer import PieceOptimizer
+
+    original = PieceOptimizer._copy_model_grads_to_main_grads
+
+    def copy(self: PieceOptimizer) -> None:
+        original(self)
+        if self.buffers.rank == 1:
+            gradient = self.owned[-1].main.grad
+            assert gradient is not None
+            gradient.view(-1)[-1] = float("inf")
+
+    PieceOptimizer._copy_model_grads_to_main_grads = copy  # type: ignore[method-assign]
+
+
 def _a_holder_adds_nothing() -> None:
     original = PieceBuffers._lay_out
 
@@ -47,11 +71,18 @@ def _new_weights_not_waited_for() -> None:
     HandOut.settle = lambda self, buffers: None  # type: ignore[method-assign]
 
 
+#: Found by the comparison of losses and norms.
 FAULTS: dict[str, Callable[[], None]] = {
     "copies-unscaled": _copies_unscaled,
     "a-holder-adds-nothing": _a_holder_adds_nothing,
     "rows-in-another-order": _rows_in_another_order,
     "new-weights-not-waited-for": _new_weights_not_waited_for,
+}
+
+#: Those of which only other comparisons say anything.
+OTHER_FAULTS: dict[str, Callable[[], None]] = {
+    "parts-as-copies": _parts_as_copies,
+    "one-ranks-gradient-infinite": _one_ranks_gradient_infinite,
 }
 
 
@@ -60,6 +91,6 @@ def main() -> None:
     from megatron_hexi import pretrain_gpt
 
     place = sys.argv.index("--planted")
-    FAULTS[sys.argv[place + 1]]()
+    {**FAULTS, **OTHER_FAULTS}[sys.argv[place + 1]]()
     del sys.argv[place : place + 2]
     pretrain_gpt.main()

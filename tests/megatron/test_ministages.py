@@ -150,6 +150,37 @@ OFFLOADED = {
 """.replace("ALL", ALL),
         UNTIED,
     ),
+    # Weights that one replica keeps in host memory and another on the device; tied embeddings stay in both.
+    "by-one-of-two-replicas": Case(
+        """\
+- micro_batches: 3
+  stages:
+  - {layers: [0, 6], ministages: 3, ALL, domains: [{ranks: [0]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 6], ministages: 3, STATE, domains: [{ranks: [1]}]}
+""".replace("ALL", ALL).replace("STATE", STATE),
+        job=SMALL_BUCKETS,
+        slow=False,
+    ),
+    # The same of equal buckets, of stages that end elsewhere.
+    "by-some-of-three-replicas": Case(
+        """\
+- micro_batches: 2
+  stages:
+  - {layers: [0, 2], ministages: 2, ALL, domains: [{ranks: [0]}]}
+  - {layers: [2, 6], ministages: 2, STATE, domains: [{ranks: [1, 2]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 3], ministages: 3, STATE, domains: [{ranks: [3]}]}
+  - {layers: [3, 6], ministages: 3, ALL, domains: [{ranks: [4]}]}
+- micro_batches: 1
+  stages:
+  - {layers: [0, 6], domains: [{ranks: [5]}]}
+""".replace("ALL", ALL).replace("STATE", STATE),
+        UNTIED,
+        job=SMALL_BUCKETS,
+    ),
 }
 
 #: Whole micro-batches dealt to the domains of a stage.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from statistics import fmean
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import Recompute
+from tests.megatron.checkpoint_contents import optimizer_of, tensors_of
 from tests.megatron.conftest import job, skip_what_is_not_there
 from tests.megatron.option_cases import APART, ONE_EACH, PACKED
 from tests.megatron.test_uneven_training import MODEL, largest_difference
@@ -41,6 +44,22 @@ def test_documents_travel_over_borders_of_other_domains(forks, references, docum
             *("--load", weights, "--finetune"),
         ],
         plan=with_batch(stage_layout("domains", tmp_path, micro_batch_size=1), 4),
+    )
+    assert largest_difference(log, reference) < 1e-5
+
+
+def test_documents_reach_stages_on_which_the_script_builds_no_data_set(
+    forks, references, documents, tmp_path
+):
+    skip_what_is_not_there([*documents, *PACKED])
+    weights, reference = references((*ONE_EACH, *FOUR_LAYERS, *documents, *APART), iterations=4)
+    words = [*job([*ONE_EACH, *FOUR_LAYERS, *documents, *PACKED]), *ITERATIONS, "--load", weights]
+    log = forks.train(
+        tmp_path,
+        ranks=5,
+        args=[*words, "--finetune"],
+        plan=with_batch(stage_layout("units", tmp_path, micro_batch_size=1), 4),
+        entry="tests.megatron.nvidia_datasets",
     )
     assert largest_difference(log, reference) < 1e-5
 
@@ -106,6 +125,9 @@ def test_bf16_is_no_further_from_fp32_than_one_rank_is(forks, references, tmp_pa
     assert error(log) < 2 * error(one)
 
 
+#: The first step is skipped, and the scale grows after two that are not.
+FP16 = ("--fp16", "--initial-loss-scale", str(2**17), "--loss-scale-window", "2", "--hysteresis", "1")
+
 # What saves, with how many ranks; None: stock Megatron.
 PLAIN: tuple[str, ...] = ("--no-ckpt-fully-parallel-save",)
 RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
@@ -126,8 +148,10 @@ HOLDERS = {
 FORMATS = {
     "fp32": (),
     "bf16": ("--bf16",),
+    "fp16": FP16,
     "distributed": RESHARDABLE,
     "bf16-distributed": (*RESHARDABLE, "--bf16"),
+    "fp16-distributed": (*RESHARDABLE, *FP16),
 }
 
 
@@ -163,6 +187,11 @@ IN_CI = {
     ("depths", "tp-pp", "bf16-distributed"),
     ("offload", "one-rank", "distributed"),
 }
+LOADS_IN_CI = {
+    ("one-rank", "ministages", "bf16"),
+    ("depths", "units", "bf16-distributed"),
+    ("samples", "offload", "fp16"),
+}
 PAIRS = [
     pytest.param(
         *pair, id="-to-".join(pair[:2]) + f"-{pair[2]}", marks=[] if pair in IN_CI else pytest.mark.slow
@@ -177,8 +206,45 @@ def test_any_layout_goes_on_from_any_other(saver, loader, kind, trainings, forks
     weights, whole = trainings(saver, kind)
     log = go_on(forks, tmp_path, loader, kind, ["--load", weights])
     assert log.iterations == [3, 4]
-    tolerance = 2e-3 if "bf16" in kind else 1e-5  # bf16: products are rounded in another order
+    assert log.skipped == whole.skipped[2:]
+    assert log.loss_scales == whole.loss_scales[2:]
+    is_half = "16" in kind
+    tolerance = 2e-3 if is_half else 1e-5  # products are rounded in another order
     assert log.losses == pytest.approx(whole.losses[2:], rel=tolerance)
-    assert log.grad_norms == pytest.approx(
-        whole.grad_norms[2:], rel=10 * tolerance if "bf16" in kind else 1e-5
+    assert log.grad_norms == pytest.approx(whole.grad_norms[2:], rel=10 * tolerance if is_half else 1e-5)
+
+
+LOADS = [
+    pytest.param(
+        *one, id="-to-".join(one[:2]) + f"-{one[2]}", marks=[] if one in LOADS_IN_CI else pytest.mark.slow
     )
+    for one in (
+        (saver, loader, kind)
+        for saver in ("one-rank", "tp-pp", "units", "depths", "samples", "offload")
+        for loader in ("one-rank", "units", "samples", "ministages", "offload")
+        for kind in FORMATS
+    )
+]
+
+
+@pytest.mark.parametrize(("saver", "loader", "kind"), LOADS)
+def test_what_is_loaded_is_what_was_saved(saver, loader, kind, trainings, forks, tmp_path):
+    """Each weight, each fp32 weight, each moment: saved again without a step between."""
+    weights, _ = trainings(saver, kind)
+    words = ["--load", weights, "--save", tmp_path, "--save-interval", "3"]
+    words += ["--train-iters", "2", "--override-opt-param-scheduler"]
+    go_on(forks, tmp_path, loader, kind, words)
+    saved, again = (folder / "iter_0000002" for folder in (weights, tmp_path))
+    before, after = tensors_of(saved), tensors_of(again)
+    assert before.keys() == after.keys()
+    assert len([name for name in before if name.startswith("optimizer.state.")]) > 10
+    assert [name for name, tensor in before.items() if not torch.equal(tensor, after[name])] == []
+    common = [optimizer_of(saved), optimizer_of(again)]
+    assert steps(common[1]) == steps(common[0]) == (1 if "fp16" in kind else 2)
+    assert common[1].get("grad_scaler") == common[0].get("grad_scaler")
+
+
+def steps(optimizer: dict[str, Any]) -> float:
+    """The step count of an optimizer's common state."""
+    inner = optimizer.get("optimizer", optimizer)
+    return float(inner["state"]["common_step"] if "state" in inner else inner["param_groups"][0]["step"])

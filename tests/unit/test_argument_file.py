@@ -99,3 +99,25 @@ def test_the_last_value_of_a_flag_counts_in_either_spelling(words, value):
 def test_a_flag_without_a_value_is_refused(words):
     with pytest.raises(HexiError, match="--save without a value; add it"):
         last_value(words, "--save", PATH)
+
+
+def test_a_file_far_larger_than_any_launch_script_is_refused(tmp_path):
+    path = tmp_path / "job.args"
+    path.write_text("--lr 1e-3\n" * 80_000)
+    with pytest.raises(HexiError, match=r"job\.args: 800000 bytes, more than the 262144 that are read"):
+        read_words(path)
+
+
+def test_lines_are_counted_for_errors_only():
+    """Counted for every word they would take time by the square of them."""
+
+    class Text(str):
+        counted = 0
+
+        def count(self, *words):
+            Text.counted += 1
+            return super().count(*words)
+
+    with pytest.raises(HexiError, match="line 2001"):
+        split_words(Text("--lr 1e-3\n" * 2000 + "$HOME"), PATH)
+    assert Text.counted == 1

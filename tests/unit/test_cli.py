@@ -10,6 +10,7 @@ import typer
 import megatron_hexi
 from megatron_hexi.cli import main as cli
 from megatron_hexi.cli import options, patching, plans
+from megatron_hexi.cli.output import print_report, say
 from megatron_hexi.cost.presets import presets
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Workload, plan_digest, proportional_plan, read_plan, write_plan
@@ -218,3 +219,19 @@ def test_a_shell_completes_commands_and_options(hexi, monkeypatch, words, comple
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
     result = hexi()
     assert (result.code, set(result.out.split()), result.err) == (0, completed, "")
+
+
+def test_nothing_that_is_printed_changes_a_terminal(capsys):
+    from rich.table import Table
+
+    name = "a\x1b[31mb\x07c\0d\x9b"
+    table = Table("name", "other")
+    table.add_row(name, "second")
+    print_report(table)
+    say(f"wrote {name}\nand more")
+    printed = capsys.readouterr()
+    spelt = r"a\x1b[31mb\x07c\x00d\x9b"
+    assert spelt in printed.out
+    assert len(printed.out.splitlines()) == 5
+    assert printed.err == f"wrote {spelt}\\nand more\n"
+    assert all(char.isprintable() or char == "\n" for char in printed.out)

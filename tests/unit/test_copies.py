@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
 
@@ -152,3 +153,68 @@ def test_other_bytes_are_not_taken(tmp_path):
 def test_without_a_copy_nothing_is_found():
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     assert find_newest(dist.PrefixStore("job", store), ["http://localhost:1"]) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/etc/passwd", "../up", "a/b", "..", ".", "", ".bashrc", "a\\b", "a\0b", "a\nb", "%2e%2e", "file name"],
+)
+def test_only_bare_names_are_fetched(name, tmp_path):
+    served, target = tmp_path / "served", tmp_path / "deep" / "target"
+    served.mkdir()
+    target.mkdir(parents=True)
+    (served / "plain").write_bytes(b"bytes")
+    (wanted,) = list_files(served).values()
+    before = sorted(tmp_path.rglob("*"))
+    url = f"http://localhost:{serve_files(served)}"
+    with pytest.raises(OSError, match="no bare name of a file"):
+        pull([url], name, wanted, target)
+    with pytest.raises(OSError, match="no bare name of a file"):
+        copy_folder(tmp_path, name, 1)
+    assert sorted(tmp_path.rglob("*")) == before
+    pull([url], "plain", wanted, target)
+
+
+def test_copies_come_from_nodes_only(tmp_path):
+    (tmp_path / "secret").write_bytes(b"bytes")
+    wanted = list_files(tmp_path)["secret"]
+    with pytest.raises(OSError, match="is no node's address"):
+        pull([f"file://{tmp_path}"], "secret", wanted, tmp_path)
+
+
+def test_what_a_stranger_names_in_the_store_is_written_nowhere(nodes, tmp_path):
+    """A list of files names one outside of the folder of copies."""
+    nodes.write(6)
+    board, url = nodes.board, nodes.urls(1)[0]
+    outside = tmp_path / "outside"
+    nodes.wait_until_safe(6)
+    board.announce(7, 4)
+    for number in range(4):
+        board.tell_own(7, number, url, {f"../../../{outside.name}": (0, "")})
+    time.sleep(0.2)
+    assert not outside.exists()
+    found = board.find(7, [url])
+    assert found is not None
+    with pytest.raises(OSError, match="no bare name of a file"):
+        complete_copy(found, tmp_path / "node2", "http://elsewhere", nodes.job)
+
+
+def test_no_link_is_followed_in_the_folder_that_is_served(tmp_path):
+    outside, served = tmp_path / "outside", tmp_path / "served"
+    outside.mkdir()
+    served.mkdir()
+    (outside / "secret").write_bytes(b"bytes")
+    (served / "plain").write_bytes(b"bytes")
+    wanted = list_files(outside)["secret"]
+    (served / "link").symlink_to(outside / "secret")
+    (served / "folder").symlink_to(outside)
+    os.mkfifo(served / "pipe")
+    assert list(list_files(served)) == ["plain"]
+    url = f"http://localhost:{serve_files(served)}"
+    pull([url], "plain", wanted, tmp_path)
+    for place, name in ((url, "link"), (f"{url}/folder", "secret"), (url, "pipe")):
+        with pytest.raises(OSError, match="404"):
+            pull([place], name, wanted, tmp_path)
+    through = tmp_path / "through"
+    through.symlink_to(served)
+    pull([f"http://localhost:{serve_files(through)}"], "plain", wanted, tmp_path)

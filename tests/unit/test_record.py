@@ -192,3 +192,9 @@ def test_no_text_is_named(path):
 def test_a_record_that_cannot_be_appended_to_is_named(tmp_path):
     with pytest.raises(HexiError, match=r"cannot be written \(No such file or directory\)"):
         append_to_record(tmp_path / "gone" / "record.jsonl", start())
+
+
+def test_a_device_that_changes_a_terminal_is_named(path):
+    write_record(path, start(devices=("GPU", "G\x1b[31mPU\x07")), interval(1))
+    with pytest.raises(HexiError, match=r"record.jsonl:1: start.devices\[1\] = .* cannot be printed; leave"):
+        read_record(path)

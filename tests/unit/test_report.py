@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from matplotlib.colors import rgb_to_hsv, to_hex, to_rgb
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from megatron_hexi.errors import HexiError
@@ -249,3 +250,28 @@ def test_picture_in_an_unknown_format_is_refused(two_replicas, tmp_path):
         save_picture(figure, tmp_path / "plan.xyz")
     assert "plan.xyz" in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["$\\frac{$", "$x$ and $y$", "a_b^c", "\\$5"])
+def test_names_are_drawn_as_they_are_written(name, two_replicas, tmp_path):
+    """Not as mathematics, as matplotlib reads what dollar signs enclose."""
+    replica = two_replicas.replicas[0]
+    group = replace(replica.domain.groups[0], name=name)
+    domain = replace(replica.domain, groups=(group, *replica.domain.groups[1:]))
+    first = replace(replica, stages=(replace(replica.stages[0], domains=(domain,)),))
+    plan = replace(two_replicas, replicas=(first, *two_replicas.replicas[1:]))
+    save_picture(draw_plan(plan, holdings(plan)), tmp_path / "plan.svg")
+    assert name in (tmp_path / "plan.svg").read_text()  # as a comment above its glyphs
+    save_picture(draw_plan(plan, holdings(plan)), tmp_path / "plan.png")
+
+
+def test_powers_on_logarithmic_axes_stay_mathematics(tmp_path):
+    figure = Figure()
+    axes = figure.subplots()
+    axes.set_yscale("log")
+    axes.set_ylim(1e-9, 1)
+    axes.set_ylabel("cost in $ of $")
+    save_picture(figure, tmp_path / "log.svg")
+    drawn = (tmp_path / "log.svg").read_text()
+    assert "cost in $ of $" in drawn
+    assert r"$\mathdefault{10^{-8}}$" in drawn

@@ -26,6 +26,7 @@ GOOD = {
 def test_a_job_that_can_go_on_is_taken():
     check_surviving(Namespace(**GOOD), set(), THREE_AND_ONE)
     check_surviving(Namespace(**GOOD | {"load": "checkpoints"}), {"--load"}, THREE_AND_ONE)
+    check_surviving(Namespace(**GOOD | {"dataloader_type": "single"}), set(), THREE_AND_ONE)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,8 @@ def test_a_job_that_can_go_on_is_taken():
         ({"ckpt_format": "torch"}, set(), "--ckpt-format torch is tied to its number of ranks"),
         ({"async_save": True}, set(), "--async-save"),
         ({"non_persistent_save_interval": 2}, set(), "--non-persistent-save-interval"),
+        ({"dataloader_type": "cyclic"}, set(), "--dataloader-type cyclic: the order .* single"),
+        ({"dataloader_type": "external"}, set(), "--dataloader-type external: the script's .* single"),
         ({}, {"--finetune"}, "--finetune would undo"),
         ({}, {"--ckpt-step"}, "--ckpt-step would undo"),
         ({"load": "other"}, {"--load"}, "--load other is not --save checkpoints"),

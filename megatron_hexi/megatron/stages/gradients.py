@@ -7,7 +7,7 @@ and a group of buckets are the pieces' buckets here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.packing import document_ends, packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.stages.boxes import held_boxes
+from megatron_hexi.megatron.stages.loss_scale import tokens_in_scale
 from megatron_hexi.megatron.stages.slices import StageSlices
-from megatron_hexi.mesh import Box, cut_pieces, make_buckets
+from megatron_hexi.mesh import Box, Cell, cut_pieces, make_buckets
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from megatron_hexi.runtime.row_store import DeviceRows, HostRows
 
@@ -137,10 +138,13 @@ def _piece_buffers(
     weights = {place.rank: mesh.member(place).state for place in mesh.places}
     buckets = make_buckets(cut_pieces(boxes), weights, bucket_size)
     names = {parameter: name for name, parameter in module.named_parameters()}
-    width = len(mesh.member(view.place).ranks)
+    unit = mesh.member(view.place).ranks
+    common = _held_by_all([boxes[rank] for rank in unit])
+    copies = {one.parameter for one in held if (one.box.key, one.box.cell) in common}
 
     def scale_of(parameter: Parameter) -> float:
-        return 1.0 if _is_partial(parameter, names[parameter], config) else 1.0 / width
+        is_whole = parameter in copies and not _is_partial(parameter, names[parameter], config)
+        return 1.0 / len(unit) if is_whole else 1.0
 
     def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         group = groups.of(ranks, "HOLDERS")
@@ -153,7 +157,7 @@ def _piece_buffers(
         view.place.rank,
         group_of,
         torch.float32 if in_fp32 else None,
-        session.stages.stage.offload or (),
+        lambda rank: mesh.stage(mesh.places[rank]).offload or (),
         session.shard.positions.device,
     )
     # Tied embeddings are zero where the last stage makes them, and Megatron's seeds differ by stage.
@@ -162,14 +166,19 @@ def _piece_buffers(
     return buffers
 
 
-def _is_partial(parameter: Parameter, name: str, config: Any) -> bool:
-    """Whether each tensor-parallel rank has only its part of the gradient, or else each has all of it.
+def _held_by_all(boxes: Sequence[Sequence[Box]]) -> set[tuple[str, Cell]]:
+    """Weights and cells of the boxes that each of some ranks holds."""
+    return set.intersection(*({(box.key, box.cell) for box in own} for own in boxes))
 
-    As Megatron decides whose gradients it sums over tensor-parallel ranks
-    (``_allreduce_non_tensor_model_parallel_grads``).
+
+def _is_partial(parameter: Parameter, name: str, config: Any) -> bool:
+    """Whether each rank of a unit has a part of the gradient of a weight that all of them hold.
+
+    Otherwise each has all of it, as long as Megatron sums the gradients of the former over tensor-parallel
+    ranks and leaves the latter alone, or averages them (``_allreduce_non_tensor_model_parallel_grads``).
     """
-    if getattr(parameter, "tensor_model_parallel", False):
-        return True
+    if getattr(parameter, "average_gradients_across_tp_domain", False):
+        return False
     if config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
         return True
     return bool(config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
@@ -195,7 +204,8 @@ def _over_all_holders(original: Callable[..., None]) -> Callable[..., None]:
         counts = stages.view.place.rank in stages.mesh.loss_ranks()
         total = num_tokens if counts else torch.zeros_like(num_tokens)
         dist.all_reduce(total, group=stages.view.world)
+        factor = tokens_in_scale() / torch.clamp(total, min=1)
         for chunk in model:
-            chunk.scale_gradients(1.0 / torch.clamp(total, min=1))
+            chunk.scale_gradients(factor)
 
     return finalize_model_grads

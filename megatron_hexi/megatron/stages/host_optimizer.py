@@ -76,3 +76,15 @@ def clip_on_host(parameters: Sequence[Parameter], most: float, norm: float) -> N
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad *= factor
+
+
+def unscale_on_host(gradients: Sequence[Tensor], factor: Tensor) -> float:
+    """Multiply gradients, as Megatron does; 1.0 where one of them is infinite or not a number, else 0.0.
+
+    Args:
+        gradients: of this rank, in fp32; changed in place.
+        factor: the inverse of the loss scale, [1].
+    """
+    found = torch.zeros(1)
+    torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), found, factor.cpu())
+    return float(found)

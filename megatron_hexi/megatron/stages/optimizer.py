@@ -1,27 +1,37 @@
 """The optimizer where stages differ: each rank keeps the state of what it owns, in the plan's shares.
 
-Megatron's fp32 optimizer steps on the owned slabs, each an fp32 parameter of its own, so its step, clipping
-and norm are Megatron's: every element is owned once in the job. Afterwards owners hand the new values out.
+Megatron's mixed-precision optimizer steps on the owned slabs, each an fp32 parameter of its own, so its step,
+loss scaling, clipping and norm are Megatron's: every element is owned once in the job, and all ranks agree on
+whether a gradient is infinite. Afterwards owners hand the new values out.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import FP32Optimizer
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.arguments import overlaps_values
-from megatron_hexi.megatron.stages.host_optimizer import clip_on_host, host_norm, host_optimizer
+from megatron_hexi.megatron.stages.host_optimizer import (
+    clip_on_host,
+    host_norm,
+    host_optimizer,
+    unscale_on_host,
+)
+from megatron_hexi.megatron.stages.loss_scale import scales_losses, tokens_in_scale
 from megatron_hexi.megatron.stages.optimizer_state import (
+    MASTER_NAMES,
     master_name,
     read_document,
     sharded_state,
@@ -68,40 +78,69 @@ def _owned(buffer: BucketBuffer, slab: Slab, host: HostMemory) -> _OwnedSlab:
     return _OwnedSlab(slab, values, buffer.own_gradients[span].view(shape), main)
 
 
-class PieceOptimizer(FP32Optimizer):
-    """Megatron's fp32 optimizer over the slabs that this rank owns.
+class PieceOptimizer(MixedPrecisionOptimizer):
+    """Megatron's mixed-precision optimizer over the slabs that this rank owns.
 
     Args:
         optimizer: torch's or apex's, over the slabs' fp32 parameters.
         config: Megatron's.
+        grad_scaler: Megatron's loss scaler; ``None`` where losses are not scaled.
         init_state_fn: makes the state of parameters that have none.
         buffers: the weights and gradients of this rank.
         owned: its slabs.
         is_on_host: whether the slabs, their state and their gradients are in host memory.
     """
 
+    is_stub_optimizer = False
+
     def __init__(
         self,
         optimizer: Any,
         config: Any,
+        grad_scaler: Any,
         init_state_fn: Callable[..., None],
         buffers: PieceBuffers,
         owned: list[_OwnedSlab],
         is_on_host: bool,
     ) -> None:
-        super().__init__(optimizer, config, init_state_fn)
+        super().__init__(optimizer, config, grad_scaler, init_state_fn)
         self.buffers = buffers
         self.owned = owned
         self.is_on_host = is_on_host
         #: Steps done, also where this rank owns nothing.
         self.steps = 0
 
-    @torch.no_grad()
-    def prepare_grads(self) -> bool:
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """A loss, summed over tokens, as the backward pass begins with it."""
+        scaled: Tensor = super().scale_loss(loss)
+        return scaled / tokens_in_scale()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the last step; those of the model are the buckets'."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's own state, which Megatron's checkpoints do not use."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
+
+    def _copy_model_grads_to_main_grads(self) -> None:
         """Give every slab its summed gradient in fp32."""
         for one in self.owned:
             one.main.grad = one.gradients.float()
-        return False
+
+    def _collect_main_grad_data_for_unscaling(self) -> list[Tensor]:
+        return [one.main.grad for one in self.owned if one.main.grad is not None]
+
+    def _unscale_main_grads_and_check_for_nan(self) -> bool:
+        """Divide the gradients by the loss scale; whether one of the job is infinite or not a number."""
+        if not self.is_on_host:
+            return bool(super()._unscale_main_grads_and_check_for_nan())
+        gradients = self._collect_main_grad_data_for_unscaling()
+        self.found_inf.fill_(unscale_on_host(gradients, self.grad_scaler.inv_scale))
+        group = self.get_grad_stats_parallel_group()
+        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)
+        return bool(self.found_inf.item())
 
     @torch.no_grad()
     def get_grad_norm(self) -> Any:
@@ -128,9 +167,13 @@ class PieceOptimizer(FP32Optimizer):
         self.buffers.settle_values()  # of a part of the model that did not run
         success = bool(super().step_with_ready_grads())
         self.steps += 1
-        self._values_from_main()
         self.buffers.hand_out_values(waits=not overlaps_values())
         return success
+
+    def _copy_main_params_to_model_params(self) -> None:
+        for one in self.owned:
+            if one.main.data_ptr() != one.values.data_ptr():
+                one.values.copy_(one.main)
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: Any = None) -> None:
@@ -149,7 +192,7 @@ class PieceOptimizer(FP32Optimizer):
     @property
     def _is_half(self) -> bool:
         """Whether the model's weights are not the fp32 ones that are stepped on."""
-        return any(one.values.dtype != torch.float32 for one in self.owned) or bool(self.config.bf16)
+        return bool(self.config.bf16 or self.config.fp16)
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
@@ -173,7 +216,8 @@ class PieceOptimizer(FP32Optimizer):
         states = [self._state_of(one, master) for one in self.owned]
         tensors = sharded_state([one.slab for one in self.owned], states)
         groups = [{**group, "params": LocalNonpersistentObject([])} for group in self.optimizer.param_groups]
-        return state_document(tensors, groups, self.steps, metadata, self._is_half)
+        scaler = self.grad_scaler and self.grad_scaler.state_dict()
+        return state_document(tensors, groups, self.steps, metadata, self._is_half, scaler)
 
     def _state_of(self, one: _OwnedSlab, master: str | None) -> dict[str, Tensor]:
         state = {
@@ -190,12 +234,14 @@ class PieceOptimizer(FP32Optimizer):
 
         counts_by_parameter = USING_PYTORCH_OPTIMIZER or self.is_on_host
         tensors, groups, self.steps = read_document(state_dict)
-        self.reload_model_params()
+        if self.grad_scaler and "grad_scaler" in state_dict:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+        self.buffers.collect_values()
         for number, one in enumerate(self.owned):
             state = dict(tensors[number])
-            for name in ("param", "fp32_param"):
-                if name in state:
-                    one.main.copy_(state.pop(name))
+            masters = [state.pop(name) for name in MASTER_NAMES if name in state]
+            # Megatron has loaded them into `main` itself: model weights are no more than these, rounded.
+            one.main.copy_(masters[0] if masters else one.values)
             kept = self.optimizer.state[one.main] if self.is_on_host else {}
             for name, tensor in state.items():
                 kept[name] = kept[name].copy_(tensor) if name in kept else tensor.clone()
@@ -208,11 +254,6 @@ class PieceOptimizer(FP32Optimizer):
             group.update({name: value for name, value in loaded.items() if name not in ("params", "step")})
             if not counts_by_parameter:
                 group["step"] = self.steps
-
-    def _values_from_main(self) -> None:
-        for one in self.owned:
-            if one.main.data_ptr() != one.values.data_ptr():
-                one.values.copy_(one.main)
 
 
 def _for_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,7 +285,7 @@ def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> Piec
         groups[group_of[buffers.parameter_of(one.slab)]]["params"].append(one.main)
     # The inner optimizer alone: how it is made of the arguments is Megatron's to say.
     plain = copy.copy(config)
-    plain.bf16, plain.use_distributed_optimizer = False, False
+    plain.bf16, plain.fp16, plain.use_distributed_optimizer = False, False, False
     on_host = [dict(group) for group in groups]  # an optimizer adds its own settings to what it is given
     made = megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
         plain, [chunk], groups, model_parallel_group=world
@@ -252,8 +293,25 @@ def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> Piec
     inner, is_on_host = made.optimizer, buffers.steps_on_host
     if is_on_host:
         inner = host_optimizer(on_host, config, buffers.host)
-    optimizer = PieceOptimizer(inner, config, made.init_state_fn, buffers, owned, is_on_host)
+    scaler = _loss_scaler(config, chunk, world)
+    optimizer = PieceOptimizer(inner, config, scaler, made.init_state_fn, buffers, owned, is_on_host)
     for name in ("grad_stats_parallel_group", "tp_group", "expert_tp_group"):
         if hasattr(made, name):
             setattr(optimizer, name, getattr(made, name))
     return optimizer
+
+
+def _loss_scaler(config: Any, chunk: Any, world: Any) -> Any:
+    """The loss scaler that Megatron makes of the arguments; ``None`` where losses are not scaled."""
+    from megatron.core import optimizer as megatron_optimizer
+
+    if not scales_losses(config):
+        return None
+    mixed = copy.copy(config)
+    mixed.bf16, mixed.use_distributed_optimizer = not config.fp16, False
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "WARNING: there is no optimizer")  # it is made for its scaler
+        stub = megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
+            mixed, [chunk], [], model_parallel_group=world
+        )
+    return stub.grad_scaler

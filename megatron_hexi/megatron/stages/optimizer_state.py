@@ -17,6 +17,8 @@ from megatron_hexi.mesh import Slab
 
 #: What the fp32 weights of a checkpoint of Megatron's distributed optimizer are called, by its format.
 _MASTERS = {"fully_reshardable": "param", "fully_sharded_model_space": "fp32_param"}
+#: What the fp32 weights are called in any checkpoint.
+MASTER_NAMES = tuple(_MASTERS.values())
 
 
 def master_name(metadata: dict[str, Any] | None, is_half: bool) -> str | None:
@@ -68,6 +70,7 @@ def state_document(
     step: int,
     metadata: dict[str, Any] | None,
     is_half: bool,
+    scaler: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """What an optimizer hands to Megatron for a checkpoint.
 
@@ -77,18 +80,21 @@ def state_document(
         step: how many steps were done.
         metadata: of the checkpoint.
         is_half: whether the model's own weights are not fp32.
+        scaler: the loss scaler's state; ``None`` where losses are not scaled.
     """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
+    scaling = {} if scaler is None else {"grad_scaler": scaler}
     if kind is not None:  # Megatron's distributed optimizer
         groups = [{**group, "step": step} for group in groups]
         return {
             "optimizer": {"param_groups": groups},
+            **scaling,
             "param_state": {"pieces": tensors},
             "param_state_sharding_type": kind,
         }
     inner = {"state": {"common_step": torch.tensor(float(step))}, "param_groups": groups}
     if is_half:  # its optimizer with fp32 copies of half-precision weights
-        return {"optimizer": inner, "pieces": tensors}
+        return {"optimizer": inner, **scaling, "pieces": tensors}
     return {**inner, "pieces": tensors}
 
 
