@@ -27,7 +27,7 @@ _PIECES = re.compile(_PIECE, re.DOTALL)
 _TOKEN = re.compile(
     rf"""[ \t\r\n]+|\\\n|\#[^\n]*
     |(?P<opened>[A-Za-z_]\w*\+?=\()
-    |[A-Za-z_]\w*\+?=(?P<string>"\s*--(?:\\.|[^"\\])*"|'\s*--[^']*')(?=\s|$)
+    |[A-Za-z_]\w*\+?=(?P<string>"(?:\s|\\\n)*--(?:\\.|[^"\\])*"|'\s*--[^']*')(?=\s|$)
     |(?P<word>(?:{_PIECE})+)""",
     re.DOTALL | re.VERBOSE,
 )
@@ -158,8 +158,8 @@ def _refuse_yaml(text: str, path: Path) -> None:
     if found is not None and (path.suffix in (".yaml", ".yml") or not _FLAG.search(text)):
         line = text.count("\n", 0, found.start() + len(found[0]) - len(found[0].lstrip())) + 1
         raise HexiError(
-            f"{path}, line {line}: {found[0].strip().rstrip(':')}: this file is YAML; write its entries as flags "
-            "on Megatron's command line, as --num-layers 32"
+            f"{path}, line {line}: {found[0].strip().rstrip(':')}: this file is YAML; write its entries as "
+            "flags on Megatron's command line, as --num-layers 32"
         )
 
 

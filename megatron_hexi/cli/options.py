@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -18,10 +18,12 @@ import typer
 
 from megatron_hexi.cli.features import FEATURES, PlanFeatures
 from megatron_hexi.cli.output import say
+from megatron_hexi.cluster import PlannerRules
 from megatron_hexi.cost import (
     PRECISIONS,
     RECOMPUTES,
     Job,
+    check_options,
     job_of_plan,
     model_file,
     read_model,
@@ -252,7 +254,27 @@ class NewJob(PlanFeatures, Training):
         if replicas is not None:
             stated["data_parallel"] = replicas
         fixed = frozenset(stated.keys() & set(CHOSEN))
-        return Request(Job(model=model, **stated), fixed, self.memory_margin / 100, self.rules)
+        return Request(Job(model=model, **stated), fixed, self.memory_margin / 100, self._rules_of_file())
+
+    def _rules_of_file(self) -> PlannerRules:
+        """What plans may use: as the command line says, less what options of a file of arguments refuse.
+
+        Raises:
+            HexiError: the command line asks for what such an option refuses.
+        """
+        terms = read_terms(self.model)
+        rules = self.rules
+        for flag, features in (terms.restricting if terms else {}).items():
+            for feature in features:
+                asked = spell_flag(feature, True)
+                if getattr(rules, feature):
+                    raise HexiError(
+                        f"{asked}: {flag} of {self.model} does not work with it; leave {asked} out"
+                    )
+                rules = replace(rules, **{feature: False})
+            names = " and ".join(spell_flag(feature, False) for feature in features)
+            say(f"note: {self.model}: {flag} trains with {names} only, and is planned so")
+        return rules
 
     @property
     def _replicas(self) -> int | None:
@@ -338,6 +360,7 @@ class PlannedJob(Training):
         # A plan says which terms it was made for; one written by hand may leave that to the file.
         stated = self._stated(model if plan.job == JobTerms() else None)
         self._check_terms(plan, path, stated)
+        check_options(model, plan)
         return job_of_plan(plan, read_model(model), **stated)
 
     def _check_terms(self, plan: Plan, path: Path, stated: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.presets import (
     argument_words,
+    check_options,
     constant_flags,
     model_file,
     presets,
@@ -48,6 +49,7 @@ __all__ = [
     "attention_seconds",
     "ceiling_tokens_per_s",
     "check_job",
+    "check_options",
     "constant_flags",
     "estimate",
     "find_shortage",

@@ -91,7 +91,9 @@ class Job:
         if model.kv_heads % tp and tp % model.kv_heads:
             _refuse("tensor_parallel", tp, f"give a divisor or multiple of the {model.kv_heads} KV heads")
         if pp > model.layers:
-            _refuse("pipeline_parallel", pp, f"the model has {model.layers} layers; give {model.layers} or fewer")
+            _refuse(
+                "pipeline_parallel", pp, f"the model has {model.layers} layers; give {model.layers} or fewer"
+            )
         if self.global_batch_size % self.micro_batch_size:
             _refuse(
                 "global_batch_size",

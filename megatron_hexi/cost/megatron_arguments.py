@@ -11,10 +11,13 @@ from typing import Any
 from megatron_hexi.argument_file import located_words
 from megatron_hexi.cost.model import VOCAB_MULTIPLE, Model
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.kinds import PlanKind, masks_documents
 from megatron_hexi.options.meaning import model_features, resolve
 from megatron_hexi.options.parser import Parsed, parse_words
+from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.options.refusals import find_refused
 from megatron_hexi.options.registry import ADDED, class_of
+from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import FLAGS
 
 #: Of Megatron's arguments that no plan chooses; the batch has none.
@@ -24,6 +27,8 @@ _MEGATRON_DEFAULTS = {
     "overlap_gradients": False,
     "sequence_parallel": False,
 }
+#: Features of plans beside which options are refused.
+_FEATURES: dict[str, PlanKind] = {"unequal_replicas": "unequal", "unequal_stages": "stages"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ class ArgumentTerms:
     Args:
         fields: values of `Job`'s fields.
         free: flags that no plan depends on; they stay in the lines that start the training.
-        restricting: flags that leave some kinds of plans, and each with the kinds that it refuses.
+        restricting: flags that leave some plans, each with the features of plans that it does not train with
+            (fields of `megatron_hexi.cluster.PlannerRules`).
     """
 
     fields: Mapping[str, Any]
@@ -58,13 +64,24 @@ def read_arguments(text: str, path: Path) -> Parsed:
     args = parsed.args
     for flag, value in ADDED.items():
         if flag not in parsed.given:  # the printed lines say it
-            setattr(args, flag.removeprefix("--").replace("-", "_"), float(value))
+            setattr(args, flag.removeprefix("--").replace("-", "_"), int(value))
     option = find_refused(args, "planned")
     if option is not None:
         lines = [word.line for word in words if word.text.partition("=")[0] == option.option]
         raise HexiError(f"{path}{f', line {lines[0]}' if lines else ''}: {option.message}")
     resolve(args, str(path))
     return parsed
+
+
+def check_arguments(text: str, path: Path, plan: Plan) -> None:
+    """Hold a file of Megatron's arguments against a plan.
+
+    Raises:
+        HexiError: as `read_arguments`, or an option that such a plan does not carry out.
+    """
+    option = find_refused(read_arguments(text, path).args, kind_of(plan))
+    if option is not None:
+        raise HexiError(f"{path}: {option.message}")
 
 
 def model_from_arguments(text: str, path: Path) -> Model:
@@ -116,16 +133,20 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
     stated = {name: value for name, value in terms.items() if value is not None}
     if args.seq_length is not None:
         stated = _MEGATRON_DEFAULTS | stated
-    refused = {kind: find_refused(args, kind) for kind in ("unequal", "stages")}
-    names = dict.fromkeys(option.option for option in refused.values() if option is not None)
-    return ArgumentTerms(
-        stated,
-        tuple(flag for flag in sorted(given) if class_of(flag) == "free"),
-        {
-            name: tuple(kind for kind, option in refused.items() if option and option.option == name)
-            for name in names
-        },
-    )
+    free = tuple(flag for flag in sorted(given) if class_of(flag) == "free")
+    return ArgumentTerms(stated, free, _restricting(args))
+
+
+def _restricting(args: Namespace) -> dict[str, tuple[str, ...]]:
+    """Options that a plan refuses where replicas are unequal, or stages have layers of their own."""
+    found: dict[str, tuple[str, ...]] = {}
+    for feature, kind in _FEATURES.items():
+        option = find_refused(args, kind)
+        if option is not None:
+            found[option.option] = (*found.get(option.option, ()), feature)
+    if masks_documents(args) and not found:  # no stage may deal whole micro-batches
+        found["--dataloader-inter-document-masking"] = ("unequal_stages",)
+    return found
 
 
 def _model(args: Namespace, path: Path) -> Model:

@@ -13,9 +13,15 @@ from megatron_hexi.argument_file import split_words
 from megatron_hexi.cost.hugging_face import model_from_config
 from megatron_hexi.cost.hugging_face_config import read_config
 from megatron_hexi.cost.hugging_face_constants import constants_of
-from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_from_arguments, terms_from_arguments
+from megatron_hexi.cost.megatron_arguments import (
+    ArgumentTerms,
+    check_arguments,
+    model_from_arguments,
+    terms_from_arguments,
+)
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan
 from megatron_hexi.text_file import read_text
 from megatron_hexi.yaml_file import read_yaml
 from megatron_hexi.yaml_schema import short
@@ -87,6 +93,18 @@ def argument_words(name_or_path: str | os.PathLike[str]) -> list[str] | None:
         return None
     text = _read(name, path)
     return None if _is_json(text, path) else split_words(text, path)
+
+
+def check_options(name_or_path: str | os.PathLike[str], plan: Plan) -> None:
+    """Hold the options of a file of Megatron's arguments against a plan; other kinds of models have none.
+
+    Raises:
+        HexiError: as `read_model`, or an option that such a plan does not carry out.
+    """
+    name = os.fspath(name_or_path)
+    path = model_file(name)
+    if path is not None and not _is_json(text := _read(name, path), path):
+        check_arguments(text, path, plan)
 
 
 def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:

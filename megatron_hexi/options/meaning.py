@@ -1,6 +1,6 @@
-"""What Megatron makes of its arguments before it builds a model: older spellings and defaults that depend.
+"""What Megatron makes of its arguments before it builds a model: older spellings, and derived defaults.
 
-`validate_args` of megatron-core 0.17 to 0.19 (megatron/training/arguments.py) is the source of each rule here.
+`validate_args` of megatron-core 0.17 to 0.19 (megatron/training/arguments.py) is the source of all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a job is one that a plan was made for: sizes of the model, ranks, stages, and shares of the batch."""
+"""Whether a job is one that a plan was made for: model, ranks, stages, and shares of the batch."""
 
 from __future__ import annotations
 

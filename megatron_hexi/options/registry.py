@@ -19,7 +19,7 @@ from megatron_hexi.options.release import VERSIONS
 OptionClass = Literal["counted", "free", "restricting", "refused"]
 
 #: Flags that printed lines add where a job leaves them out, since no plan trains with Megatron's default.
-ADDED: Final = {"--attention-dropout": "0", "--hidden-dropout": "0"}
+ADDED: Final = {"--attention-dropout": "0", "--hidden-dropout": "0", "--eval-iters": "0"}
 
 
 def class_of(flag: str) -> OptionClass:
@@ -67,7 +67,7 @@ def counts() -> Mapping[str, Counter[OptionClass]]:
 
 
 def _named(flag: str) -> list[tuple[OptionClass, str]]:
-    """The classes in which a flag is named: by rules for every value or plan, in the lists, or by other rules."""
+    """The classes in which a flag is named: by rules for all values or plans, in lists, or by other rules."""
     rules = [rule for rule in refused() if rule.option == flag]
     planning = [rule for rule in rules if rule.beside not in ("any", "script")]
     for rule in rules:

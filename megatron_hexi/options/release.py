@@ -12,7 +12,7 @@ VERSIONS = ("0.17", "0.18", "0.19")
 
 
 def assumed_release() -> str:
-    """Return the installed version of megatron-core, without a pre-release's suffix; else the newest series."""
+    """Return the installed version of megatron-core, as what a pre-release leads to; else the newest."""
     try:
         return Version(version("megatron-core")).base_version
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Flags in whose place a plan speaks: printed lines leave them out, and beside such a plan they are refused."""
+"""Flags in whose place a plan speaks: printed lines leave them out, and training refuses them beside it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ _TRIAL = {
     "--mock-data": None,
     "--tokenizer-type": "NullTokenizer",
     "--lr": "1e-4",
-    "--eval-iters": "0",
     "--eval-interval": "1000",
     "--log-interval": "1",
 }
@@ -90,8 +89,8 @@ def megatron_flags(given: Sequence[str], more: Sequence[str], plan: Plan, path: 
         path: its file.
 
     Raises:
-        HexiError: a flag that Megatron does not have, or that does not work with such a plan; a model or a job
-            that the plan was not made for.
+        HexiError: a flag that Megatron does not have, or that does not work with such a plan; a model or a
+            job that the plan was not made for.
     """
     names = {word.partition("=")[0] for word in more}
     words = [*_without(given, {*replaced_flags(plan), *names}), "--seq-length", str(plan.workload.seq_length)]

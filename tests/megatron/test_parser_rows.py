@@ -15,7 +15,13 @@ from megatron_hexi.options.parser import HEXI_ROWS, parse_words, read_rows
 from megatron_hexi.options.release import series
 
 VERSION = series(megatron.core.__version__)
-WORDS = ["--num-layers", "2", "--hidden-size=64", "--bf16", "--window-size", "(8,0)", "--window-attn-skip-freq", "2", "--no-position-embedding", "--attention-backend", "flash", "--recompute-modules", "mlp", "core_attn", "--no-rl-skip-bos-token", "--lr", "1e-4", "--moe-router-load-balancing-type", "aux_loss", "sinkhorn", "--spec", "local", "--rotary-percent", ".5", "--onnx-safe", "no"]
+WORDS = [
+    *("--num-layers", "2", "--hidden-size=64", "--bf16", "--window-size", "(8,0)"),
+    *("--window-attn-skip-freq", "2"),
+    *("--no-position-embedding", "--attention-backend", "flash", "--recompute-modules", "mlp", "core_attn"),
+    *("--no-rl-skip-bos-token", "--lr", "1e-4", "--moe-router-load-balancing-type", "aux_loss", "sinkhorn"),
+    *("--spec", "local", "--rotary-percent", ".5", "--onnx-safe", "no"),
+]
 
 
 def megatron_parser() -> ArgumentParser:

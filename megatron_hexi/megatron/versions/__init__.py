@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from megatron.core.package_info import __version__

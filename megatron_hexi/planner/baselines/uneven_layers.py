@@ -127,7 +127,9 @@ class UnevenLayers:
         """Return it with the least recomputation that fits; ``None`` where none does, or heads do not."""
         layouts = self._layouts(choice)
         for mode in self._modes:
-            tried = [self._dealt(choice, layout, replace(self._job(choice), recompute=mode)) for layout in layouts]
+            tried = [
+                self._dealt(choice, layout, replace(self._job(choice), recompute=mode)) for layout in layouts
+            ]
             fitting = [one for one in tried if one is not None and one.fits]
             if fitting:
                 return min(fitting, key=order_of)

@@ -186,9 +186,7 @@ def _packed(
 ) -> Packed | None:
     """The best set of columns, all of them timed, that takes so many seconds at most."""
     for _ in range(_ROUNDS):
-        packed = pack(
-            columns, part.micro_batches, part.pools.totals, replicas, least, most, equal=part.equal
-        )
+        packed = pack(columns, part.micro_batches, part.pools.totals, replicas, least, most, equal=part.equal)
         if packed is None:
             return None
         rough = {id(column): column for column in packed.columns if not column.pipe.timed}
