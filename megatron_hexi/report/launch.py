@@ -40,6 +40,8 @@ _TRIAL = {
 _DATA = ("--data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
 #: With one of these the job's schedule counts samples, and with one of the others iterations.
 _SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples")
+#: Iterations from checkpoint to checkpoint, as of ``hexi arguments``.
+_SAVE_INTERVAL = "500"
 #: Iterations of a trial run.
 _ITERATIONS = 10
 _PORT = 29500
@@ -147,6 +149,8 @@ def _trial(names: set[str], args: Namespace, plan: Plan) -> list[str]:
         for word in (flag, value)
         if word is not None
     ]
+    if args.save is not None and args.save_interval is None:
+        trial += ["--save-interval", _SAVE_INTERVAL]
     if not names.isdisjoint(_SAMPLES):
         batch = plan.job.global_batch_size or args.global_batch_size or 1
         return trial if "--train-samples" in names else [*trial, "--train-samples", str(_ITERATIONS * batch)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
@@ -109,8 +109,8 @@ def models(draw: st.DrawFn) -> list[str]:
 @given(words=models())
 def test_weights_are_those_of_megatrons_model(words: list[str], weigh: Weigh):
     built = weigh([*JOB.split(), *words])
-    if isinstance(built, int):
-        assert counted(words) == built
+    assume(isinstance(built, int))  # else Megatron refuses these beside each other
+    assert counted(words) == built
 
 
 @pytest.mark.parametrize(
