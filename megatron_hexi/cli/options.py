@@ -73,7 +73,7 @@ MODEL_OF_PLAN = f"{_MODEL}; the one that the plan names if not given."
 MODEL_OF_REPORT = f"{_MODEL}; used with --cluster, by default the one that the plan names."
 _JOB = "The job"
 #: Fields of bundles that are no terms of a `Job`.
-_NOT_TERMS = ("model", "data_parallel", "memory_margin", *FEATURES)
+_NOT_TERMS = ("model", "data_parallel", "context_parallel", "memory_margin", *FEATURES)
 
 
 def whole(text: str | int) -> int:
@@ -235,6 +235,10 @@ class NewJob(PlanFeatures, Training):
             rich_help_panel=_JOB,
         ),
     ] = 5.0
+    context_parallel: Annotated[
+        int | None,
+        count_option("context_parallel", "Tensor-parallel units that share a sequence; chosen if not given."),
+    ] = None
     data_parallel: Annotated[
         str, _option("data_parallel", "Replicas, of any size; auto: as many as are best.", metavar="N|auto")
     ] = "auto"
@@ -254,7 +258,8 @@ class NewJob(PlanFeatures, Training):
         if replicas is not None:
             stated["data_parallel"] = replicas
         fixed = frozenset(stated.keys() & set(CHOSEN))
-        return Request(Job(model=model, **stated), fixed, self.memory_margin / 100, self._rules_of_file())
+        job, margin = Job(model=model, **stated), self.memory_margin / 100
+        return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel)
 
     def _rules_of_file(self) -> PlannerRules:
         """What plans may use: as the command line says, less what options of a file of arguments refuse.

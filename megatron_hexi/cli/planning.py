@@ -47,7 +47,7 @@ from megatron_hexi.plan import Plan, read_plan, write_plan
 from megatron_hexi.text_file import write_text_atomically
 
 if TYPE_CHECKING:
-    from megatron_hexi.planner import Planned
+    from megatron_hexi.planner import Gain, Planned, Request
     from megatron_hexi.report.launch import LaunchLines
 
 # The planner, the simulator and matplotlib take a second to import: only the commands that use them do, and
@@ -69,7 +69,12 @@ def plan(
     job: NewJob,
     out: PlanOut,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show where the time goes in the next best layouts too.")
+        bool,
+        typer.Option(
+            "--explain",
+            help="Show where the time goes in the next best layouts, and what the plan gains by each feature "
+            "that Megatron's flags lack; plans once more for each of these.",
+        ),
     ] = False,
     batch_shares: Annotated[
         bool,
@@ -89,6 +94,7 @@ def plan(
     """
     check_outputs([cluster, model_file(job.model)], [out], picture)
     planned, machines = _find(cluster, job)
+    gains = _find_gains(job.request(), machines, planned) if explain else ()
     if batch_shares:
         rates = unit_rates(planned.plan, planned.job, machines)
         planned = replace(planned, plan=replace(planned.plan, rates=rates))
@@ -100,6 +106,7 @@ def plan(
 
         gpus = [rank.device for rank in planned.cost.ranks]
         write_picture(draw_plan(planned.plan, holdings(planned.plan), gpus), picture)
+    from megatron_hexi.report.gains import gains_dict, gains_report
     from megatron_hexi.report.launch import launch_dict, launch_text
     from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
     from megatron_hexi.report.rivals import rivals_dict, rivals_report
@@ -111,10 +118,14 @@ def plan(
         files = {"plan": str(out), "cluster": str(cluster)}
         found = {"job": job_dict(planned.job)} | planned_dict(planned, machines)
         found |= {"next_best": rivals_dict(planned, machines), "launch": lines and launch_dict(lines)}
+        if explain:
+            found |= {"gains": gains_dict(planned, gains)}
         print_json(files | found)
     else:
         print_report(planned_report(planned, machines))
         print_report(rivals_report(planned, machines, explain=explain))
+        if explain:
+            print_report(gains_report(planned, gains))
         if lines is not None:
             again = lines.sbatch[0].removesuffix(" -o job.args")
             print(launch_text(lines, most=_MOST_NODES, more=again))
@@ -259,6 +270,13 @@ def _play(
         print_json(files | {"scenario": str(path)} | scenario_dict(played))
     else:
         print_report(scenario_report(played))
+
+
+def _find_gains(request: Request, cluster: Cluster, planned: Planned) -> tuple[Gain, ...]:
+    """Return what the plan gains by each feature that Megatron's flags lack."""
+    from megatron_hexi.planner import find_gains
+
+    return find_gains(request, cluster, planned.plan)
 
 
 def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple[Planned, Cluster]:

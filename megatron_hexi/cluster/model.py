@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from megatron_hexi.cluster.entries import STRICT, DeviceEntry, Latency, Memory, Name, Rate, Text
-from megatron_hexi.cluster.planner_rules import PlannerRules
+from megatron_hexi.cluster.planner_rules import ANYTHING, PlannerRules
 
 #: More is a typing error, and is refused before anything is built for each of them.
 MAX_GPUS = 65536
@@ -166,7 +166,7 @@ class ClusterFile:
     levels: tuple[Level, ...] = ()
     matrix: Matrix | None = None
     devices: dict[Name, DeviceEntry] = field(default_factory=dict)
-    planner: PlannerRules = PlannerRules()
+    planner: PlannerRules = ANYTHING
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Final
 
 from pydantic import ConfigDict, Field
 
@@ -43,3 +43,7 @@ class PlannerRules:
     def refused(self) -> tuple[str, ...]:
         """Features that plans may not use, in the order of the fields."""
         return tuple(field.name for field in fields(self) if not self.allow(field.name))
+
+
+#: Nothing is refused.
+ANYTHING: Final = PlannerRules()

@@ -17,6 +17,7 @@ FLAGS: Final = {
     "global_batch_size": "--global-batch-size",
     "tensor_parallel": "--tensor-model-parallel-size",
     "pipeline_parallel": "--pipeline-model-parallel-size",
+    "context_parallel": "--context-parallel-size",
     "data_parallel": "--data-parallel-size",  # Megatron derives it: args.data_parallel_size
     "recompute": "--recompute-granularity",
     "optimizer": "--optimizer",

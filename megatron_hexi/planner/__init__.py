@@ -10,8 +10,9 @@ balanced and polished, and CP-SAT on it. `joint`: everything together. `baseline
 
 from megatron_hexi.planner.baselines import Baseline
 from megatron_hexi.planner.bound import Bound
+from megatron_hexi.planner.gains import Gain, find_gains
 from megatron_hexi.planner.planner import find_plan
 from megatron_hexi.planner.request import CHOSEN, Request
 from megatron_hexi.planner.result import Planned
 
-__all__ = ["CHOSEN", "Baseline", "Bound", "Planned", "Request", "find_plan"]
+__all__ = ["CHOSEN", "Baseline", "Bound", "Gain", "Planned", "Request", "find_gains", "find_plan"]

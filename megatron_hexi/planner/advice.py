@@ -117,7 +117,7 @@ def nothing_fits(request: Request, cluster: Cluster, planner: Planner, *, proven
 
 def _remedies(asked: _Other, trials: _Trials) -> list[_Remedy]:
     """The first of each kind that fits."""
-    found = [trials.first(kind(asked)) for kind in (_freed, _switched)]
+    found = [trials.first(kind(asked)) for kind in (_freed, _allowed, _switched)]
     eased = _switch_all(asked.without(sorted(asked.request.fixed)))
     if not any(found) and eased != asked:
         found.append(trials.first([eased]))
@@ -135,6 +135,21 @@ def _freed(asked: _Other) -> Iterator[_Other]:
     fixed = sorted(asked.request.fixed)
     for count in range(1, len(fixed) + 1):
         yield from map(asked.without, itertools.combinations(fixed, count))
+
+
+def _allowed(asked: _Other) -> Iterator[_Other]:
+    """Features that plans may not use allowed, one or all; or the context-parallel size left open."""
+    size = asked.request.context_parallel
+    if size is not None:
+        change = f"leave out {spell_flag('context_parallel', size)}"
+        request = replace(asked.request, context_parallel=None)
+        yield replace(asked, changes=(*asked.changes, change), request=request)
+    refused = asked.request.rules.refused
+    for features in dict.fromkeys([*((feature,) for feature in refused), refused]):
+        rules = replace(asked.request.rules, **dict.fromkeys(features, True))
+        changes = (*asked.changes, *(spell_flag(feature, True) for feature in features))
+        if features:
+            yield replace(asked, changes=changes, request=replace(asked.request, rules=rules))
 
 
 def _switched(asked: _Other) -> Iterator[_Other]:
@@ -198,4 +213,7 @@ def _spell_memory(request: Request, cluster: Cluster) -> str:
 
 def _spell_fixed(request: Request) -> str:
     stated = [spell_flag(name, getattr(request.job, name)) for name in sorted(request.fixed)]
+    if request.context_parallel is not None:
+        stated.append(spell_flag("context_parallel", request.context_parallel))
+    stated += [spell_flag(feature, False) for feature in request.rules.refused]
     return " with " + " ".join(stated) if stated else ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from megatron_hexi.cluster import PlannerRules
 from megatron_hexi.plan import Plan, Stage, has_equal_replicas
+from megatron_hexi.planner.request import Request
 
 
 def _has_unequal_replicas(plan: Plan) -> bool:
@@ -43,6 +43,11 @@ def features_of(plan: Plan) -> tuple[str, ...]:
     return tuple(name for name, uses in USES.items() if uses(plan))
 
 
-def keeps_to(plan: Plan, rules: PlannerRules) -> bool:
-    """Return whether a plan uses only what the rules allow."""
-    return not any(USES[name](plan) for name in rules.refused)
+def keeps_to(plan: Plan, request: Request) -> bool:
+    """Return whether a plan uses only what a request allows, with the context-parallel size that it fixes."""
+    size = request.context_parallel
+    if size is not None and any(
+        len(domain.members) != size for stage in _stages(plan) for domain in stage.domains
+    ):
+        return False
+    return not any(USES[name](plan) for name in request.rules.refused)

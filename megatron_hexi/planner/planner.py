@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 
 from megatron_hexi import __version__
 from megatron_hexi.cluster import Cluster, cluster_digest
-from megatron_hexi.cost import CostModel, IterationCost
+from megatron_hexi.cost import CostModel
 from megatron_hexi.errors import ClusterError, HexiError
-from megatron_hexi.plan import Estimate, Plan, Provenance
+from megatron_hexi.plan import Estimate, Provenance
+from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
 from megatron_hexi.planner.layouts.trial import Progress, order_of
+from megatron_hexi.planner.notes import left_out, margin_note, why_saved
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.result import Planned
 from megatron_hexi.planner.rivals import best_of_each_kind
 from megatron_hexi.planner.saved_plans import SavedPlans, first_plan
-from megatron_hexi.planner.savings import spell_savings
 from megatron_hexi.planner.search.solver import SEED
+from megatron_hexi.planner.weak_kinds import spell_weak, weak_kinds
 
 
 def find_plan(
@@ -56,34 +57,70 @@ def find_plan(
     _check_fixed(request, cluster)
     if not memory_fits(request, cluster):
         raise nothing_fits(request, cluster, partial(first_plan, searches), proven=True)
+    found = _search(request, cluster, searches, tell)
+    best = found.best
+    if best is None:
+        raise nothing_fits(request, cluster, partial(first_plan, searches), proven=False)
+    weak, timed = weak_kinds(request, cluster, best, lambda part: _search(request, part, searches, tell).best)
+    best = min([best, *(kind.without for kind in weak)], key=order_of)
+    trials = searches.trials + found.trials + timed
+    baselines: tuple[Baseline, ...] = ()
+    if with_baselines:
+        roomy = cluster.with_memory_margin(1 - found.memory)
+        baselines, timed = find_baselines(request, roomy, progress=tell)
+        trials += timed
+    tell("bound", 0, 1)
+    bound = joint_bound(request, cluster, best.iteration_s)
+    planned = _planned(best, cluster, bound, baselines, trials, begun)
+    notes = (
+        *why_saved(best.plan, best.iteration_s, found.unsaved_s),
+        *margin_note(planned.cost, request.memory_margin),
+        *left_out(best, cluster, found.tried),
+        *spell_weak(weak, best),
+    )
+    rivals = best_of_each_kind(found.tried, best)
+    return replace(planned, rivals=rivals, notes=notes, unsaved_s=found.unsaved_s)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a search comes to.
+
+    Args:
+        best: the fastest plan that fits; ``None``: none was found.
+        tried: plans that were timed and fit, before anything saves memory.
+        unsaved_s: seconds of the best of these; infinite: there is none.
+        memory: the part of each GPU's usable memory that plans may use.
+        trials: layouts that were timed, besides those of the joint searches.
+    """
+
+    best: Candidate | None
+    tried: list[Candidate]
+    unsaved_s: float
+    memory: float
+    trials: int
+
+
+def _search(request: Request, cluster: Cluster, searches: JointSearches, tell: Progress) -> _Found:
+    """Search for the fastest plan that fits, at first with the margin of memory kept free."""
     trials = 0
     for memory in dict.fromkeys((1 - request.memory_margin, 1.0)):
-        found = searches.plans(request, cluster, memory)
+        tried = searches.plans(request, cluster, memory)
         roomy = cluster.with_memory_margin(1 - memory)
-        best = min(found, key=order_of, default=None)
+        best = min(tried, key=order_of, default=None)
         # What the search passes over may be all that fits.
         faster, timed = find_faster(request, roomy, math.inf if best is None else best.iteration_s)
-        best, trials = faster or best, trials + timed
+        trials += timed
+        if faster is not None:
+            best = faster
+            tried.append(faster)
         if best is not None:
             break
     unsaved_s = math.inf if best is None else best.iteration_s
     tell("memory", 0, 1)
     saved = SavedPlans(request, cluster, memory, searches)
-    best = saved.made_to_fit() if best is None else saved.best(best, found)
-    if best is None:
-        raise nothing_fits(request, cluster, partial(first_plan, searches), proven=False)
-    baselines: tuple[Baseline, ...] = ()
-    if with_baselines:
-        baselines, timed = find_baselines(request, roomy, progress=tell)
-        trials += timed
-    tell("bound", 0, 1)
-    bound = joint_bound(request, cluster, best.iteration_s)
-    trials += searches.trials + saved.trials
-    planned = _planned(best, cluster, bound, baselines, trials, begun)
-    why = _why_saved(best.plan, best.iteration_s, unsaved_s)
-    idle = _left_out(best, cluster, [*found, *([] if faster is None else [faster])])
-    notes = (*why, *_margin_note(planned.cost, request.memory_margin), *idle)
-    return replace(planned, rivals=best_of_each_kind(found, best), notes=notes, unsaved_s=unsaved_s)
+    best = saved.made_to_fit() if best is None else saved.best(best, tried)
+    return _Found(best, tried, unsaved_s, memory, trials + saved.trials)
 
 
 def _check_nodes(cluster: Cluster) -> None:
@@ -98,17 +135,6 @@ def _check_nodes(cluster: Cluster) -> None:
                 )
 
 
-def _why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
-    """What saves memory, and what it brings."""
-    what = spell_savings(plan)
-    if seconds >= unsaved_s:
-        return ()
-    without = "no layout was found that fits"
-    if unsaved_s < math.inf:
-        without = f"the best layout takes {unsaved_s / seconds - 1:.1%} longer"
-    return (f"{what or "GPUs with the same weights share the optimizer's state"}: without that {without}",)
-
-
 def _check_fixed(request: Request, cluster: Cluster) -> None:
     """Refuse fixed numbers that no layout has."""
     job, gpus = request.job, len(cluster.ranks)
@@ -117,13 +143,20 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
             f"pipeline_parallel = {job.pipeline_parallel}: pipelines of up to {DEEPEST} stages are planned; "
             f"give {DEEPEST} or fewer, or leave it to the planner"
         )
+    unit = request.context_parallel or 1
+    sizes = [] if request.context_parallel is None else [spell_flag("context_parallel", unit)]
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        if name in request.fixed:
+            unit *= getattr(job, name)
+            sizes.append(spell_flag(name, getattr(job, name)))
+    if unit > gpus:
+        raise HexiError(
+            f"{' '.join(sizes)}: take {unit} GPUs, cluster {cluster.name} has {gpus}; give smaller sizes"
+        )
     if "data_parallel" not in request.fixed:
         return
     least = request.micro_batch_sizes()[0]
     batch = job.global_batch_size // least
-    unit = 1
-    for name in ("tensor_parallel", "pipeline_parallel"):
-        unit *= getattr(job, name) if name in request.fixed else 1
     if job.data_parallel * unit > gpus:
         raise HexiError(
             f"data_parallel = {job.data_parallel}: cluster {cluster.name} has {gpus} GPUs, for "
@@ -134,19 +167,6 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
             f"data_parallel = {job.data_parallel}: an iteration has {batch} micro-batches (global batch "
             f"{job.global_batch_size} / micro-batch {least}); give {batch} or fewer, or auto"
         )
-
-
-def _margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:
-    """A warning where the margin is not kept."""
-    fullest = max(cost.ranks, key=lambda rank: rank.memory_gib / rank.usable_gib)
-    free = 1 - fullest.memory_gib / fullest.usable_gib
-    if free >= margin - 1e-9:
-        return ()
-    warning = (
-        f"no plan was found that keeps {margin:.0%} of usable memory free: this one leaves {free:.1%} on "
-        f"{fullest.name} ({fullest.memory_gib:.1f} of {fullest.usable_gib:.1f} GiB) and may run out of memory"
-    )
-    return (warning,)
 
 
 def _planned(
@@ -178,30 +198,3 @@ def _planned(
     )
     plan = replace(best.plan, estimate=estimate, provenance=provenance)
     return replace(planned, plan=plan, planning_s=time.perf_counter() - begun)
-
-
-def _left_out(best: Candidate, cluster: Cluster, tried: Sequence[Candidate]) -> tuple[str, ...]:
-    """A note that names the GPUs without work, and says what the plans with more GPUs take that were tried.
-
-    Args:
-        best: the chosen one.
-        cluster: all GPUs.
-        tried: plans that were timed and fit.
-    """
-    used = _gpus_of(best.plan, cluster)
-    idle = [gpu for gpu in range(len(cluster.ranks)) if gpu not in used]
-    if not idle:
-        return ()
-    names = ", ".join(cluster.rank_name(gpu) for gpu in idle[:4])
-    more = f" and {len(idle) - 4} more" if len(idle) > 4 else ""
-    larger = [one.iteration_s for one in tried if len(_gpus_of(one.plan, cluster)) > len(used)]
-    why = "no plan with them was found that fits and keeps to what is fixed"
-    if larger:
-        longer = min(larger) / best.iteration_s - 1
-        why = f"the fastest plan with more GPUs that was tried takes {longer:.1%} longer"
-    return (f"{len(idle)} of {len(cluster.ranks)} GPUs left out ({names}{more}): {why}",)
-
-
-def _gpus_of(plan: Plan, cluster: Cluster) -> set[int]:
-    """The cluster's GPUs that a plan uses."""
-    return set(range(len(cluster.ranks)) if plan.gpus is None else plan.gpus)

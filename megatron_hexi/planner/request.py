@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from megatron_hexi.cluster import PlannerRules
+from megatron_hexi.cluster import ANYTHING, PlannerRules
 from megatron_hexi.cost import Job
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan.flags import spell_flag
 
 #: Terms of a job that the planner chooses where they are not fixed.
 CHOSEN: Final = ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "recompute")
@@ -27,20 +28,25 @@ class Request:
         fixed: those of `CHOSEN` that must stay as the job says.
         memory_margin: share of usable memory that plans keep free, where some plan does; from 0 to below 1.
         rules: what plans may use; what they leave open, the cluster file decides.
+        context_parallel: tensor-parallel units that share each sequence, in every stage; ``None``: chosen.
 
     Raises:
-        HexiError: a name that is none of `CHOSEN`.
+        HexiError: a name that is none of `CHOSEN`, or a size below 1.
     """
 
     job: Job
     fixed: frozenset[str] = frozenset()
     memory_margin: float = 0.0
-    rules: PlannerRules = PlannerRules()
+    rules: PlannerRules = ANYTHING
+    context_parallel: int | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.difference(CHOSEN))
         if unknown:
             raise HexiError(f"fixed: {unknown[0]} is not the planner's to choose; give some of {CHOSEN}")
+        if self.context_parallel is not None and self.context_parallel < 1:
+            size = spell_flag("context_parallel", self.context_parallel)
+            raise HexiError(f"{size}: give a number above 0, or leave it out")
         free = {name: getattr(Job, name) for name in CHOSEN if name not in self.fixed}
         object.__setattr__(self, "job", replace(self.job, **free))
 

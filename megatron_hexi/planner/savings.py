@@ -169,7 +169,7 @@ class Savings:
         if len(chosen) < len(stages):
             return
         found = self._timed(_with(base.plan, ministages, chosen), base.job)
-        if not keeps_to(found.plan, self._rules):
+        if not keeps_to(found.plan, self._request):
             return  # stages of equal replicas fit on different rungs
         if found.fits:
             self._best_s = min(self._best_s, found.iteration_s)
@@ -215,6 +215,8 @@ class Savings:
         stages = [stage for replica in plan.replicas for stage in replica.stages]
         most = max(sum(len(domain.members) for domain in stage.domains) for stage in stages)
         if most < 2 or any(len(stage.domains) > 1 for stage in stages):
+            return
+        if self._request.context_parallel is not None:
             return
         if phases.all_to_all + phases.exchange < _WORTH_IT * phases.total or not base.fits:
             return

@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # brings the solver, which a report does not need
 OURS = "hexi"
 
 _CAPTION = (
-    "tokens/s, predicted; TFLOP/s: of the model, a GPU; uniform: against the fastest of the layouts that give "
-    "every GPU the same; ceiling: all GPUs at their best rates, no communication"
+    "tokens/s, predicted; TFLOP/s: of the model, a GPU; uniform: against the fastest of the layouts that "
+    "give every GPU the same; ceiling: all GPUs at their best rates, no communication"
 )
 
 

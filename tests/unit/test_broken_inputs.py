@@ -112,11 +112,22 @@ OPTIONS = {
         "tensor_parallel = 3; give a number that divides",
     ),
     "units larger than a node": ("--tensor-model-parallel-size 8", "tensor_parallel = 8"),
-    "layers that do not divide": (
-        "--pipeline-model-parallel-size 5",
-        "pipeline_parallel = 5; give a number that divides",
+    "more stages than layers": (
+        "--pipeline-model-parallel-size 99",
+        "pipeline_parallel = 99; the model has",
     ),
-    "more stages than GPUs": ("--pipeline-model-parallel-size 16", "pipeline_parallel = 16"),
+    "more stages than GPUs": (
+        "--pipeline-model-parallel-size 16",
+        "--pipeline-model-parallel-size 16: take 16 GPUs, cluster",
+    ),
+    "more units than GPUs": (
+        "--context-parallel-size 5 --tensor-model-parallel-size 2",
+        "--context-parallel-size 5 --tensor-model-parallel-size 2: take 10 GPUs, cluster",
+    ),
+    "no context-parallel size": (
+        "--context-parallel-size 0",
+        "--context-parallel-size 0: give a number above 0, or leave it out",
+    ),
     "no replica": ("--data-parallel-size 0", "--data-parallel-size 0: give a number above 0, or auto"),
     "replicas in words": (
         "--data-parallel-size many",

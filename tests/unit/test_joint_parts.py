@@ -66,7 +66,8 @@ def random_column(random, totals, sync_s):
         PipeStage(Shape(counts, 1), 1, "none", random.uniform(0.5, 2) / sum(counts))
         for _ in range(random.randint(1, 3))
     )
-    return Column(counts, Pipe(stages, 1, True), 1, sync_s)
+    ways = tuple(random.uniform(0, 0.3) for _ in stages[1:])
+    return Column(counts, Pipe(stages, ways, 1, True), 1, sync_s)
 
 
 def best_packing(columns, micro_batches, totals, replicas):

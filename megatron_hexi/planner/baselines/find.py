@@ -62,8 +62,8 @@ class Baseline:
     """What one would do without a planner.
 
     Args:
-        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``, ``uneven-layers``,
-            ``hexiscale`` or ``zorse``.
+        name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``,
+            ``uneven-layers``, ``hexiscale`` or ``zorse``.
         trial: the best layout that its rules allow; ``None`` where there is none, or none fits.
         why_not: then the reason, one sentence with numbers.
         layout: what the layout is (or the one that fits best), for people.
@@ -101,7 +101,7 @@ def find_baselines(
     replicas = _fixed_replicas(request)
     fleets = _fleets(request, cluster)
     race = Race(inf, progress)
-    race.run(_heats(fleets, replicas, inf))
+    race.run(_heats(fleets, request, inf))
     found = [_baseline(name, race.best.get(name), fleets, replicas) for name in NAMES]
     uneven, timed = best_uneven(request, cluster)
     why = why_no_uneven(request) if uneven is None else ""
@@ -125,7 +125,7 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
         cluster: where.
         faster_than: seconds of an iteration; infinite: whatever fits.
     """
-    heats = _heats(_fleets(request, cluster), _fixed_replicas(request), faster_than)
+    heats = _heats(_fleets(request, cluster), request, faster_than)
     race = Race(min(faster_than, float_info.max), None)
     equal = not request.rules.allow("unequal_replicas")
     race.run(
@@ -141,7 +141,7 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
         judge = StagedJudge(request, cluster)
         found += [one for one in (planner(judge) for planner in PUBLISHED.values()) if one is not None]
         trials += judge.trials
-    allowed = (one for one in found if keeps_to(one.plan, request.rules))
+    allowed = (one for one in found if keeps_to(one.plan, request))
     faster = (one for one in allowed if one.fits and one.iteration_s < faster_than)
     return min(faster, key=order_of, default=None), trials
 
@@ -151,17 +151,19 @@ def _fixed_replicas(request: Request) -> int | None:
 
 
 def _heats(
-    fleets: Sequence[Fleet], replicas: int | None, faster_than: float
+    fleets: Sequence[Fleet], request: Request, faster_than: float
 ) -> Iterator[tuple[Floor, list[Entrant]]]:
     """Layouts of all baselines on each fleet, and on the GPUs of each model alone, that may be faster."""
     if not fleets:
         return
+    replicas = _fixed_replicas(request)
     rings = Rings(LinkTable(fleets[0].cluster))
     for fleet in fleets:
         alone = {id(part): part for part in _homogeneous_parts(fleet)}
         for part in ({id(fleet): fleet} | alone).values():
             floor = Floor(part, rings)
-            counts = [one for one in replica_counts(part, replicas) if floor.least_s(one) < faster_than]
+            counts = replica_counts(part, replicas, request.context_parallel)
+            counts = [one for one in counts if floor.least_s(one) < faster_than]
             names = [one for one in NAMES if (id(part) in alone if one == HOMOGENEOUS else part is fleet)]
             if counts:
                 yield floor, candidates(part, counts, names)
@@ -180,6 +182,7 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
     depths = [job.pipeline_parallel] if "pipeline_parallel" in fixed else _DEPTHS
     again = [job.recompute] if "recompute" in fixed else list(RECOMPUTES)
     problem: HexiError | None = None
+    has_units = False
     found: list[tuple[float, Fleet]] = []
     for width, depth, recompute in itertools.product(request.widths(widest), depths, again):
         try:
@@ -193,10 +196,11 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
         except HexiError as refused:
             problem = problem or refused
             continue
+        has_units = True
         if flags.has_equal_stages:
             found.append((_least_bytes(fleet), fleet))
     if not found:
-        if problem is not None:
+        if problem is not None and not has_units:
             raise problem
         return []
     most = max(node.device.usable_gib for node in cluster.nodes) * GIB

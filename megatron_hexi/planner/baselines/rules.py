@@ -52,11 +52,12 @@ class Entrant:
         return dealt == sorted(dealt)
 
 
-def replica_counts(fleet: Fleet, data_parallel: int | None) -> list[int]:
-    """Numbers of equal replicas with equal micro-batches."""
+def replica_counts(fleet: Fleet, data_parallel: int | None, context_parallel: int | None = None) -> list[int]:
+    """Numbers of equal replicas with equal micro-batches, and of so many units each where that is given."""
     units, together = len(fleet.units), _micro_batches(fleet)
     wanted = divisors(together) if data_parallel is None else [data_parallel]
-    return [count for count in wanted if units % count == 0 and together % count == 0]
+    counts = [count for count in wanted if units % count == 0 and together % count == 0]
+    return [count for count in counts if context_parallel in (None, units // count)]
 
 
 def candidates(fleet: Fleet, counts: Iterable[int], names: Sequence[str] = NAMES) -> list[Entrant]:

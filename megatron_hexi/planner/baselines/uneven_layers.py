@@ -1,10 +1,10 @@
 """Megatron's uneven pipelines: as many GPUs a stage, all with the same flags, and other numbers of layers.
 
---pipeline-model-parallel-layout, or --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers,
-say how many layers each stage has; tensor-, context- and data-parallel size and recomputation are those of
-the job. Ranks follow each other stage by stage, so that the nodes' order decides which GPUs a stage has: fast
-nodes first, slow nodes first, or the nodes of one model of GPU alone. Layers are dealt by what a layer takes
-on each stage, as far as memory holds them.
+--pipeline-model-parallel-layout, or --decoder-first-pipeline-num-layers and
+--decoder-last-pipeline-num-layers, say how many layers each stage has; tensor-, context- and data-parallel
+size and recomputation are those of the job. Ranks follow each other stage by stage, so that the nodes' order
+decides which GPUs a stage has: fast nodes first, slow nodes first, or the nodes of one model of GPU alone.
+Layers are dealt by what a layer takes on each stage, as far as memory holds them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_hexi.plan.layout import apportion
 from megatron_hexi.planner.baselines.arrange import divisors, groups
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint import DEEPEST, Candidate
-from megatron_hexi.planner.joint.pipes import least_longest
+from megatron_hexi.planner.joint.pipes import least_longest, moved_layers
 from megatron_hexi.planner.layouts.layout import Layout, Part, build_domain
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.request import Request
@@ -100,6 +100,10 @@ class UnevenLayers:
             ]
             for depth, replicas in itertools.product(depths, counts):
                 each = len(units) // (depth * replicas) * replicas
+                if request.context_parallel is not None:
+                    each = min(each, request.context_parallel * replicas)
+                    if each < request.context_parallel * replicas:
+                        continue
                 if depth == 1 or not each or self._micro_batches % replicas:
                     continue
                 stages = tuple(tuple(units[stage * each : (stage + 1) * each]) for stage in range(depth))
@@ -213,7 +217,12 @@ def _deal_again(found: Candidate, dealt: Sequence[int], layers: int) -> list[int
         fullest = max(full[replica, stage] for replica in range(len(found.plan.replicas)))
         most = own if fullest <= 1 and own == layers else max(1, int(own / fullest))
         seconds.append(np.where(counts <= most, counts * took / own, np.inf))
-    return least_longest(seconds, layers)
+    following = least_longest(seconds, layers)
+    if following is None:
+        return None
+    pipeline = max(found.timing.pipelines, key=lambda one: one.phases.total)
+    ways = ((np.asarray(pipeline.there) + np.asarray(pipeline.back)) / 2).tolist()
+    return moved_layers(seconds, following, ways, pipeline.micro_batches)
 
 
 def spell_uneven(candidate: Candidate) -> str:

@@ -35,10 +35,11 @@ class Blocks:
         pools: of the cluster.
         widths: tensor-parallel sizes.
         deepest: stages of a block at most.
+        size: tensor-parallel units of a stage; ``None``: any number.
     """
 
-    def __init__(self, pools: Pools, widths: Sequence[int], deepest: int) -> None:
-        self._pools, self._widths, self._deepest = pools, widths, deepest
+    def __init__(self, pools: Pools, widths: Sequence[int], deepest: int, size: int | None = None) -> None:
+        self._pools, self._widths, self._deepest, self._size = pools, widths, deepest, size
         self.options = cache(self._options)
 
     def orders(self, counts: Counts) -> Iterator[tuple[Counts, ...]]:
@@ -79,6 +80,11 @@ class Blocks:
                 each = tuple(number // depth * width for number in units)
                 if any(not each[pool] for pool in kinds):
                     break
+                if self._size is not None:
+                    fixed = _trimmed(each, kinds, width, self._size)
+                    if fixed is not None:
+                        found.append(Block(Shape(fixed, width), depth))
+                    continue
                 left = sum(counts) - depth * sum(each)
                 aligned = (depth == 1 and len(kinds) > 1) or all(
                     self._pools.tiles(pool, each[pool]) for pool in kinds
@@ -86,6 +92,23 @@ class Blocks:
                 if left <= _LEFT_OVER * sum(counts) and aligned:
                     found.append(Block(Shape(each, width), depth))
         return found
+
+
+def _trimmed(each: Counts, kinds: list[int], width: int, size: int) -> Counts | None:
+    """A stage with GPUs of the last pools taken away until so many units are left; ``None``: too few are.
+
+    Args:
+        each: GPUs of each pool.
+        kinds: pools that a stage must have GPUs of.
+        width: GPUs of a unit.
+        size: units that are to be left.
+    """
+    counts, surplus = list(each), sum(each) // width - size
+    for pool in reversed(kinds):
+        less = max(0, min(surplus, counts[pool] // width - 1))
+        counts[pool] -= less * width
+        surplus -= less
+    return tuple(counts) if surplus == 0 else None
 
 
 def _partitions(kinds: list[int]) -> Iterator[list[list[int]]]:

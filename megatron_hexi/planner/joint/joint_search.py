@@ -20,7 +20,8 @@ from megatron_hexi.planner.request import Request
 _CLASSES = (1, 2, 4, 8)
 #: Times that columns which are only roughly known are timed and packed again.
 _ROUNDS = 12
-#: Columns take up to so much longer than the plans that are made of them: of mixed stages, and of others.
+#: Columns take up to so much longer than the plans that are made of them; one replica of stages that do not
+#: mix kinds of GPU hardly.
 _NEAR, _NEARLY_EXACT = 1.1, 1.03
 #: Sets of replicas that take longer than this factor of the best's time are left alone.
 _FAR = 1.5
@@ -149,8 +150,9 @@ class JointSearch:
 
 def _error(packed: Packed) -> float:
     """The factor by which a plan may be faster than its columns."""
-    shapes = (shape for column in packed.columns for shape in column.pipe.shapes)
-    return _NEAR if any(len(shape.kinds) > 1 for shape in shapes) else _NEARLY_EXACT
+    alone = len(packed.columns) == 1
+    is_mixed = any(len(shape.kinds) > 1 for column in packed.columns for shape in column.pipe.shapes)
+    return _NEARLY_EXACT if alone and not is_mixed else _NEAR
 
 
 def _least(seconds: float, found: list[Packed]) -> float:

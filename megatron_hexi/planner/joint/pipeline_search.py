@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.planner.joint.blocks import Blocks
-from megatron_hexi.planner.joint.pipes import Pipe, Stage, least_longest
+from megatron_hexi.planner.joint.pipes import Pipe, Stage, least_longest, moved_layers
 from megatron_hexi.planner.joint.pools import Counts, Shape
 from megatron_hexi.planner.joint.stage_tables import DEEPEST, StageTables
 from megatron_hexi.planner.request import Request
@@ -26,8 +26,9 @@ from megatron_hexi.planner.request import Request
 _STEP = 1.03
 #: Candidates that get whole layers.
 _FINALISTS = 10
-#: Parts of the borders' seconds that count as the stages' own where layers are dealt; the best is taken.
-_CHARGED = (1.0, 0.5, 0.0)
+#: Times that a border's seconds count as its sender's and its receiver's own where layers are dealt; the best
+#: of these is taken.
+_CHARGED = ((2.0, 0.0), (0.0, 0.0), (0.0, 2.0), (1.0, 1.0), (0.5, 0.5))
 #: Layers that a stage which does not fit is counted as.
 _NEVER = -(10**6)
 
@@ -62,7 +63,8 @@ class PipelineSearch:
         self._depths = [job.pipeline_parallel] if is_fixed else list(range(1, deepest + 1))
         if not request.rules.allow("unequal_stages"):  # several stages that are alike are Megatron's own
             self._depths = [depth for depth in self._depths if depth == 1]
-        self._blocks = Blocks(self._pools, tables.timer.widths, min(deepest, max(self._depths, default=0)))
+        depth = min(deepest, max(self._depths, default=0))
+        self._blocks = Blocks(self._pools, tables.timer.widths, depth, request.context_parallel)
         tokens = tables.timer.micro_batch_size * job.seq_length
         #: Of activations between stages, and of their gradients.
         self._bytes = tokens * job.model.hidden_size * job.element_bytes
@@ -131,14 +133,19 @@ class PipelineSearch:
             seconds.append(table.seconds * factor)
             tables.append(table)
         is_timed = timed or all(len(shape.kinds) == 1 for shape in shapes)
-        # Rows of neighbours wait for what travels between them: no row takes longer than the slowest stage
-        # together with the borders on both of its sides. Often less of these is enough.
-        beside = np.array([0.0, *ways]) + np.array([*ways, 0.0])
+        # Rows of neighbours wait for what travels between them, there and back: no row takes longer than the
+        # slowest stage together with its part of that. Which parts are best depends on the stages.
+        before, behind = np.array([0.0, *ways]), np.array([*ways, 0.0])
         best: Pipe | None = None
-        for part in _CHARGED if any(ways) else (0.0,):
-            dealt = least_longest([*map(np.add, seconds, part * beside)], self._tables.layers)
+        # Replicas sum their gradients sooner where their stages have the same layers: one way for all.
+        several = shards > 1 and not took
+        for sender, receiver in _CHARGED if any(ways) and not several else _CHARGED[:1]:
+            charged = sender * behind + receiver * before
+            dealt = least_longest([*map(np.add, seconds, charged)], self._tables.layers)
             if dealt is None:
                 return None
+            if took:
+                dealt = moved_layers(seconds, dealt, ways, micro_batches)
             stages = tuple(
                 Stage(shape, count, table.recompute(count), float(times[count - 1]))
                 for shape, count, table, times in zip(shapes, dealt, tables, seconds, strict=True)

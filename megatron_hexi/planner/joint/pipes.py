@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,9 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.pipeline import period_s
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.joint.pools import Shape
+
+#: Times that every pair of stages is asked for a layer to move.
+_MOVES = 4
 
 
 class Stage(NamedTuple):
@@ -99,3 +103,36 @@ def least_longest(seconds: Sequence[Floats], layers: int) -> list[int] | None:
         ]
         dealt[int(np.argmax(price))] -= 1
     return dealt
+
+
+def moved_layers(
+    seconds: Sequence[Floats], dealt: Sequence[int], ways: Sequence[float], micro_batches: int
+) -> list[int]:
+    """Layers moved from stage to stage, one at a time, as long as all micro-batches together take less.
+
+    The slowest stage counts for each micro-batch, but the first one passes them all: where there are few,
+    more layers on fast stages may be worth a longer period.
+
+    Args:
+        seconds: of each stage by its layers, 1 to L, [L] each; inf where they do not fit.
+        dealt: layers of each stage, to begin with.
+        ways: seconds that activations are under way over each border, and gradients back, [p - 1].
+        micro_batches: how many pass.
+    """
+
+    def total(layers: Sequence[int]) -> float:
+        stages = [float(times[count - 1]) for times, count in zip(seconds, layers, strict=True)]
+        return sum(stages) + (micro_batches - 1) * period_s(stages, ways, ways, micro_batches)
+
+    best, least = list(dealt), total(dealt)
+    for _ in range(_MOVES):
+        before = least
+        for giver, taker in itertools.permutations(range(len(dealt)), 2):
+            moved = [*best]
+            moved[giver] -= 1
+            moved[taker] += 1
+            if moved[giver] and np.isfinite(seconds[taker][moved[taker] - 1]) and total(moved) < least:
+                best, least = moved, total(moved)
+        if least == before:
+            break
+    return best

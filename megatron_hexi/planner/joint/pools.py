@@ -117,7 +117,7 @@ class Pools:
         return count % size == 0 or (count < size and size % count == 0)
 
     def tiles(self, pool: int, count: int) -> bool:
-        """Whether stages of so many of a pool's GPUs each fill nodes together: whole ones, and equal parts."""
+        """Whether stages of so many of a pool's GPUs fill nodes together: whole ones, and equal parts."""
         size = self.pools[pool].size
         return count % size == 0 or size % (count % size) == 0
 

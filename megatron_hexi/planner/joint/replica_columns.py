@@ -21,8 +21,8 @@ from megatron_hexi.planner.request import Request
 _LEAST_BYTES = 6.0
 #: Choices of GPUs that get pipelines, and that are tried as one stage: by one replica, by each of several.
 _WITH_PIPELINES, _WITH_ONE_STAGE = (24, 16), (60, 150)
-#: Pipelines whose gradients are looked at, the fastest of each depth; of these so many are kept, of one
-#: replica and of each of several.
+#: Pipelines whose gradients are looked at, the fastest, and of one replica the fastest of each depth and
+#: tensor-parallel size; of these so many are kept, of one replica and of each of several.
 _WITH_GRADIENTS, _KEPT = 4, (3, 1)
 #: Parts of everything that replicas are made of.
 _PARTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
@@ -115,12 +115,14 @@ class ReplicaColumns:
 
     def _columns(self, counts: Counts, pipes: list[Pipe], shards: int, most: int) -> list[Column]:
         """The best of some pipelines with what their gradients cost."""
-        depths: dict[tuple[int, ...], Pipe] = {}
-        for pipe in pipes:
-            depths.setdefault((len(pipe.stages), *{stage.shape.width for stage in pipe.stages}), pipe)
+        if shards == 1:
+            kinds: dict[tuple[int, ...], Pipe] = {}
+            for pipe in pipes:
+                kinds.setdefault((len(pipe.stages), *sorted({shape.width for shape in pipe.shapes})), pipe)
+            pipes = list(kinds.values())
         columns = [
             Column(counts, pipe, shards, self._sync.seconds(pipe.stages, shards))
-            for pipe in list(depths.values())[:_WITH_GRADIENTS]
+            for pipe in pipes[:_WITH_GRADIENTS]
         ]
         columns.sort(key=lambda column: column.seconds(column.pipe.micro_batches))
         # What is only roughly known may turn out slower.

@@ -52,7 +52,7 @@ class JointSearches:
         for size in request.micro_batch_sizes():
             search = JointSearch(request, self._timer(request, cluster, size), memory)
             for candidate in search.run(self._tell, faster_than, fewest=fewest):
-                if candidate.fits and keeps_to(candidate.plan, request.rules):
+                if candidate.fits and keeps_to(candidate.plan, request):
                     faster_than = min(faster_than, candidate.iteration_s)
                     yield candidate
             self._assembled += search.trials

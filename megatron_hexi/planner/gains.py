@@ -1,0 +1,44 @@
+"""What a plan gains by each feature that it uses beyond Megatron's flags: the job planned without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.errors import NothingFitsError
+from megatron_hexi.plan import Plan
+from megatron_hexi.planner.features import features_of
+from megatron_hexi.planner.planner import find_plan
+from megatron_hexi.planner.request import Request
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A feature of a plan.
+
+    Args:
+        feature: a field of `PlannerRules`.
+        without_tokens_per_s: of the best plan found that may not use it; ``None``: none fits.
+    """
+
+    feature: str
+    without_tokens_per_s: float | None
+
+
+def find_gains(request: Request, cluster: Cluster, plan: Plan) -> tuple[Gain, ...]:
+    """Plan once more for each feature that a plan uses, without that one.
+
+    Args:
+        request: what the plan was made for.
+        cluster: likewise.
+        plan: the plan.
+    """
+    found = []
+    for feature in features_of(plan):
+        rules = replace(request.rules, **{feature: False})
+        try:
+            rate = find_plan(replace(request, rules=rules), cluster).cost.tokens_per_s
+        except NothingFitsError:
+            rate = None
+        found.append(Gain(feature, rate))
+    return tuple(found)

@@ -1,0 +1,63 @@
+"""What a user should know of a plan, a sentence each: what saves memory, who is idle, who brings little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import IterationCost
+from megatron_hexi.plan import Plan
+from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.savings import spell_savings
+
+
+def why_saved(plan: Plan, seconds: float, unsaved_s: float) -> tuple[str, ...]:
+    """What saves memory, and what it brings."""
+    what = spell_savings(plan)
+    if seconds >= unsaved_s:
+        return ()
+    without = "no layout was found that fits"
+    if unsaved_s < math.inf:
+        without = f"the best layout takes {unsaved_s / seconds - 1:.1%} longer"
+    return (f"{what or "GPUs with the same weights share the optimizer's state"}: without that {without}",)
+
+
+def margin_note(cost: IterationCost, margin: float) -> tuple[str, ...]:
+    """A warning where the margin is not kept."""
+    fullest = max(cost.ranks, key=lambda rank: rank.memory_gib / rank.usable_gib)
+    free = 1 - fullest.memory_gib / fullest.usable_gib
+    if free >= margin - 1e-9:
+        return ()
+    warning = (
+        f"no plan was found that keeps {margin:.0%} of usable memory free: this one leaves {free:.1%} on "
+        f"{fullest.name} ({fullest.memory_gib:.1f} of {fullest.usable_gib:.1f} GiB) and may run out of memory"
+    )
+    return (warning,)
+
+
+def left_out(best: Candidate, cluster: Cluster, tried: Sequence[Candidate]) -> tuple[str, ...]:
+    """A note that names the GPUs without work, and says what the plans with more GPUs take that were tried.
+
+    Args:
+        best: the chosen one.
+        cluster: all GPUs.
+        tried: plans that were timed and fit.
+    """
+    used = gpus_of(best.plan, cluster)
+    idle = [gpu for gpu in range(len(cluster.ranks)) if gpu not in used]
+    if not idle:
+        return ()
+    names = ", ".join(cluster.rank_name(gpu) for gpu in idle[:4])
+    more = f" and {len(idle) - 4} more" if len(idle) > 4 else ""
+    larger = [one.iteration_s for one in tried if len(gpus_of(one.plan, cluster)) > len(used)]
+    why = "no plan with them was found that fits and keeps to what is fixed"
+    if larger:
+        longer = min(larger) / best.iteration_s - 1
+        why = f"the fastest plan with more GPUs that was tried takes {longer:.1%} longer"
+    return (f"{len(idle)} of {len(cluster.ranks)} GPUs left out ({names}{more}): {why}",)
+
+
+def gpus_of(plan: Plan, cluster: Cluster) -> set[int]:
+    """The cluster's GPUs that a plan uses."""
+    return set(range(len(cluster.ranks)) if plan.gpus is None else plan.gpus)
