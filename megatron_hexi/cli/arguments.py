@@ -10,7 +10,7 @@ import typer
 
 from megatron_hexi.argument_file import read_words
 from megatron_hexi.cli.options import whole
-from megatron_hexi.cli.output import check_outputs, say
+from megatron_hexi.cli.output import check_outputs, say, tell
 from megatron_hexi.errors import HexiError
 from megatron_hexi.slurm import plan_start
 from megatron_hexi.text_file import write_text_atomically
@@ -47,5 +47,5 @@ def arguments(
         words, file, plan=plan, checkpoints=checkpoints, save_interval=save_interval, again=again
     )
     write_text_atomically(out, "".join(f"{word}\0" for word in start.words))
-    print(f"saves in {start.save}; goes on from {start.load}")
+    tell(f"saves in {start.save}; goes on from {start.load}")
     say(f"wrote {out}")

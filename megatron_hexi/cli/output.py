@@ -35,6 +35,11 @@ def say(message: str) -> None:
     print(printable(message), file=sys.stderr)
 
 
+def tell(message: str) -> None:
+    """A line on standard output."""
+    print(printable(message))
+
+
 def print_report(report: RenderableType) -> None:
     """A report on standard output, as wide as the terminal or as COLUMNS says."""
     columns = os.environ.get("COLUMNS", "")

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from megatron_hexi.cli.options import AsJson, ClusterOption, PlanPath
-from megatron_hexi.cli.output import check_outputs, print_json, say
+from megatron_hexi.cli.output import check_outputs, print_json, say, tell
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import read_plan
@@ -65,7 +65,7 @@ def place(
         print_json({"hosts": placed.hosts, "nodes": dict(placed.nodes), "idle": placed.idle})
     else:
         for node, host in placed.nodes.items():
-            print(f"{node} is {host}: {ranks[host]} rank{'' if ranks[host] == 1 else 's'}")
+            tell(f"{node} is {host}: {ranks[host]} rank{'' if ranks[host] == 1 else 's'}")
     if placed.idle:
         say(f"note: without ranks by this plan: {', '.join(placed.idle)}")
     say(f"wrote {out}")

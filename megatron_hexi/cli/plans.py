@@ -18,7 +18,7 @@ from megatron_hexi.cli.options import (
     count_option,
     with_bundles,
 )
-from megatron_hexi.cli.output import check_outputs, print_json, print_report, say, write_picture
+from megatron_hexi.cli.output import check_outputs, print_json, print_report, say, tell, write_picture
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import estimate, find_shortage, planned_kernels
 from megatron_hexi.errors import HexiError
@@ -93,7 +93,7 @@ def validate(
         if cluster is None and job.model is not None:
             raise HexiError(f"--model {job.model} without --cluster; add --cluster CLUSTER.yaml")
         if not as_json:
-            print(f"{plan}: a valid plan for {checked.ranks} ranks")
+            tell(f"{plan}: a valid plan for {checked.ranks} ranks")
         if cluster is not None:
             machines = read_cluster(cluster)
             planned_kernels(job.kernel, machines)

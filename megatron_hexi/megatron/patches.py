@@ -13,6 +13,7 @@ from megatron_hexi.megatron.documents_ahead import DOCUMENTS_AHEAD_PATCHES
 from megatron_hexi.megatron.experts import EXPERT_PATCHES
 from megatron_hexi.megatron.goodput import ROUND_PATCHES
 from megatron_hexi.megatron.groups import group_patches
+from megatron_hexi.megatron.loss_scale import LOSS_SCALE_PATCHES
 from megatron_hexi.megatron.metrics import METRICS_PATCHES
 from megatron_hexi.megatron.multi_token import MULTI_TOKEN_PATCHES
 from megatron_hexi.megatron.onlookers import WRITER_PATCHES
@@ -46,6 +47,7 @@ def all_patches(platform: Platform) -> list[Patch]:
         *PROGRESS_PATCHES,
         *OPTIMIZER_PATCHES,
         *BUCKET_PATCHES,
+        *LOSS_SCALE_PATCHES,
         *CHECKPOINT_PATCHES,
         *RESUME_PATCHES,
         *group_patches(platform.device),

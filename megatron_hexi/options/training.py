@@ -96,6 +96,11 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "tests/megatron/test_uneven_training.py::test_bf16_is_as_near_to_fp32_as_one_rank_is",
             "as near to fp32 as bf16 on one rank is",
         ),
+        Supported(
+            "--fp16, --loss-scale, --initial-loss-scale",
+            "tests/megatron/test_fp16.py::test_scale_steps_and_losses_are_those_of_one_rank",
+            "with the loss scale and the skipped steps of one rank",
+        ),
         given("--fp8-format", "its rows are not padded to what fp8 needs yet", name="fp8"),
         given("--fp4-format", "its rows are not padded to what fp4 needs yet", name="fp4"),
         other_than("none", "--cuda-graph-impl", _CAPTURE),

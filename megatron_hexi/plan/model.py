@@ -27,8 +27,10 @@ from megatron_hexi.plan.terms import (
     STRICT,
     Count,
     Estimate,
+    Heads,
     JobTerms,
     Layers,
+    MicroBatches,
     Offload,
     Positive,
     Provenance,
@@ -62,8 +64,8 @@ class Workload:
     """
 
     seq_length: Positive
-    heads: Positive
-    kv_heads: Positive
+    heads: Heads
+    kv_heads: Heads
     head_dim: Positive
     causal: bool = True
     layers: Layers | None = None
@@ -168,7 +170,7 @@ class Domain:
 
     groups: tuple[Group, ...]
     samples: Positive | None = None
-    micro_batches: Positive | None = None
+    micro_batches: MicroBatches | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -258,7 +260,7 @@ class Replica:
     """
 
     stages: tuple[Stage, ...]
-    micro_batches: Positive | None = None
+    micro_batches: MicroBatches | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

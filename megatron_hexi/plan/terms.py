@@ -12,8 +12,10 @@ from pydantic import ConfigDict, Field
 
 from megatron_hexi.yaml_schema import Label
 
-#: Of a whole model, far above any: what each of them costs time for is refused beyond it.
+# Of a whole model and of an iteration, far above any: commands spend time on each of them.
+Heads = Annotated[int, Field(strict=True, ge=1, le=100_000)]
 Layers = Annotated[int, Field(strict=True, ge=1, le=10_000)]
+MicroBatches = Annotated[int, Field(strict=True, ge=1, le=100_000)]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**40)]
 Positive = Annotated[int, Field(strict=True, ge=1, le=2**40)]
 Real = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -115,11 +115,11 @@ def read_as_written(figure: Figure) -> None:
     Powers of ten on logarithmic axes stay mathematics.
     """
     for text in figure.findobj(Text):
-        text.set_parse_math(False)  # type: ignore[attr-defined]
+        text.set_parse_math(False)
     for axes in figure.axes:
         for axis in (one for one in (axes.xaxis, axes.yaxis) if one.get_scale() == "log"):
             for text in axis.findobj(Text):
-                text.set_parse_math(text is not axis.label)  # type: ignore[attr-defined]
+                text.set_parse_math(text is not axis.label)
 
 
 def _colour(rank: int, ranks: int) -> Colour:

@@ -20,6 +20,8 @@ from tests.megatron.option_cases import (
     balanced,
 )
 from tests.megatron.posting import UNCHECKED, posted
+from tests.megatron.test_ministages import OFFLOADED
+from tests.megatron.test_stages_training import MODEL as STAGES_MODEL
 from tests.megatron.test_unequal_replicas import BATCH, plan_of
 from tests.megatron.test_uneven_training import SEQ_LENGTH, WORKLOAD
 from tests.support.nccl_rules import Call, replay
@@ -69,3 +71,16 @@ def test_the_plans_groups_are_connected_whatever_is_compared_or_sent(forks, tmp_
     middle = Group(((50, 77),), (Member((2,), 27, (0, 6)),))
     plan = Plan(WORKLOAD, (Replica((Stage((Domain((ends, middle)),)),)),))
     assert replay(run(forks, tmp_path, plan, 1, UNCHECKED)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["by-one-of-two-replicas", "by-some-of-three-replicas"])
+def test_stages_that_offload_beside_others_go_by_nccls_rules(name, forks, tmp_path):
+    """Sums of weights that only some holders have in host memory, among those of all others."""
+    case = OFFLOADED[name]
+    plan = case.plan(tmp_path)
+    words = [*job((*STAGES_MODEL, *case.model)), *case.job, "--train-iters", "2"]
+    forks.train(tmp_path, ranks=plan.ranks, args=words, plan=plan, entry="tests.megatron.posting")
+    calls = posted(tmp_path, plan.ranks)
+    assert replay(calls) > 0
+    assert any(call.collective == "reduce_" for one in calls for call in one)

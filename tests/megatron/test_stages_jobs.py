@@ -176,7 +176,7 @@ def trainings(forks, references, tmp_path_factory):
 def go_on(forks, folder, holder, kind, words):
     layout, ranks, more = HOLDERS[holder]
     plan = stage_layout(layout, folder) if layout else None
-    args = [*MODEL, *FOUR_LAYERS, *ITERATIONS, *FORMATS[kind], *more, *words]
+    args = [*MODEL, *FOUR_LAYERS, *ITERATIONS, *{**FORMATS, **MORE_FORMATS}[kind], *more, *words]
     return forks.train(folder, ranks=ranks, args=args, plan=plan)
 
 
@@ -191,6 +191,7 @@ LOADS_IN_CI = {
     ("one-rank", "ministages", "bf16"),
     ("depths", "units", "bf16-distributed"),
     ("samples", "offload", "fp16"),
+    ("samples", "units", "sgd"),
 }
 PAIRS = [
     pytest.param(
@@ -214,6 +215,8 @@ def test_any_layout_goes_on_from_any_other(saver, loader, kind, trainings, forks
     assert log.grad_norms == pytest.approx(whole.grad_norms[2:], rel=10 * tolerance if is_half else 1e-5)
 
 
+#: Beside `FORMATS`: what stock Megatron does not load.
+MORE_FORMATS = {"sgd": ("--optimizer", "sgd"), "nothing-stepped-yet": ("--fp16",)}
 LOADS = [
     pytest.param(
         *one, id="-to-".join(one[:2]) + f"-{one[2]}", marks=[] if one in LOADS_IN_CI else pytest.mark.slow
@@ -222,9 +225,12 @@ LOADS = [
         (saver, loader, kind)
         for saver in ("one-rank", "tp-pp", "units", "depths", "samples", "offload")
         for loader in ("one-rank", "units", "samples", "ministages", "offload")
-        for kind in FORMATS
+        for kind in (*FORMATS, *MORE_FORMATS)
+        if kind in FORMATS or ("one-rank" not in (saver, loader) and saver != "tp-pp")
     )
 ]
+#: After two iterations.
+STEPS = {"fp16": 1, "fp16-distributed": 1, "nothing-stepped-yet": 0}
 
 
 @pytest.mark.parametrize(("saver", "loader", "kind"), LOADS)
@@ -237,10 +243,10 @@ def test_what_is_loaded_is_what_was_saved(saver, loader, kind, trainings, forks,
     saved, again = (folder / "iter_0000002" for folder in (weights, tmp_path))
     before, after = tensors_of(saved), tensors_of(again)
     assert before.keys() == after.keys()
-    assert len([name for name in before if name.startswith("optimizer.state.")]) > 10
+    assert len([name for name in before if name.startswith("optimizer.state.")]) >= 10
     assert [name for name, tensor in before.items() if not torch.equal(tensor, after[name])] == []
     common = [optimizer_of(saved), optimizer_of(again)]
-    assert steps(common[1]) == steps(common[0]) == (1 if "fp16" in kind else 2)
+    assert steps(common[1]) == steps(common[0]) == STEPS.get(kind, 2)
     assert common[1].get("grad_scaler") == common[0].get("grad_scaler")
 
 

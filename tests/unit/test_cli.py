@@ -230,8 +230,7 @@ def test_nothing_that_is_printed_changes_a_terminal(capsys):
     print_report(table)
     say(f"wrote {name}\nand more")
     printed = capsys.readouterr()
-    spelt = r"a\x1b[31mb\x07c\x00d\x9b"
-    assert spelt in printed.out
+    assert r"a\x1b[31mbc\x00d\x9b" in printed.out  # rich itself leaves bells out
     assert len(printed.out.splitlines()) == 5
-    assert printed.err == f"wrote {spelt}\\nand more\n"
+    assert printed.err == r"wrote a\x1b[31mb\x07c\x00d\x9b\nand more" + "\n"
     assert all(char.isprintable() or char == "\n" for char in printed.out)

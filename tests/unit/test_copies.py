@@ -14,6 +14,7 @@ from megatron_hexi.elastic.keeper import Keeper
 from megatron_hexi.runtime import copies as copies_module
 from megatron_hexi.runtime.copies import (
     CopyBoard,
+    FoundCopy,
     complete_copy,
     copy_folder,
     find_newest,
@@ -183,20 +184,26 @@ def test_copies_come_from_nodes_only(tmp_path):
 
 
 def test_what_a_stranger_names_in_the_store_is_written_nowhere(nodes, tmp_path):
-    """A list of files names one outside of the folder of copies."""
+    """A fifth node, the one before the first, has written a file with the name of one elsewhere."""
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    (stranger / "outside").write_bytes(b"bytes")
+    (wanted,) = list_files(stranger).values()
+    url, name = f"http://localhost:{serve_files(stranger)}", f"/../../../../{tmp_path.name}/outside"
     nodes.write(6)
-    board, url = nodes.board, nodes.urls(1)[0]
-    outside = tmp_path / "outside"
     nodes.wait_until_safe(6)
-    board.announce(7, 4)
-    for number in range(4):
-        board.tell_own(7, number, url, {f"../../../{outside.name}": (0, "")})
-    time.sleep(0.2)
-    assert not outside.exists()
-    found = board.find(7, [url])
-    assert found is not None
+    nodes.board.tell_own(7, 4, url, {name: wanted})
+    nodes.board.announce(7, 5)
+    deadline = time.monotonic() + 20
+    while nodes.board.owns(7, 5) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)  # all have looked at it
+    assert nodes.board.safe() == 6
+    found = FoundCopy(ROUND, 7, {name: (*wanted, [url])})
     with pytest.raises(OSError, match="no bare name of a file"):
-        complete_copy(found, tmp_path / "node2", "http://elsewhere", nodes.job)
+        complete_copy(found, nodes.keepers[2].folder, "http://elsewhere", nodes.job)
+    assert [path.parent for path in tmp_path.rglob("outside*")] == [stranger]
 
 
 def test_no_link_is_followed_in_the_folder_that_is_served(tmp_path):

@@ -557,12 +557,28 @@ MISTAKES = [
         "the most is 10000",
     ),
     edit(
+        "more heads than any model has",
+        "heads: 8\n  kv",
+        "heads: 1000000000\n  kv",
+        4,
+        "workload.heads = 1000000000 is too large",
+        "the most is 100000",
+    ),
+    edit(
         "more ministages than any model has layers",
         "layers: null",
         "layers: [0, 2]\n    ministages: 1000000000",
         14,
         "stages[0].ministages = 1000000000 is too large",
         "the most is 10000",
+    ),
+    edit(
+        "more micro-batches than any job takes",
+        "- micro_batches: 3",
+        "- micro_batches: 1000000000",
+        11,
+        "replicas[0].micro_batches = 1000000000 is too large",
+        "the most is 100000",
     ),
     edit(
         "more recomputed layers than any model has",

@@ -20,7 +20,6 @@ from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.packing import document_ends, packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.stages.boxes import held_boxes
-from megatron_hexi.megatron.stages.loss_scale import tokens_in_scale
 from megatron_hexi.megatron.stages.slices import StageSlices
 from megatron_hexi.mesh import Box, Cell, cut_pieces, make_buckets
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
@@ -204,8 +203,7 @@ def _over_all_holders(original: Callable[..., None]) -> Callable[..., None]:
         counts = stages.view.place.rank in stages.mesh.loss_ranks()
         total = num_tokens if counts else torch.zeros_like(num_tokens)
         dist.all_reduce(total, group=stages.view.world)
-        factor = tokens_in_scale() / torch.clamp(total, min=1)
         for chunk in model:
-            chunk.scale_gradients(factor)
+            chunk.scale_gradients(1.0 / torch.clamp(total, min=1))
 
     return finalize_model_grads

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_hexi.megatron.stages.optimizer_state import state_names
 from megatron_hexi.runtime.host_memory import HostMemory
 
 
@@ -26,7 +27,6 @@ def host_optimizer(groups: list[dict[str, Any]], config: Any, host: HostMemory) 
         host: where the state goes.
     """
     made: torch.optim.Optimizer
-    names: tuple[str, ...]
     if config.optimizer == "adam":
         kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
         betas = config.adam_beta1, config.adam_beta2
@@ -38,15 +38,13 @@ def host_optimizer(groups: list[dict[str, Any]], config: Any, host: HostMemory) 
             eps=config.adam_eps,
             fused=True,  # no copies beside the state
         )
-        names = ("exp_avg", "exp_avg_sq")
     else:
         made = torch.optim.SGD(
             groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum
         )
-        names = ("momentum_buffer",) if config.sgd_momentum else ()
     for group in made.param_groups:
         for parameter in group["params"]:
-            state = {name: host.empty(parameter.shape, torch.float32) for name in names}
+            state = {name: host.empty(parameter.shape, torch.float32) for name in state_names(config)}
             if config.optimizer == "adam":
                 state["step"] = torch.tensor(0.0)
             made.state[parameter] = state

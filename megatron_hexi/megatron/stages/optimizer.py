@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_hexi.errors import user_errors
+from megatron_hexi.megatron.loss_scale import scales_losses
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.arguments import overlaps_values
 from megatron_hexi.megatron.stages.host_optimizer import (
@@ -29,13 +30,13 @@ from megatron_hexi.megatron.stages.host_optimizer import (
     host_optimizer,
     unscale_on_host,
 )
-from megatron_hexi.megatron.stages.loss_scale import scales_losses, tokens_in_scale
 from megatron_hexi.megatron.stages.optimizer_state import (
     MASTER_NAMES,
     master_name,
     read_document,
     sharded_state,
     state_document,
+    state_names,
 )
 from megatron_hexi.mesh import Slab
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer
@@ -109,11 +110,6 @@ class PieceOptimizer(MixedPrecisionOptimizer):
         self.is_on_host = is_on_host
         #: Steps done, also where this rank owns nothing.
         self.steps = 0
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """A loss, summed over tokens, as the backward pass begins with it."""
-        scaled: Tensor = super().scale_loss(loss)
-        return scaled / tokens_in_scale()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the last step; those of the model are the buckets'."""
@@ -211,13 +207,30 @@ class PieceOptimizer(MixedPrecisionOptimizer):
 
         with user_errors():
             master = master_name(metadata, self._is_half)
-        if is_loading and self.init_state_fn is not None and not self.is_on_host:
-            self.init_state_fn(self.optimizer, self.config)
+        if is_loading or not self.steps:
+            self._complete_state()
         states = [self._state_of(one, master) for one in self.owned]
         tensors = sharded_state([one.slab for one in self.owned], states)
         groups = [{**group, "params": LocalNonpersistentObject([])} for group in self.optimizer.param_groups]
         scaler = self.grad_scaler and self.grad_scaler.state_dict()
         return state_document(tensors, groups, self.steps, metadata, self._is_half, scaler)
+
+    def _complete_state(self) -> None:
+        """Have all that the optimizer would make in its first step, of which there was none yet."""
+        for one in self.owned:
+            state = self.optimizer.state[one.main]
+            for name in state_names(self.config):
+                if name not in state:
+                    state[name] = torch.zeros_like(one.main)
+            if self._counts_by_parameter and "step" not in state:
+                state["step"] = torch.tensor(0.0)
+
+    @property
+    def _counts_by_parameter(self) -> bool:
+        """Whether each parameter has a count of steps of its own; else each group of parameters has."""
+        from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
+
+        return self.config.optimizer == "adam" and bool(USING_PYTORCH_OPTIMIZER or self.is_on_host)
 
     def _state_of(self, one: _OwnedSlab, master: str | None) -> dict[str, Tensor]:
         state = {
@@ -230,9 +243,6 @@ class PieceOptimizer(MixedPrecisionOptimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state that Megatron loaded for `sharded_state_dict`."""
-        from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
-
-        counts_by_parameter = USING_PYTORCH_OPTIMIZER or self.is_on_host
         tensors, groups, self.steps = read_document(state_dict)
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
@@ -245,14 +255,14 @@ class PieceOptimizer(MixedPrecisionOptimizer):
             kept = self.optimizer.state[one.main] if self.is_on_host else {}
             for name, tensor in state.items():
                 kept[name] = kept[name].copy_(tensor) if name in kept else tensor.clone()
-            if counts_by_parameter and kept and self.config.optimizer == "adam":
+            if self._counts_by_parameter and kept:
                 kept["step"] = torch.tensor(float(self.steps))  # one a parameter: each counts its own
             self.optimizer.state[one.main] = kept
         bare = [{**group, "params": None} for group in groups]
         own = self.optimizer.param_groups
         for group, loaded in zip(own, self._filter_and_reorder_param_groups(own, bare), strict=True):
             group.update({name: value for name, value in loaded.items() if name not in ("params", "step")})
-            if not counts_by_parameter:
+            if self.config.optimizer == "adam" and not self._counts_by_parameter:
                 group["step"] = self.steps
 
 

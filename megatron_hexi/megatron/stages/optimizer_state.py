@@ -21,6 +21,17 @@ _MASTERS = {"fully_reshardable": "param", "fully_sharded_model_space": "fp32_par
 MASTER_NAMES = tuple(_MASTERS.values())
 
 
+def state_names(config: Any) -> tuple[str, ...]:
+    """What the optimizer keeps of each weight, beside the weight and a count of steps.
+
+    Args:
+        config: Megatron's, of adam or sgd.
+    """
+    if config.optimizer == "adam":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if config.sgd_momentum else ()
+
+
 def master_name(metadata: dict[str, Any] | None, is_half: bool) -> str | None:
     """What the fp32 weights are called in a checkpoint; ``None`` where it has none.
 

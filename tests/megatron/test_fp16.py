@@ -1,20 +1,30 @@
-"""fp16 where stages differ is fp16 on one rank: the same loss scale and skipped steps, losses as good."""
+"""fp16 under a plan is fp16 on one rank: the same loss scale and skipped steps, losses as good."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 
+from megatron_hexi.plan import Plan, proportional_plan
 from tests.megatron.forked import Forks
 from tests.megatron.launch import TrainingLog
-from tests.megatron.test_uneven_training import MODEL
+from tests.megatron.test_uneven_training import MODEL, WORKLOAD
 from tests.support.stage_layouts import FOUR_LAYERS, LAYOUTS, stage_layout
 
 #: Two steps are skipped at first, and one more when the scale has grown after two that were not.
 ITERATIONS = 7
 SCALING = ("--fp16", "--initial-loss-scale", str(2**18), "--loss-scale-window", "2", "--hysteresis", "1")
 PER_TOKEN = ("--calculate-per-token-loss",)
+
+
+def plan_of(layout: str, folder: Path) -> Plan:
+    """A plan with stages, or one whose only stage the job repeats."""
+    if layout in LAYOUTS:
+        return stage_layout(layout, folder)
+    return proportional_plan(replace(WORKLOAD, layers=4), [[[2.0, 1.0], [1.0]]])
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +34,7 @@ def train(forks: Forks, references, tmp_path_factory):
 
     def train(layout: str | None, *words: str, entry: str = "megatron_hexi.pretrain_gpt") -> TrainingLog:
         folder = tmp_path_factory.mktemp("fp16")
-        plan = stage_layout(layout, folder) if layout else None
+        plan = plan_of(layout, folder) if layout else None
         args = [*MODEL, *FOUR_LAYERS, "--train-iters", str(ITERATIONS), "--log-interval", "1"]
         args += ["--sequence-parallel"] if layout == "units" else []
         return forks.train(
@@ -50,7 +60,7 @@ def one_rank(train):
     "layout",
     [
         pytest.param(layout, marks=[] if layout in ("units", "offload") else [pytest.mark.slow])
-        for layout in LAYOUTS
+        for layout in (*LAYOUTS, "domain-of-two-groups")
     ],
 )
 def test_scale_steps_and_losses_are_those_of_one_rank(layout, train, one_rank):

@@ -1,0 +1,75 @@
+"""What a loss scale multiplies under a plan, so that it means what it means without one.
+
+A plan has losses summed over tokens and gradients divided by the tokens of the batch at the end. Gradients in
+fp16 would overflow before that, at a loss scale as much smaller as the batch has tokens, which soon is below
+``--min-loss-scale``. So a loss is divided by the tokens of a full batch when it is scaled, as Megatron takes
+its mean, and gradients only by what is left: a batch in which tokens do not count has fewer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron_hexi.megatron.session import active_session
+from megatron_hexi.patching import Patch
+
+
+def scales_losses(settings: Any) -> bool:
+    """Whether Megatron scales losses.
+
+    Args:
+        settings: Megatron's arguments, or its optimizer's configuration.
+    """
+    is_mixed = settings.bf16 or settings.use_distributed_optimizer
+    return bool(settings.fp16 or (settings.loss_scale and is_mixed))
+
+
+def tokens_in_scale() -> int:
+    """The tokens of a global batch, by which a loss is divided when it is scaled.
+
+    1 where losses are not scaled, and where the user gave ``--calculate-per-token-loss``: then Megatron
+    scales the sum too.
+    """
+    from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
+    from megatron.training import get_args
+
+    session = active_session()
+    if session is None or not session.given.scales_mean or not scales_losses(get_args()):
+        return 1
+    return get_current_running_global_batch_size() * session.seq_length
+
+
+def _of_a_mean(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scale_loss(self: Any, loss: Any) -> Any:
+        tokens, scaled = tokens_in_scale(), original(self, loss)
+        return scaled if tokens == 1 else scaled / tokens
+
+    return scale_loss
+
+
+def _of_what_is_left(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def scale_gradients(self: Any, scaling_factor: Any) -> None:
+        tokens = tokens_in_scale()
+        original(self, scaling_factor if tokens == 1 else scaling_factor * tokens)
+
+    return scale_gradients
+
+
+LOSS_SCALE_PATCHES = (
+    Patch(
+        target="megatron.core.optimizer.optimizer:MegatronOptimizer.scale_loss",
+        why="a scaled loss is a part of the mean over the batch, as without a plan",
+        build=_of_a_mean,
+        parameters=("self", "loss"),
+    ),
+    Patch(
+        target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.scale_gradients",
+        why="gradients of scaled losses are divided by the batch's tokens already",
+        build=_of_what_is_left,
+        parameters=("self", "scaling_factor"),
+    ),
+)
