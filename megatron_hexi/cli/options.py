@@ -6,13 +6,11 @@ A command takes a bundle of them as one parameter, and `with_bundles` shows type
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -387,45 +385,3 @@ class PlannedJob(Training):
                     f"{path}: job.{name} is {planned}, the command line has {spell_flag(name, value)}; leave "
                     "it out, or make a plan for it with hexi plan"
                 )
-
-
-def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
-    """The command with each bundle among its parameters taken apart into keywords, one a field."""
-    signature = inspect.signature(command, eval_str=True)
-    kinds: dict[str, type[Any]] = {
-        name: parameter.annotation
-        for name, parameter in signature.parameters.items()
-        if isinstance(parameter.annotation, type) and issubclass(parameter.annotation, Training)
-    }
-
-    @functools.wraps(command)
-    def call(**given: Any) -> R:
-        for name, kind in kinds.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
-        return command(**given)
-
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in signature.parameters.items():
-        parameters += _fields(kinds[name]) if name in kinds else [parameter]
-    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-    call.__signature__ = signature.replace(parameters=keywords)  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
-    return call
-
-
-def _fields(kind: type[Any]) -> list[inspect.Parameter]:
-    """A dataclass's fields as parameters: those without a default first, those of its base last."""
-    hints = get_type_hints(kind, include_extras=True)
-    order = sorted(
-        dataclasses.fields(kind),
-        key=lambda field: (field.default is not dataclasses.MISSING, field.name not in kind.__annotations__),
-    )
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=hints[field.name],
-            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
-        )
-        for field in order
-    ]

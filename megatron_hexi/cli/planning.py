@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_hexi.cli.bundles import with_bundles
 from megatron_hexi.cli.launch import find_lines
 from megatron_hexi.cli.options import (
     AsJson,
@@ -21,7 +22,6 @@ from megatron_hexi.cli.options import (
     PlannedJob,
     PlanOut,
     PlanPath,
-    with_bundles,
 )
 from megatron_hexi.cli.output import (
     check_outputs,

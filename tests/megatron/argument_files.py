@@ -184,8 +184,9 @@ MISC_ARGS=( --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-
     "pai": """\
 --micro-batch-size 1 --global-batch-size 4 --lr 1e-5 --min-lr 1e-6 --lr-decay-style cosine --weight-decay 0.1
 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --init-method-std 0.008 --attention-dropout 0.0
---hidden-dropout 0.0 --lr-decay-iters 100 --lr-warmup-iters 10 --train-iters 3 --seq-length 64 --log-interval 1
---eval-interval 10000 --eval-iters 0 --tensor-model-parallel-size 1 --no-load-optim --no-load-rng --num-workers 2
+--hidden-dropout 0.0 --lr-decay-iters 100 --lr-warmup-iters 10 --train-iters 3 --seq-length 64
+--log-interval 1 --eval-interval 10000 --eval-iters 0 --tensor-model-parallel-size 1 --no-load-optim
+--no-load-rng --num-workers 2
 --seed 1234 --use-flash-attn --distributed-backend nccl --eod-mask-loss
 """,
     # NVIDIA/Megatron-LM: tests/functional_tests/test_cases/gpt/…/model_config.yaml, as a command line

@@ -97,7 +97,16 @@ def test_what_names_no_kernel_is_refused(text):
 
 
 def test_the_lines_to_type_pin_it():
-    job = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1".split()
+    job = [
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--micro-batch-size",
+        "1",
+    ]
     flags = megatron_flags(job, [], PLAN, "plan.yaml")
     text = flags[flags.index("--hexi-kernel") + 1]
     assert split_kernels(text) == KERNELS
