@@ -1,6 +1,6 @@
 """Options that commands share: the job, spelled once and read by each command that needs one.
 
-A command takes a bundle of them as one parameter, and `with_bundles` shows typer its fields as options.
+A command takes a bundle of them as one parameter, and `with_bundles` (bundles.py) shows typer its fields.
 """
 
 from __future__ import annotations
