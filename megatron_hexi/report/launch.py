@@ -129,7 +129,8 @@ def check_flags(flags: Sequence[str], plan: Plan) -> None:
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if getattr(args, name) is None and getattr(args, f"encoder_{name}", None) is None:
             raise HexiError(f"Megatron's flags: --{name.replace('_', '-')} is missing; add it")
-    args.rank, args.world_size = 0, plan.ranks
+    stages = plan.job.pipeline_parallel or args.pipeline_model_parallel_size
+    args.rank, args.world_size = 0, plan.ranks * (stages if plan.is_repeated else 1)
     refuse_unsupported(args, "script")
     hold_job(args, {word.partition("=")[0] for word in flags if word.startswith("--")}, plan)
     take_shares(args, plan)

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import constant_flags, model_flags, presets
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Workload, proportional_plan, write_plan
 from megatron_hexi.report.launch import find_agents, megatron_flags
 from tests.support.shell import call_hexi
@@ -134,6 +136,68 @@ def test_each_run_of_ranks_on_a_node_is_one_start(tmp_path):
         ("fast-0", (0,), 3, False),
         ("fast-1", (2,), 4, False),
     ]
+
+
+_MODEL = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--micro-batch-size", "1"]
+
+
+def _typed(plan, *given: str) -> tuple[str, ...]:
+    return megatron_flags([*_MODEL, *given], [], plan, "plan.yaml")
+
+
+def test_a_plan_that_its_job_repeats_keeps_the_job_s_stages_unless_it_states_them():
+    plan = proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]])
+    assert "--pipeline-model-parallel-size" in _typed(plan, "--pipeline-model-parallel-size", "2")
+    stated = dataclasses.replace(plan, job=JobTerms(pipeline_parallel=2))
+    virtual = ("--pipeline-model-parallel-size", "1", "--num-layers-per-virtual-pipeline-stage", "1")
+    assert not {"--pipeline-model-parallel-size", *virtual[::2]} & set(_typed(stated, *virtual))
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ("", "--train-iters 10"),
+        ("--train-iters 5", ""),
+        ("--train-samples 1600", ""),
+        ("--lr-warmup-samples 3 --global-batch-size 4", "--train-samples 40"),
+        ("--lr-warmup-iters 500", "--lr-decay-iters 510 --train-iters 10"),
+        ("--save runs", "--save-interval 500 --train-iters 10"),
+    ],
+)
+def test_lines_state_how_long_to_train(given, added):
+    typed = " ".join(_typed(proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]]), *given.split()))
+    said = typed.partition("--log-interval 1")[2].split()
+    assert " ".join(said) == added
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "--attention-backend fused",
+            "--attention-backend does not work with --hexi-plan: a plan brings its own",
+        ),
+        ("--fp8-format hybrid", "--fp8-format does not work with --hexi-plan"),
+        ("--hidden-size 128 --kv-channels 32", "workload.head_dim is 16, the job has --kv-channels 32"),
+        ("--num-attention-heads 8", "workload.heads is 4, the job has --num-attention-heads 8"),
+        ("--check-for-spiky-loss", "--check-for-spiky-loss does not work with megatron_hexi.pretrain_gpt"),
+        (
+            "--train-iters 5 --lr-warmup-samples 3",
+            "--train-iters does not work with --hexi-plan: Megatron counts",
+        ),
+        ("--learning-rate 3", "--learning-rate: Megatron 0.17 to 0.19 has no such argument"),
+    ],
+)
+def test_lines_that_would_not_start_are_refused(given, said):
+    with pytest.raises(HexiError, match=re.escape(said)):
+        _typed(proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]]), *given.split())
+
+
+@pytest.mark.parametrize("option", ["--sft --no-rope-fusion", "--num-experts 4"])
+def test_what_unequal_replicas_do_not_train_with_is_refused(option):
+    plan = proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]], [[1]]])
+    with pytest.raises(HexiError, match=r"does not work with unequal replicas: .*--data-parallel-size N"):
+        _typed(plan, *option.split(), "--global-batch-size", "2")
 
 
 def test_what_the_plan_sets_is_not_typed_and_own_flags_stand():
