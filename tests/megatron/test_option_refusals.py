@@ -75,7 +75,7 @@ OPTION_WORDS = {
         "--check-weight-hash-across-dp-replicas-interval 2"
     ),
     "--num-experts-planned": "--num-experts 4",
-    "--multi-latent-attention-planned": " ".join(LATENT),
+    "--multi-latent-attention-planned": " ".join((*LATENT, "--no-rope-fusion")),
     "--window-size-planned": "--window-size 128,0",
     "--hybrid-layer-pattern-planned": "--hybrid-layer-pattern *-",
     "--hybrid-override-pattern-planned": "--hybrid-override-pattern *-",

@@ -43,10 +43,11 @@ def weigh(words: list[str]) -> int:
 
 def main() -> None:
     """Answer each line until there is none."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Megatron prints is no answer
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
-    answers, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115  (Megatron prints its arguments)
     for line in sys.stdin:
         try:
             answer: int | str = weigh(json.loads(line))
