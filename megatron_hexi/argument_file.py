@@ -102,9 +102,9 @@ def located_words(text: str, path: Path) -> list[Word]:
     if opened is not None:
         raise HexiError(f"{path}, line {opened.line}: {opened.text}: is not closed; close the parenthesis")
     if wrapped and outside:
-        word = outside[0]
+        stray = outside[0]
         raise HexiError(
-            f"{path}, line {word.line}: {word.text[:40]}: stands outside the script's arguments; keep only "
+            f"{path}, line {stray.line}: {stray.text[:40]}: stands outside the script's arguments; keep only "
             "Megatron's arguments, as --num-layers 32, or arrays of them"
         )
     return inside if wrapped else outside

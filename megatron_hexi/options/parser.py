@@ -69,16 +69,13 @@ class Parsed(NamedTuple):
 @functools.cache
 def read_rows() -> tuple[Row, ...]:
     """Return the recorded options of all versions."""
-    documents = map(json.loads, DATA.read_text(encoding="utf-8").splitlines())
-    return tuple(
-        Row(
-            **{
-                name: tuple(value) if isinstance(value, list) and name != "default" else value
-                for name, value in document.items()
-            }
-        )
-        for document in documents
-    )
+    return tuple(_row(json.loads(line)) for line in DATA.read_text(encoding="utf-8").splitlines())
+
+
+def _row(document: dict[str, Any]) -> Row:
+    """Return a row of its JSON, whose lists are tuples but for a default, which is a list in Megatron too."""
+    lists = {name: tuple(document[name]) for name in ("flags", "choices", "versions") if name in document}
+    return Row(**document | lists)
 
 
 def parse_words(words: Sequence[Word], source: str) -> Parsed:

@@ -31,17 +31,8 @@ def test_printed_lines_start(name: str, forks: Forks, tmp_path: Path, monkeypatc
     Path("job.args").write_text(FILES[name])
     # Two ranks, by two stages or by two replicas: a job as small as this one gains little by a second GPU.
     replicas = 1 if "--pipeline-model-parallel-size 2" in FILES[name] else 2
-    words = [
-        "plan",
-        "cluster.yaml",
-        "--model",
-        "job.args",
-        "--data-parallel-size",
-        replicas,
-        "-o",
-        "plan.yaml",
-    ]
-    done = call_hexi(monkeypatch, capsys, [*words, "--json"])
+    words = ["plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml", "--json"]
+    done = call_hexi(monkeypatch, capsys, [*words, "--data-parallel-size", replicas])
     assert done.code == 0, done.err
     flags = json.loads(done.out)["launch"]["flags"]
     log = forks.train(tmp_path, ranks=2, args=[*flags, "--num-workers", "0"])

@@ -36,15 +36,16 @@ def weigh() -> Iterator[Weigh]:
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
+    questions, answers = process.stdin, process.stdout
+    assert questions is not None
+    assert answers is not None
 
     def ask(words: list[str]) -> int | str:
-        print(json.dumps(words), file=process.stdin, flush=True)
-        return json.loads(process.stdout.readline())
+        print(json.dumps(words), file=questions, flush=True)
+        return json.loads(answers.readline())
 
     yield ask
-    process.stdin.close()
+    questions.close()
     process.wait(60)
 
 
