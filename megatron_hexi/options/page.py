@@ -31,8 +31,8 @@ Spellings of options in each class, by version (`python -m megatron_hexi.options
 
 [Rules](#attention) say what is supported, and what is refused and why. Measured on the CPU: under
 uneven plans, supported options give the losses and gradient norms of the same job without context
-parallelism, to 1e-5 in fp32 (that job has `--calculate-per-token-loss` where tokens are masked out of the loss).
-`megatron_hexi/options/` names the test of each. Where no remedy is named, train without the option.
+parallelism, to 1e-5 in fp32 (that job has `--calculate-per-token-loss` where tokens are masked out of the
+loss). `megatron_hexi/options/` names the test of each. Where no remedy is named, train without the option.
 [Lists](#counted-options) name all others.
 """
 _LISTS: dict[OptionClass, tuple[str, Mapping[str, str]]] = {
