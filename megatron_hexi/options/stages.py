@@ -44,7 +44,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Supported("--bf16", _JOBS + "test_bf16_is_no_further_from_fp32_than_one_rank_is"),
         Supported(
             "--fp16",
-            "tests/megatron/test_fp16.py::test_scale_steps_and_losses_are_those_of_one_rank",
+            "tests/megatron/test_fp16.py::test_scale_steps_and_losses_are_those_of_one_rank[units]",
             "with the loss scale and the skipped steps of one rank",
         ),
         Supported(
