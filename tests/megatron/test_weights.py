@@ -59,7 +59,7 @@ def models(draw: st.DrawFn) -> list[str]:
     heads = draw(st.sampled_from([2, 4, 6]))
     words = [
         *("--num-layers", str(draw(st.integers(1, 3)))),
-        *("--hidden-size", str(heads * draw(st.sampled_from([8, 16])))),
+        *("--hidden-size", str(heads * draw(st.sampled_from([16, 24])))),
         *("--num-attention-heads", str(heads)),
         *("--vocab-size", str(draw(st.integers(1, 300)))),
         *("--max-position-embeddings", str(draw(st.integers(16, 40)))),
