@@ -55,7 +55,8 @@ def model_features(args: Namespace) -> dict[str, Any]:
         "biases": biases,
         "qkv_bias": bool(args.add_qkv_bias and not biases),
         "norm_biases": None if norm_biases == biases else norm_biases,
-        "qk_norm": bool(args.qk_layernorm and not args.qk_l2_norm),  # which has no weights, and goes before it
+        # An L2 norm goes before it, and has no weights.
+        "qk_norm": bool(args.qk_layernorm and not args.qk_l2_norm),
         "output_gate": bool(args.attention_output_gate),
         "sinks": args.softmax_type == "learnable",
     }
