@@ -7,11 +7,10 @@ from typing import Annotated
 
 import typer
 
-from megatron_hexi.argument_file import read_words
 from megatron_hexi.cli.options import MODEL_OF_PLAN, AsJson, ClusterOption, PlanPath
 from megatron_hexi.cli.output import check_outputs, print_json, say
 from megatron_hexi.cluster import Cluster, read_cluster
-from megatron_hexi.cost import constant_flags, model_file, model_flags, read_model, read_terms
+from megatron_hexi.cost import argument_words, constant_flags, model_file, model_flags, read_model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, read_plan
 from megatron_hexi.report.launch import (
@@ -21,6 +20,7 @@ from megatron_hexi.report.launch import (
     launch_lines,
     launch_text,
     megatron_flags,
+    replace_flags,
 )
 from megatron_hexi.text_file import write_text_atomically
 
@@ -75,15 +75,6 @@ def launch(
         print(launch_text(lines))
 
 
-def _constants(model: str) -> list[str]:
-    """Flags for the constants of a config.json; what Megatron has no flag for is named in a note."""
-    try:
-        return constant_flags(model)
-    except HexiError as problem:
-        say(f"note: Megatron's flags lack constants of the model: {problem}")
-        return []
-
-
 def find_lines(
     plan: Plan, cluster: Cluster, path: Path, cluster_path: Path, model: str, more: list[str]
 ) -> LaunchLines:
@@ -98,14 +89,13 @@ def find_lines(
         more: the user's own flags.
 
     Raises:
-        HexiError: an unknown model, or a plan for another cluster.
+        HexiError: an unknown model, a plan for another cluster, model or job, or flags that do not work with
+            it.
+        NoFlagError: Megatron has no flags for a constant of the model, so that lines would train another one.
     """
-    file = model_file(model)
-    shapes = read_model(model)
-    if file is not None and read_terms(model) is not None:
-        given = read_words(file)
-    else:
-        given = model_flags(shapes, plan.workload.seq_length) + _constants(model)
+    given = argument_words(model)
+    if given is None:
+        given = replace_flags(model_flags(read_model(model), plan.workload.seq_length), constant_flags(model))
     flags = megatron_flags(given, more, plan, str(path))
     return launch_lines(
         plan, cluster, flags, plan_path=str(path), cluster_path=str(cluster_path), model=model

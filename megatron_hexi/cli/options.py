@@ -1,27 +1,27 @@
 """Options that commands share: the job, spelled once and read by each command that needs one.
 
-A command takes a bundle of them as one parameter, and `with_bundles` shows typer its fields as options.
+A command takes a bundle of them as one parameter, and `with_bundles` (bundles.py) shows typer its fields.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from megatron_hexi.cli.features import FEATURES, PlanFeatures
 from megatron_hexi.cli.output import say
+from megatron_hexi.cluster import PlannerRules
 from megatron_hexi.cost import (
     PRECISIONS,
     RECOMPUTES,
     Job,
+    check_options,
     job_of_plan,
     model_file,
     read_model,
@@ -175,8 +175,8 @@ class Training:
             taken = {name: terms.fields[name] for name in names if name in terms.fields.keys() - stated}
             if taken:
                 say(f"note: {arguments} says {' '.join(starmap(spell_flag, taken.items()))}")
-            if terms.unread:
-                say(f"note: {arguments}: plans do not depend on {', '.join(terms.unread)}")
+            if terms.free:
+                say(f"note: {arguments}: plans do not depend on {', '.join(terms.free)}")
             stated |= taken
         if stated.get("precision") == "fp8":
             raise HexiError(
@@ -256,8 +256,28 @@ class NewJob(PlanFeatures, Training):
         if replicas is not None:
             stated["data_parallel"] = replicas
         fixed = frozenset(stated.keys() & set(CHOSEN))
-        job = Job(model=model, **stated)
-        return Request(job, fixed, self.memory_margin / 100, self.rules, self.context_parallel)
+        job, margin = Job(model=model, **stated), self.memory_margin / 100
+        return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel)
+
+    def _rules_of_file(self) -> PlannerRules:
+        """What plans may use: as the command line says, less what options of a file of arguments refuse.
+
+        Raises:
+            HexiError: the command line asks for what such an option refuses.
+        """
+        terms = read_terms(self.model)
+        rules = self.rules
+        for flag, features in (terms.restricting if terms else {}).items():
+            for feature in features:
+                asked = spell_flag(feature, True)
+                if getattr(rules, feature):
+                    raise HexiError(
+                        f"{asked}: {flag} of {self.model} does not work with it; leave {asked} out"
+                    )
+                rules = replace(rules, **{feature: False})
+            names = " and ".join(spell_flag(feature, False) for feature in features)
+            say(f"note: {self.model}: {flag} trains with {names} only, and is planned so")
+        return rules
 
     @property
     def _replicas(self) -> int | None:
@@ -343,6 +363,7 @@ class PlannedJob(Training):
         # A plan says which terms it was made for; one written by hand may leave that to the file.
         stated = self._stated(model if plan.job == JobTerms() else None)
         self._check_terms(plan, path, stated)
+        check_options(model, plan)
         return job_of_plan(plan, read_model(model), **stated)
 
     def _check_terms(self, plan: Plan, path: Path, stated: Mapping[str, Any]) -> None:
@@ -364,45 +385,3 @@ class PlannedJob(Training):
                     f"{path}: job.{name} is {planned}, the command line has {spell_flag(name, value)}; leave "
                     "it out, or make a plan for it with hexi plan"
                 )
-
-
-def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
-    """The command with each bundle among its parameters taken apart into keywords, one a field."""
-    signature = inspect.signature(command, eval_str=True)
-    kinds: dict[str, type[Any]] = {
-        name: parameter.annotation
-        for name, parameter in signature.parameters.items()
-        if isinstance(parameter.annotation, type) and issubclass(parameter.annotation, Training)
-    }
-
-    @functools.wraps(command)
-    def call(**given: Any) -> R:
-        for name, kind in kinds.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
-        return command(**given)
-
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in signature.parameters.items():
-        parameters += _fields(kinds[name]) if name in kinds else [parameter]
-    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-    call.__signature__ = signature.replace(parameters=keywords)  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
-    return call
-
-
-def _fields(kind: type[Any]) -> list[inspect.Parameter]:
-    """A dataclass's fields as parameters: those without a default first, those of its base last."""
-    hints = get_type_hints(kind, include_extras=True)
-    order = sorted(
-        dataclasses.fields(kind),
-        key=lambda field: (field.default is not dataclasses.MISSING, field.name not in kind.__annotations__),
-    )
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=hints[field.name],
-            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
-        )
-        for field in order
-    ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from megatron_hexi.cli.bundles import with_bundles
 from megatron_hexi.cli.launch import find_lines
 from megatron_hexi.cli.options import (
     AsJson,
@@ -19,7 +22,6 @@ from megatron_hexi.cli.options import (
     PlannedJob,
     PlanOut,
     PlanPath,
-    with_bundles,
 )
 from megatron_hexi.cli.output import (
     check_outputs,
@@ -32,6 +34,7 @@ from megatron_hexi.cli.output import (
 from megatron_hexi.cluster import Cluster, read_cluster
 from megatron_hexi.cost import (
     Job,
+    NoFlagError,
     estimate,
     find_shortage,
     job_terms,
@@ -45,6 +48,7 @@ from megatron_hexi.text_file import write_text_atomically
 
 if TYPE_CHECKING:
     from megatron_hexi.planner import Gain, Planned, Request
+    from megatron_hexi.report.launch import LaunchLines
 
 # The planner, the simulator and matplotlib take a second to import: only the commands that use them do, and
 # not before their input was found to be right.
@@ -107,11 +111,13 @@ def plan(
     from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
     from megatron_hexi.report.rivals import rivals_dict, rivals_report
 
-    lines = find_lines(planned.plan, machines, out, cluster, job.model, [])
+    lines: LaunchLines | None = None
+    with _without_flags():
+        lines = find_lines(planned.plan, machines, out, cluster, job.model, [])
     if as_json:
         files = {"plan": str(out), "cluster": str(cluster)}
         found = {"job": job_dict(planned.job)} | planned_dict(planned, machines)
-        found |= {"next_best": rivals_dict(planned, machines), "launch": launch_dict(lines)}
+        found |= {"next_best": rivals_dict(planned, machines), "launch": lines and launch_dict(lines)}
         if explain:
             found |= {"gains": gains_dict(planned, gains)}
         print_json(files | found)
@@ -120,8 +126,18 @@ def plan(
         print_report(rivals_report(planned, machines, explain=explain))
         if explain:
             print_report(gains_report(planned, gains))
-        again = lines.sbatch[0].removesuffix(" -o job.args")
-        print(launch_text(lines, most=_MOST_NODES, more=again))
+        if lines is not None:
+            again = lines.sbatch[0].removesuffix(" -o job.args")
+            print(launch_text(lines, most=_MOST_NODES, more=again))
+
+
+@contextlib.contextmanager
+def _without_flags() -> Iterator[None]:
+    """Turn a constant that Megatron has no flag for into a note: lines would train another model."""
+    try:
+        yield
+    except NoFlagError as problem:
+        say(f"note: no lines that start the training: {problem}")
 
 
 @app.command(

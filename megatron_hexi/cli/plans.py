@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from megatron_hexi.cli.bundles import with_bundles
 from megatron_hexi.cli.options import (
     AsJson,
     Picture,
@@ -16,7 +17,6 @@ from megatron_hexi.cli.options import (
     PlanPath,
     check_limits,
     count_option,
-    with_bundles,
 )
 from megatron_hexi.cli.output import check_outputs, print_json, print_report, say, tell, write_picture
 from megatron_hexi.cluster import read_cluster

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_hexi.convert",
-        description="Convert dense Llama, Qwen2 and Qwen3 models between Hugging Face's format and "
+        description="Convert dense Llama, Mistral, Qwen2 and Qwen3 models between Hugging Face's format and "
         "Megatron's torch_dist checkpoints. One process on a CPU; the whole model is in memory.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_hexi.cost.hugging_face import model_from_config
-from megatron_hexi.cost.hugging_face_constants import Constants, constants_from_config
+from megatron_hexi.cost.hugging_face_config import read_config
+from megatron_hexi.cost.hugging_face_constants import constants_of
 from megatron_hexi.cost.model import Model
-from megatron_hexi.errors import HexiError
 from megatron_hexi.text_file import read_text
 
-#: A field, the values that are carried over, and what another value would mean.
-_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("model_type", ("llama", "qwen2", "qwen3"), "another architecture"),
-    ("hidden_act", ("silu",), "another activation"),
-    ("attention_bias", (None, False), "biases of attention"),
-    ("mlp_bias", (None, False), "biases of the MLP"),
-    ("partial_rotary_factor", (None, 1, 1.0), "rotary embeddings of a part of each head"),
-    ("quantization_config", (None,), "quantized weights"),
-)
+#: Types whose weights have the names of `megatron_hexi.convert.weights`.
+_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -30,17 +22,17 @@ class DenseModel:
 
     Attributes:
         shapes: layers, heads, sizes.
-        constants: of norms, rotary embeddings and biases.
+        constants: Megatron's flags for norms, rotary embeddings and biases, each with its value, if any.
         positions: longest sequence that the model was made for.
     """
 
     shapes: Model
-    constants: Constants
+    constants: Sequence[tuple[str, str]]
     positions: int
 
     def megatron_arguments(self) -> list[tuple[str, str]]:
         """Megatron's arguments for the model: flag and value, which is empty where it takes none."""
-        shapes, constants = self.shapes, self.constants
+        shapes = self.shapes
         sizes = {
             "--num-layers": shapes.layers,
             "--hidden-size": shapes.hidden_size,
@@ -49,22 +41,19 @@ class DenseModel:
             "--kv-channels": shapes.head_dim,
             "--num-query-groups": shapes.kv_heads,
             "--max-position-embeddings": self.positions,
-            "--norm-epsilon": constants.norm_epsilon,
-            "--rotary-base": constants.rotary_base,
         }
         flags = {
             "--group-query-attention": True,
             "--swiglu": True,
-            "--disable-bias-linear": True,
-            "--add-qkv-bias": constants.qkv_bias,
+            "--disable-bias-linear": not shapes.biases,
             "--qk-layernorm": shapes.qk_norm,
-            "--use-rope-scaling": constants.rope_scaling,
             "--untie-embeddings-and-output-weights": not shapes.tied_embeddings,
         }
+        rotary = {"--position-embedding-type": "rope"} | dict(self.constants)
         return [
             *((flag, str(value)) for flag, value in sizes.items()),
             ("--normalization", "RMSNorm"),
-            ("--position-embedding-type", "rope"),
+            *rotary.items(),
             *((flag, "") for flag, is_used in flags.items() if is_used),
         ]
 
@@ -77,16 +66,8 @@ def read_model(folder: Path) -> DenseModel:
     """
     path = folder / "config.json"
     text = read_text(path, remedy="give a folder with config.json and *.safetensors")
-    shapes = model_from_config(text, path)
-    config: dict[str, Any] = json.loads(text)
-    for field, allowed, what in _ONLY:
-        if config.get(field) not in allowed:
-            known = ", ".join(json.dumps(value) for value in allowed if value is not None) or "null"
-            raise HexiError(
-                f"{path}: {field} = {json.dumps(config.get(field))}: {what} is not converted; only {known}"
-            )
-    positions = config.get("max_position_embeddings", 2048)
-    if type(positions) is not int or positions < 1:
-        said = json.dumps(positions)[:40]
-        raise HexiError(f"{path}: max_position_embeddings = {said}; write a whole number above 0")
-    return DenseModel(shapes, constants_from_config(config, path), positions)
+    shapes, config = model_from_config(text, path), read_config(text, path)
+    if config.model_type not in _TYPES:
+        problem = "another architecture is not converted"
+        config.refuse("model_type", config.model_type, f"give one of {', '.join(_TYPES)}", problem)
+    return DenseModel(shapes, constants_of(config), config.size("max_position_embeddings"))

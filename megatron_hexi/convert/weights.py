@@ -95,8 +95,15 @@ def _layer(model: DenseModel, layer: int) -> list[Weight]:
         ),
         weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight", (hidden, ffn))),
     ]
-    if model.constants.qkv_bias:
+    if shapes.biases or shapes.qkv_bias:
         found.append(qkv("bias"))
+    if shapes.biases:
+        gate_and_up = [(f"mlp.{name}_proj.bias", (ffn,)) for name in ("gate", "up")]
+        found += [
+            weight("self_attention.linear_proj.bias", ("self_attn.o_proj.bias", (hidden,))),
+            weight("mlp.linear_fc1.bias", *gate_and_up),
+            weight("mlp.linear_fc2.bias", ("mlp.down_proj.bias", (hidden,))),
+        ]
     if shapes.qk_norm:
         found += [
             weight(f"self_attention.{name}_layernorm.weight", (f"self_attn.{name}_norm.weight", (head,)))

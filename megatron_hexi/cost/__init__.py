@@ -3,6 +3,7 @@
 from megatron_hexi.cost.ceiling import attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.fit import Shortage, find_shortage
 from megatron_hexi.cost.hosts import Hosts, NodeLoad
+from megatron_hexi.cost.hugging_face_rotary import NoFlagError
 from megatron_hexi.cost.iteration import CostModel, IterationCost, estimate
 from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
 from megatron_hexi.cost.job_check import check_job
@@ -11,7 +12,15 @@ from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.cost.presets import constant_flags, model_file, presets, read_model, read_terms
+from megatron_hexi.cost.presets import (
+    argument_words,
+    check_options,
+    constant_flags,
+    model_file,
+    presets,
+    read_model,
+    read_terms,
+)
 from megatron_hexi.cost.ranks import Pace, RankCost
 from megatron_hexi.cost.throughput import Throughput, model_flops
 from megatron_hexi.cost.timing import Timing
@@ -27,6 +36,7 @@ __all__ = [
     "Job",
     "Memory",
     "Model",
+    "NoFlagError",
     "NodeLoad",
     "Pace",
     "Phases",
@@ -34,10 +44,12 @@ __all__ = [
     "Shortage",
     "Throughput",
     "Timing",
+    "argument_words",
     "assumed_kernels",
     "attention_seconds",
     "ceiling_tokens_per_s",
     "check_job",
+    "check_options",
     "constant_flags",
     "estimate",
     "find_shortage",

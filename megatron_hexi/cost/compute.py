@@ -118,6 +118,7 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
 
     forward:  two norms 4 h, two residual additions 6 h, activation 2 f (gated 3 f), rotary 2 (H + K) D
     backward: norms 6 h, gradients of residuals 6 h, activation 3 f (gated 5 f), rotary 2 (H + K) D
+    a gate of attention's output: 3 H D forward, 5 H D backward, as that of the activation
     (h hidden, f MLP width; kernels fused as in Megatron, no dropout). Tensor-parallel ranks share f, H
     and K, and with sequence parallelism h.
 
@@ -128,8 +129,9 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     model, tp = job.model, job.tensor_parallel
     hidden, mlp = model.hidden_size / job.row_parts, model.ffn_hidden_size / tp
     heads, kv = model.head_dim * model.heads / tp, model.head_dim * max(1, model.kv_heads / tp)
-    forward = 10 * hidden + (3 if model.gated else 2) * mlp + 2 * (heads + kv)
-    backward = 12 * hidden + (5 if model.gated else 3) * mlp + 2 * (heads + kv)
+    gate = heads * model.output_gate
+    forward = 10 * hidden + (3 if model.gated else 2) * mlp + 2 * (heads + kv) + 3 * gate
+    backward = 12 * hidden + (5 if model.gated else 3) * mlp + 2 * (heads + kv) + 5 * gate
     if job.precision == "fp8":
         cast = 4 / job.element_bytes
         return forward + cast * heads, backward + cast * (heads + 2 * kv + 2 * hidden)

@@ -91,7 +91,7 @@ class HeldWeights:
             "embedding": model.vocab_params(width),
             "output": model.vocab_params(width),
             "positions": model.learned_positions * model.hidden_size,
-            "norm": model.hidden_size * (2 if model.biases else 1),
+            "norm": model.norm_params(model.hidden_size),
         }[key]
 
     def _held(self, place: Place) -> Iterator[_Held]:

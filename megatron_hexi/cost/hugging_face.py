@@ -2,118 +2,112 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from pathlib import Path
 from typing import Any
 
+from megatron_hexi.cost.hugging_face_config import Config, read_config
+from megatron_hexi.cost.hugging_face_constants import NoFlagError, constants_of
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 
-#: Our field: its names in the Llama family, and in the GPT-2 family.
-_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden_size": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocab_size": ("vocab_size", "vocab_size"),
-}
-_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-_GPT_LIKE = ("gpt2",)
-
-#: What changes shapes in a way that the runtime does not carry out; a false value is harmless.
-_REFUSED = {
-    "num_local_experts": "mixture of experts",
-    "num_experts": "mixture of experts",
-    "n_routed_experts": "mixture of experts",
-    "kv_lora_rank": "multi-latent attention",
-}
-
 
 def model_from_config(text: str, path: Path) -> Model:
-    """The model of a config.json.
+    """The model of a config.json, all of whose fields were looked at.
+
+    Constants that Megatron has no flag for do not matter here: no weight, time or memory depends on them.
 
     Raises:
-        HexiError: not JSON, an unknown family, a field that is missing or unusable, or a shape that is not
-            supported; with file and field.
+        HexiError: not JSON, an unknown type, or a field that is missing, unusable, unknown or not supported;
+            with file, field, value and remedy.
     """
+    config = read_config(text, path)
+    with contextlib.suppress(NoFlagError):  # `constant_flags` says so where flags are printed
+        constants_of(config)
+    fields = _gpt(config) if config.model_type == "gpt2" else _decoder(config)
+    vocab_size, tied = config.size("vocab_size"), config.flag("tie_word_embeddings")
     try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as problem:
-        line = getattr(problem, "lineno", 1)
-        raise HexiError(f"{path}:{line}: not valid JSON ({problem}); correct that line") from None
-    if not isinstance(config, dict):
-        raise HexiError(f"{path}: not a config.json: a mapping with model_type and num_hidden_layers")
-    family = _family(config, path)
-    _refuse(config, path)
-    gpt = family in _GPT_LIKE
-    sizes = {ours: _size(config, names[gpt], path) for ours, names in _NAMES.items()}
-    hidden, heads = sizes["hidden_size"], sizes["heads"]
-    if config.get("head_dim") is None and hidden % heads:
-        raise HexiError(f"{path}: {heads} heads do not divide hidden size {hidden}; add head_dim")
-    ffn_name = "n_inner" if gpt else "intermediate_size"
-    ffn = 4 * hidden if gpt and config.get(ffn_name) is None else _size(config, ffn_name, path)
-    try:
-        return Model(
-            name=str(path),
-            **sizes,
-            kv_heads=_size(config, "num_key_value_heads", path, default=heads),
-            head_dim=_size(config, "head_dim", path, default=hidden // heads),
-            ffn_hidden_size=ffn,
-            gated=not gpt,
-            tied_embeddings=_flag(config, "tie_word_embeddings", path, default=gpt),
-            biases=gpt,
-            qk_norm=family == "qwen3",
-            learned_positions=_size(config, "n_positions", path, default=1024) if gpt else 0,
-            source=str(path),
-        )
+        return Model(name=str(path), source=str(path), vocab_size=vocab_size, tied_embeddings=tied, **fields)
     except HexiError as problem:
         raise HexiError(f"{path}: {problem}") from None
 
 
-def _family(config: dict[str, Any], path: Path) -> str:
-    known = (*_LLAMA_LIKE, *_GPT_LIKE)
-    family = config.get("model_type")
-    if family not in known:
-        found = "is missing" if family is None else f"= {_short(family)} is not known"
-        raise HexiError(
-            f"{path}: model_type {found}; known are {', '.join(known)}: "
-            "write the one with the same shapes, or give a file of Megatron's arguments"
+def _decoder(config: Config) -> dict[str, Any]:
+    """Fields of a model with rotary positions, RMSNorm and a gated MLP."""
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    _check_windows(config, config.size("num_hidden_layers"))
+    if config.get("head_dim") is None:
+        _check_divides(config, heads, hidden, "add head_dim")
+    return {
+        "layers": config.size("num_hidden_layers"),
+        "hidden_size": hidden,
+        "heads": heads,
+        "kv_heads": config.size("num_key_value_heads", heads),
+        "head_dim": config.size("head_dim", hidden // heads),
+        "ffn_hidden_size": config.size("intermediate_size"),
+        "gated": True,
+        "biases": config.model_type == "llama" and _has_biases(config),
+        "qkv_bias": config.model_type == "qwen2",
+        "norm_biases": False,
+        "qk_norm": config.model_type == "qwen3",
+    }
+
+
+def _gpt(config: Config) -> dict[str, Any]:
+    """Fields of a model with learned positions, LayerNorm and biases."""
+    hidden, heads = config.size("n_embd"), config.size("n_head")
+    _check_divides(config, heads, hidden, "correct one of them")
+    return {
+        "layers": config.size("n_layer"),
+        "hidden_size": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": hidden // heads,
+        "ffn_hidden_size": config.size("n_inner", 4 * hidden),
+        "gated": False,
+        "biases": True,
+        "learned_positions": config.size("n_positions"),
+    }
+
+
+def _check_divides(config: Config, heads: int, hidden: int, remedy: str) -> None:
+    if hidden % heads:
+        raise HexiError(f"{config.path}: {heads} heads do not divide hidden size {hidden}; {remedy}")
+
+
+def _has_biases(config: Config) -> bool:
+    """Whether all linear layers have biases; Megatron has no model where only some of Llama's have."""
+    attention, mlp = config.flag("attention_bias"), config.flag("mlp_bias")
+    if attention != mlp:
+        problem = (
+            f"with mlp_bias = {str(mlp).lower()} is not supported: Megatron has biases in both or in none"
         )
-    return str(family)
+        config.refuse("attention_bias", attention, "give a model with both or none", problem)
+    return attention
 
 
-def _refuse(config: dict[str, Any], path: Path) -> None:
-    for field, what in _REFUSED.items():
-        if config.get(field):
-            raise HexiError(
-                f"{path}: {field} = {_short(config[field])}: {what} is not supported; give a dense model"
-            )
-    if config.get("sliding_window") and config.get("use_sliding_window", True):
-        raise HexiError(
-            f"{path}: sliding_window = {_short(config['sliding_window'])}: attention in a window is not "
-            "supported; set it to null to train with full attention"
-        )
+def _check_windows(config: Config, layers: int) -> None:
+    """Refuse layers whose queries see the latest keys only.
 
-
-def _size(config: dict[str, Any], field: str, path: Path, default: int | None = None) -> int:
-    value = config.get(field)
-    if value is None:
-        if default is None:
-            raise HexiError(f"{path}: {field} is missing; add it")
-        return default
-    if type(value) is not int or value < 1:
-        raise HexiError(f"{path}: {field} = {_short(value)}; write a whole number above 0")
-    return value
-
-
-def _flag(config: dict[str, Any], field: str, path: Path, default: bool) -> bool:
-    value = config.get(field)
-    if value is None:
-        return default
-    if type(value) is not bool:
-        raise HexiError(f"{path}: {field} = {_short(value)}; write true or false")
-    return value
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    In Qwen's types layers from max_window_layers on have a window, or those that layer_types names, where
+    use_sliding_window is true; in the others all have one.
+    """
+    window = config.get("sliding_window")
+    if config.model_type in ("qwen2", "qwen3"):
+        types = config.get("layer_types")
+        known = {"full_attention", "sliding_attention"}
+        if types is None:
+            first = config.get("max_window_layers")
+            if type(first) is not int or first < 0:
+                config.refuse("max_window_layers", first, "write a whole number from 0")
+            slides = first < layers
+        elif isinstance(types, list) and len(types) == layers and known.issuperset(map(str, types)):
+            slides = "sliding_attention" in types
+        else:
+            config.refuse("layer_types", types, f"write full_attention for each of the {layers} layers")
+        if not (config.flag("use_sliding_window") and slides):
+            return
+    if window is not None:
+        said = "" if "sliding_window" in config.values else " (transformers' default)"
+        problem = f"attention in a window is not supported{said}"
+        config.refuse("sliding_window", window, "set it to null to train with full attention", problem)

@@ -37,8 +37,10 @@ def token_activation_bytes(job: Job) -> float:
     """
     model, tp = job.model, job.tensor_parallel
     hidden, width = 2 * model.hidden_size / job.row_parts, model.ffn_hidden_size / tp
-    whole = hidden + (2 if model.gated else 1) * width
-    inputs = hidden + model.heads * model.head_dim / tp + width
+    heads = model.heads * model.head_dim / tp
+    # A gate of attention's output: the gate, and the output before it.
+    whole = hidden + (2 if model.gated else 1) * width + 2 * heads * model.output_gate
+    inputs = hidden + heads + width
     return job.element_bytes * whole + (1 if job.precision == "fp8" else job.element_bytes) * inputs
 
 

@@ -2,93 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron_hexi.argument_file import split_words
-from megatron_hexi.cost.model import Model
+from megatron_hexi.argument_file import located_words
+from megatron_hexi.cost.model import VOCAB_MULTIPLE, Model
 from megatron_hexi.errors import HexiError
-
-#: Flags (and beginnings of flags) that change shapes in a way that is not supported.
-_REFUSED = {
-    "--num-experts": "mixture of experts",
-    "--moe-": "mixture of experts",
-    "--expert-model-parallel-size": "mixture of experts",
-    "--multi-latent-attention": "multi-latent attention",
-    "--kv-lora-rank": "multi-latent attention",
-    "--window-size": "attention in a window",
-    "--heterogeneous-layers-config-": "layers that differ",
-    "--hybrid-": "a hybrid model",
-    "--is-hybrid-model": "a hybrid model",
-    "--mtp-num-layers": "multi-token prediction",
-    "--experimental-attention-variant": "another attention",
-}
-
-
-@dataclass(frozen=True)
-class ArgumentTerms:
-    """What a file of Megatron's arguments says of the job, besides the model.
-
-    Args:
-        fields: values of `Job`'s fields.
-        unread: flags that neither the model nor these fields follow from.
-    """
-
-    fields: Mapping[str, Any]
-    unread: Sequence[str]
-
-
-def model_from_arguments(text: str, path: Path) -> Model:
-    """The model of a file of Megatron's arguments.
-
-    Defaults are Megatron's: an MLP of 4 x hidden (8/3 x hidden, down to a multiple of 64, with --swiglu),
-    biases, learned positions, tied embeddings.
-
-    Raises:
-        HexiError: a flag is missing, has no usable value, or asks for a shape that is not supported.
-    """
-    known, _ = _parse(text, path)
-    for flag in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        if getattr(known, flag) is None:
-            raise HexiError(f"{path}: --{flag.replace('_', '-')} is missing; add it")
-    return _model(known, path)
-
-
-def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
-    """The job of a file of Megatron's arguments, as far as `Job` has fields for it.
-
-    A file with --seq-length states a job: what it leaves out is as Megatron has it by default (fp32, no
-    distributed optimizer), but for sizes and recomputation, which a plan brings with it. One without states a
-    model, and what it leaves out stays open.
-
-    Raises:
-        HexiError: a flag has no usable value, or two contradict each other.
-    """
-    known, rest = _parse(text, path)
-    if known.bf16 and known.fp16:
-        raise HexiError(f"{path}: --bf16 and --fp16; leave one of them out")
-    recompute = "selective" if known.recompute_activations else known.recompute_granularity
-    hidden = known.overlap_grad_reduce and (known.overlap_param_gather or not known.use_distributed_optimizer)
-    terms = {
-        "seq_length": known.seq_length,
-        "micro_batch_size": known.micro_batch_size,
-        "global_batch_size": known.global_batch_size,
-        "tensor_parallel": known.tensor_model_parallel_size,
-        "pipeline_parallel": known.pipeline_model_parallel_size,
-        "recompute": recompute,
-        "precision": "bf16" if known.bf16 else "fp16" if known.fp16 else None,
-        "distributed_optimizer": known.use_distributed_optimizer or None,
-        "overlap_gradients": hidden or None,
-        "sequence_parallel": known.sequence_parallel or None,
-    }
-    stated = {field: value for field, value in terms.items() if value is not None}
-    if known.seq_length is not None:
-        stated = _MEGATRON_DEFAULTS | stated
-    return ArgumentTerms(stated, tuple(dict.fromkeys(word.partition("=")[0] for word in rest)))
-
+from megatron_hexi.options.kinds import PlanKind, masks_documents
+from megatron_hexi.options.meaning import model_features, resolve
+from megatron_hexi.options.parser import Parsed, parse_words
+from megatron_hexi.options.plan_job import kind_of
+from megatron_hexi.options.refusals import find_refused
+from megatron_hexi.options.registry import ADDED, class_of
+from megatron_hexi.plan import Plan
+from megatron_hexi.plan.flags import FLAGS
 
 #: Of Megatron's arguments that no plan chooses; the batch has none.
 _MEGATRON_DEFAULTS = {
@@ -97,54 +27,148 @@ _MEGATRON_DEFAULTS = {
     "overlap_gradients": False,
     "sequence_parallel": False,
 }
+#: Features of plans beside which options are refused.
+_FEATURES: dict[str, PlanKind] = {"unequal_replicas": "unequal", "unequal_stages": "stages"}
 
 
-def _parse(text: str, path: Path) -> tuple[argparse.Namespace, list[str]]:
-    """The flags that something follows from, and the others."""
-    words = split_words(text, path)
-    if not any(word.startswith("--") for word in words):
+@dataclass(frozen=True)
+class ArgumentTerms:
+    """What a file of Megatron's arguments says of the job, besides the model.
+
+    Args:
+        fields: values of `Job`'s fields.
+        free: flags that no plan depends on; they stay in the lines that start the training.
+        restricting: flags that leave some plans, each with the features of plans that it does not train with
+            (fields of `megatron_hexi.cluster.PlannerRules`).
+    """
+
+    fields: Mapping[str, Any]
+    free: Sequence[str]
+    restricting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def read_arguments(text: str, path: Path) -> Parsed:
+    """Parse a file of Megatron's arguments as Megatron takes them, older spellings resolved.
+
+    Args:
+        text: what the file holds.
+        path: the file, for errors.
+
+    Raises:
+        HexiError: an argument that Megatron does not have or refuses, or that no plan carries out; by name.
+    """
+    words = located_words(text, path)
+    if not any(word.text.startswith("--") for word in words):
         raise HexiError(f"{path}: no arguments in it; write Megatron's, for example --num-layers 32")
-    known, rest = _parser(path).parse_known_args(words)
-    flags = [word for word in rest if word.startswith("--")]
-    for word in flags:
-        flag = word.partition("=")[0]
-        for refused, what in _REFUSED.items():
-            if flag == refused or (refused.endswith("-") and flag.startswith(refused)):
-                raise HexiError(f"{path}: {flag}: {what} is not supported; give a dense model")
-    return known, flags
+    parsed = parse_words(words, str(path))
+    args = parsed.args
+    for flag, value in ADDED.items():
+        if flag not in parsed.given:  # the printed lines say it
+            setattr(args, flag.removeprefix("--").replace("-", "_"), int(value))
+    option = find_refused(args, "planned")
+    if option is not None:
+        lines = [word.line for word in words if word.text.partition("=")[0] == option.option]
+        raise HexiError(f"{path}{f', line {lines[0]}' if lines else ''}: {option.message}")
+    resolve(args, str(path))
+    return parsed
 
 
-def _model(known: argparse.Namespace, path: Path) -> Model:
-    hidden, heads = known.hidden_size, known.num_attention_heads
-    if known.kv_channels is None and (heads < 1 or hidden % heads):
-        raise HexiError(
-            f"{path}: --num-attention-heads {heads} does not divide --hidden-size {hidden}; add --kv-channels"
-        )
-    if known.group_query_attention and known.num_query_groups is None:
+def check_arguments(text: str, path: Path, plan: Plan) -> None:
+    """Hold a file of Megatron's arguments against a plan.
+
+    Raises:
+        HexiError: as `read_arguments`, or an option that such a plan does not carry out.
+    """
+    option = find_refused(read_arguments(text, path).args, kind_of(plan))
+    if option is not None:
+        raise HexiError(f"{path}: {option.message}")
+
+
+def model_from_arguments(text: str, path: Path) -> Model:
+    """Return the model of a file of Megatron's arguments.
+
+    Defaults are Megatron's: an MLP of 4 x hidden (8/3 x hidden, down to a multiple of 64, with --swiglu),
+    LayerNorm, biases, learned positions, tied embeddings.
+
+    Raises:
+        HexiError: as `read_arguments`, or a flag is missing.
+    """
+    args, given = read_arguments(text, path)
+    if args.group_query_attention and FLAGS["kv_heads"] not in given:
         raise HexiError(f"{path}: --group-query-attention without --num-query-groups; add it")
-    learned = known.position_embedding_type == "learned_absolute"
-    if learned and known.max_position_embeddings is None:
+    for flag in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if getattr(args, flag) is None and not (flag == "vocab_size" and args.padded_vocab_size):
+            raise HexiError(f"{path}: --{flag.replace('_', '-')} is missing; add it")
+    return _model(args, path)
+
+
+def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
+    """Return the job of a file of Megatron's arguments, as far as `Job` has fields for it.
+
+    A file with --seq-length states a job: what it leaves out is as Megatron has it by default (fp32, no
+    distributed optimizer), but for sizes and recomputation, which a plan brings with it. One without states a
+    model, and what it leaves out stays open.
+
+    Raises:
+        HexiError: as `read_arguments`, or two flags contradict each other.
+    """
+    args, given = read_arguments(text, path)
+    if args.bf16 and args.fp16:
+        raise HexiError(f"{path}: --bf16 and --fp16; leave one of them out")
+    hidden = args.overlap_grad_reduce and (args.overlap_param_gather or not args.use_distributed_optimizer)
+    terms = {
+        "seq_length": args.seq_length,
+        "micro_batch_size": args.micro_batch_size,
+        "global_batch_size": args.global_batch_size,
+        "tensor_parallel": args.tensor_model_parallel_size if FLAGS["tensor_parallel"] in given else None,
+        "pipeline_parallel": (
+            args.pipeline_model_parallel_size if FLAGS["pipeline_parallel"] in given else None
+        ),
+        "recompute": args.recompute_granularity,
+        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
+        "distributed_optimizer": args.use_distributed_optimizer or None,
+        "overlap_gradients": hidden or None,
+        "sequence_parallel": args.sequence_parallel or None,
+    }
+    stated = {name: value for name, value in terms.items() if value is not None}
+    if args.seq_length is not None:
+        stated = _MEGATRON_DEFAULTS | stated
+    free = tuple(flag for flag in sorted(given) if class_of(flag) == "free")
+    return ArgumentTerms(stated, free, _restricting(args))
+
+
+def _restricting(args: Namespace) -> dict[str, tuple[str, ...]]:
+    """Options that a plan refuses where replicas are unequal, or stages have layers of their own."""
+    found: dict[str, tuple[str, ...]] = {}
+    for feature, kind in _FEATURES.items():
+        option = find_refused(args, kind)
+        if option is not None:
+            found[option.option] = (*found.get(option.option, ()), feature)
+    if masks_documents(args) and not found:  # no stage may deal whole micro-batches
+        found["--dataloader-inter-document-masking"] = ("unequal_stages",)
+    return found
+
+
+def _model(args: Namespace, path: Path) -> Model:
+    learned = args.position_embedding_type == "learned_absolute"
+    if learned and args.max_position_embeddings is None:
         raise HexiError(
             f"{path}: --max-position-embeddings is missing; add it, or --position-embedding-type rope"
         )
-    ffn = known.ffn_hidden_size
-    if ffn is None:  # as Megatron: of a gated MLP two thirds, in whole multiples of 64
-        ffn = 8 * hidden // (3 * 64) * 64 if known.swiglu else 4 * hidden
+    padded = args.padded_vocab_size
     return Model(
         name=str(path),
-        layers=known.num_layers,
-        hidden_size=hidden,
-        heads=heads,
-        kv_heads=known.num_query_groups if known.group_query_attention else heads,
-        head_dim=hidden // heads if known.kv_channels is None else known.kv_channels,
-        ffn_hidden_size=ffn,
-        gated=known.swiglu,
-        vocab_size=known.vocab_size,
-        tied_embeddings=not known.untie_embeddings_and_output_weights,
-        biases=not known.disable_bias_linear,
-        qk_norm=known.qk_layernorm,
-        learned_positions=known.max_position_embeddings if learned else 0,
+        layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        heads=args.num_attention_heads,
+        kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        head_dim=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+        vocab_size=padded or args.vocab_size,
+        vocab_multiple=1 if padded else args.make_vocab_size_divisible_by,
+        learned_positions=args.max_position_embeddings if learned else 0,
         source=str(path),
+        **model_features(args),
     )
 
 
@@ -170,61 +194,18 @@ def model_flags(model: Model, seq_length: int) -> list[str]:
     flags = [word for flag, value in sizes.items() for word in (flag, str(value))]
     if model.kv_heads < model.heads:
         flags += ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
-    if model.gated:
-        flags.append("--swiglu")
-    if not model.biases:
-        flags += ["--disable-bias-linear", "--normalization", "RMSNorm"]
-    if not model.tied_embeddings:
-        flags.append("--untie-embeddings-and-output-weights")
-    if model.qk_norm:
-        flags.append("--qk-layernorm")
-    return flags
-
-
-def _parser(path: Path) -> argparse.ArgumentParser:
-    parser = _Parser(path)
-    for name in (
-        "num-layers",
-        "hidden-size",
-        "ffn-hidden-size",
-        "num-attention-heads",
-        "kv-channels",
-        "num-query-groups",
-        "vocab-size",
-        "max-position-embeddings",
-        "seq-length",
-        "micro-batch-size",
-        "global-batch-size",
-        "tensor-model-parallel-size",
-        "pipeline-model-parallel-size",
-    ):
-        parser.add_argument(f"--{name}", type=int)
-    for name in (
-        "group-query-attention",
-        "swiglu",
-        "untie-embeddings-and-output-weights",
-        "disable-bias-linear",
-        "qk-layernorm",
-        "bf16",
-        "fp16",
-        "recompute-activations",
-        "use-distributed-optimizer",
-        "overlap-grad-reduce",
-        "overlap-param-gather",
-        "sequence-parallel",
-    ):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--position-embedding-type", default="learned_absolute")
-    parser.add_argument("--recompute-granularity", choices=("selective", "full"))
-    return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong as one of our errors, and takes no shortened flags."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        self._path = path
-
-    def error(self, message: str) -> NoReturn:
-        raise HexiError(f"{self._path}: {message}; correct that flag")
+    if model.vocab_multiple != VOCAB_MULTIPLE:
+        flags += ["--make-vocab-size-divisible-by", str(model.vocab_multiple)]
+    if model.norm_params(1) == 1:
+        flags += ["--normalization", "RMSNorm"]
+    if model.sinks:
+        flags += ["--softmax-type", "learnable"]
+    said = {
+        "--swiglu": model.gated,
+        "--disable-bias-linear": not model.biases,
+        "--add-qkv-bias": model.qkv_bias and not model.biases,
+        "--untie-embeddings-and-output-weights": not model.tied_embeddings,
+        "--qk-layernorm": model.qk_norm,
+        "--attention-output-gate": model.output_gate,
+    }
+    return flags + [flag for flag, wanted in said.items() if wanted]

@@ -211,7 +211,7 @@ def part_params(job: Job, part: ModelPart) -> Ints | int:
     """
     model, tp = job.model, job.tensor_parallel
     first = model.vocab_params(tp) + model.learned_positions * model.hidden_size
-    last_norm = model.hidden_size * (2 if model.biases else 1)
+    last_norm = model.norm_params(model.hidden_size)
     has_output = part.is_last * (1 - part.is_first * model.tied_embeddings)
     params: Ints | int = (
         part.layers * model.layer_params(tp)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from megatron_hexi.argument_file import split_words
 from megatron_hexi.cost.hugging_face import model_from_config
-from megatron_hexi.cost.hugging_face_constants import constants_from_config
-from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_from_arguments, terms_from_arguments
+from megatron_hexi.cost.hugging_face_config import read_config
+from megatron_hexi.cost.hugging_face_constants import constants_of
+from megatron_hexi.cost.megatron_arguments import (
+    ArgumentTerms,
+    check_arguments,
+    model_from_arguments,
+    terms_from_arguments,
+)
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan
 from megatron_hexi.text_file import read_text
 from megatron_hexi.yaml_file import read_yaml
 from megatron_hexi.yaml_schema import short
@@ -27,8 +34,21 @@ MAX_BYTES = 2**17
 @functools.cache
 def presets() -> Mapping[str, Model]:
     """All presets by name, in the order of the data."""
-    entries = read_yaml(DATA).data
-    return MappingProxyType({name: Model(name=name, **entry) for name, entry in entries.items()})
+    return MappingProxyType(
+        {
+            name: Model(name=name, **{field: value for field, value in entry.items() if field != "constants"})
+            for name, entry in read_yaml(DATA).data.items()
+        }
+    )
+
+
+@functools.cache
+def _constants() -> Mapping[str, tuple[str, ...]]:
+    """Megatron's flags for what shapes leave open, of all presets by name."""
+    return {
+        name: tuple(str(word) for pair in entry["constants"].items() for word in pair)
+        for name, entry in read_yaml(DATA).data.items()
+    }
 
 
 def read_model(name_or_path: str | os.PathLike[str]) -> Model:
@@ -61,18 +81,47 @@ def read_terms(name_or_path: str | os.PathLike[str]) -> ArgumentTerms | None:
     return None if _is_json(text, path) else terms_from_arguments(text, path)
 
 
-def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
-    """Return Megatron's flags for the constants of a config.json; none for other kinds of models.
+def argument_words(name_or_path: str | os.PathLike[str]) -> list[str] | None:
+    """Return the words of a file of Megatron's arguments; ``None`` for other kinds of models.
 
     Raises:
-        HexiError: as `read_model`, or a constant that Megatron has no flag for.
+        HexiError: as `read_model`.
     """
     name = os.fspath(name_or_path)
     path = model_file(name)
     if path is None:
-        return []
+        return None
     text = _read(name, path)
-    return constants_from_config(json.loads(text), path).flags() if _is_json(text, path) else []
+    return None if _is_json(text, path) else split_words(text, path)
+
+
+def check_options(name_or_path: str | os.PathLike[str], plan: Plan) -> None:
+    """Hold the options of a file of Megatron's arguments against a plan; other kinds of models have none.
+
+    Raises:
+        HexiError: as `read_model`, or an option that such a plan does not carry out.
+    """
+    name = os.fspath(name_or_path)
+    path = model_file(name)
+    if path is not None and not _is_json(text := _read(name, path), path):
+        check_arguments(text, path, plan)
+
+
+def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
+    """Return Megatron's flags for the constants of a preset or config.json; none for a file of arguments.
+
+    Raises:
+        HexiError: as `read_model`.
+        NoFlagError: a constant that Megatron has no flag for.
+    """
+    name = os.fspath(name_or_path)
+    path = model_file(name)
+    if path is None:
+        return list(_constants()[name])
+    text = _read(name, path)
+    if not _is_json(text, path):
+        return []
+    return [word for pair in constants_of(read_config(text, path)) for word in pair if word]
 
 
 def _read(name: str, path: Path) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.kernel_choice import kernel_choice
 from megatron_hexi.megatron.metrics import check_metrics
-from megatron_hexi.megatron.options import refuse_yaml_configuration
 from megatron_hexi.megatron.plan_arguments import check_interleaving, take_plan
 from megatron_hexi.megatron.session import given_plan
 from megatron_hexi.megatron.stages.arguments import as_one_rank
+from megatron_hexi.options.refusals import refuse_yaml_configuration
 from megatron_hexi.patching import Patch
 from megatron_hexi.platform import Platform, adjust_cpu_arguments
 from megatron_hexi.platform.select import PLATFORM_FLAG, PLATFORM_NAMES, say

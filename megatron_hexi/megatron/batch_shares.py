@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.megatron.options.kinds import is_packed
+from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.plan import Plan
 from megatron_hexi.runtime.rounds import in_round
 

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_hexi.megatron.options.kinds import is_packed
 from megatron_hexi.megatron.session import active_session
+from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.patching import Patch
 
 

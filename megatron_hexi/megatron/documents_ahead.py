@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hexi.megatron.options.kinds import is_packed
 from megatron_hexi.megatron.session import Session, active_session
+from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.patching import Patch
 from megatron_hexi.runtime.call_rows import on_device
 

@@ -22,9 +22,9 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron import versions
-from megatron_hexi.megatron.options.kinds import masks_documents
+from megatron_hexi.options.kinds import masks_documents
+from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.text_file import read_text
 
 #: What a model takes of a batch, each [B, S] on one context-parallel rank; the mask is [B, 1, S, S].
@@ -34,20 +34,6 @@ _PACKING = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 _MEGATRON = versions.installed()
 
-#: Arguments of Megatron that `pretrain_gpt.py` carries out and this script does not.
-_NOT_CARRIED_OUT = {
-    "fim_data": "--fim-data",
-    "logits_load_dir": "--logits-load-dir",
-    "logits_save_dir": "--logits-save-dir",
-    "hybrid_context_parallel": "--hybrid-context-parallel",
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
-    "check_for_spiky_loss": "--check-for-spiky-loss",
-    "perform_rl_step": "--perform-rl-step",
-    "inprocess_restart": "--inprocess-restart",
-    "yaml_cfg": "--yaml-cfg",
-    **_MEGATRON.NOT_CARRIED_OUT,
-}
-
 
 def pretrain_from_command_line() -> None:
     """Parse the command line and train.
@@ -55,7 +41,7 @@ def pretrain_from_command_line() -> None:
     Raises:
         HexiError: the command line asks for something that this script does not carry out.
     """
-    _refuse_what_is_not_carried_out(parse_args())  # before Megatron asks what those flags need
+    refuse_unsupported(parse_args(), "script")  # before Megatron asks what those flags need
     build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank builds its own
     _MEGATRON.train(build_datasets, forward_step, embedding_ranks)
 
@@ -241,12 +227,3 @@ def _needs_dataset(args: Namespace, vp_stage: int | None) -> bool:
     if _is_packed(args):
         return True
     return is_first_or_last_pipeline_stage(vp_stage) or _MEGATRON.predicts_further_tokens(args, vp_stage)
-
-
-def _refuse_what_is_not_carried_out(args: Namespace) -> None:
-    for name, flag in _NOT_CARRIED_OUT.items():
-        if getattr(args, name, None):  # an earlier version may not have it
-            raise HexiError(
-                f"{flag}: megatron_hexi.pretrain_gpt does not support it; use NVIDIA's script through "
-                "torchrun … -m megatron_hexi.run pretrain_gpt.py"
-            )

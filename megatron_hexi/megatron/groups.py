@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_hexi.errors import PlanError, set_fault_listener, user_errors
-from megatron_hexi.megatron.options.kinds import is_packed
 from megatron_hexi.megatron.process_groups import GroupOptions
 from megatron_hexi.megatron.session import (
     GivenPlan,
@@ -33,6 +32,7 @@ from megatron_hexi.megatron.session import (
 )
 from megatron_hexi.megatron.stages.groups import MeshGroups
 from megatron_hexi.megatron.stages.session import start_stages_session
+from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan import Schedules
 from megatron_hexi.runtime import (

@@ -11,7 +11,7 @@ import math
 from argparse import Namespace
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.megatron.options.kinds import is_packed
+from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.plan import Exchange, Plan
 from megatron_hexi.plan.program import Wait, attention_program
 

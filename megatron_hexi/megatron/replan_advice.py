@@ -11,6 +11,7 @@ from argparse import Namespace
 from typing import Any
 
 from megatron_hexi.megatron.session import Session
+from megatron_hexi.options.meaning import model_features
 
 
 class Advice:
@@ -60,11 +61,8 @@ def model_document(args: Namespace) -> dict[str, Any]:
         "kv_heads": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         "head_dim": args.kv_channels,
         "ffn_hidden_size": args.ffn_hidden_size,
-        "gated": bool(args.swiglu),
         "vocab_size": args.padded_vocab_size,
-        "tied_embeddings": not args.untie_embeddings_and_output_weights,
-        "biases": bool(args.add_bias_linear),
-        "qk_norm": bool(args.qk_layernorm),
+        **model_features(args),
     }
 
 

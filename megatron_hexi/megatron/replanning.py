@@ -31,13 +31,13 @@ from torch import Tensor
 
 from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.megatron.metrics import STEP_PARAMETERS
-from megatron_hexi.megatron.options.kinds import is_packed
 from megatron_hexi.megatron.plan_swap import forget_positions, swapped_session, swapped_shares
 from megatron_hexi.megatron.progress import close_interval
 from megatron_hexi.megatron.replan_advice import Advice, job_document, may_move_shares, model_document
 from megatron_hexi.megatron.samplers import announce_share, batches_ahead, set_training
 from megatron_hexi.megatron.session import Session, active_session, set_active_session
 from megatron_hexi.megatron.step_times import METER
+from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.patching import Patch
 from megatron_hexi.plan import Plan, dump_plan, plan_digest, plan_from_yaml
 from megatron_hexi.runtime import agree_on_plan, job_store, meeting

@@ -9,14 +9,22 @@ from __future__ import annotations
 
 import itertools
 import shlex
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_hexi.argument_file import Word
 from megatron_hexi.cluster import Cluster, NodeEntry
+from megatron_hexi.errors import HexiError
+from megatron_hexi.options.meaning import resolve
+from megatron_hexi.options.parser import parse_words
+from megatron_hexi.options.plan_job import hold_job, take_shares
+from megatron_hexi.options.refusals import refuse_unsupported
+from megatron_hexi.options.registry import ADDED
+from megatron_hexi.options.replaced import replaced_flags
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.flags import FLAGS
 from megatron_hexi.plan.kernels import join_kernels
 from megatron_hexi.slurm import find_gpus
 
@@ -24,29 +32,18 @@ from megatron_hexi.slurm import find_gpus
 _TRIAL = {
     "--mock-data": None,
     "--tokenizer-type": "NullTokenizer",
-    "--train-iters": "10",
     "--lr": "1e-4",
-    "--eval-iters": "0",
     "--eval-interval": "1000",
     "--log-interval": "1",
 }
 #: With one of these the user has data.
 _DATA = ("--data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
-#: Terms that the plan sets in training where its `job` states them (megatron/job_terms.py), with their flags.
-_TERMS = {term: (flag,) for term, flag in FLAGS.items()} | {
-    "precision": ("--bf16", "--fp16"),
-    "overlap_gradients": (FLAGS["overlap_gradients"], "--overlap-param-gather"),
-}
-#: Flags that the plan sets, or that its stages say in place of them.
-_LAYOUT = (
-    "--tensor-model-parallel-size",
-    "--pipeline-model-parallel-size",
-    "--context-parallel-size",
-    "--recompute-granularity",
-    "--recompute-method",
-    "--recompute-num-layers",
-    "--recompute-activations",
-)
+#: With one of these the job's schedule counts samples, and with one of the others iterations.
+_SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples")
+#: Iterations from checkpoint to checkpoint, as of ``hexi arguments``.
+_SAVE_INTERVAL = "500"
+#: Iterations of a trial run.
+_ITERATIONS = 10
 _PORT = 29500
 
 
@@ -85,20 +82,66 @@ class LaunchLines:
 
 
 def megatron_flags(given: Sequence[str], more: Sequence[str], plan: Plan, path: str) -> tuple[str, ...]:
-    """All flags of a training under a plan.
+    """Return all flags of a training under a plan, as training takes them.
 
     Args:
         given: Megatron's flags for the model, and for the job where a file states it.
         more: the user's own; they replace flags of the same name.
         plan: the plan; what it sets is left out.
         path: its file.
+
+    Raises:
+        HexiError: a flag that Megatron does not have, or that does not work with such a plan; a model or a
+            job that the plan was not made for.
     """
-    stated = [
-        flag for term, flags in _TERMS.items() if getattr(plan.job, term, None) is not None for flag in flags
-    ]
-    replaced = {"--hexi-plan", "--seq-length", *_LAYOUT, *stated, *(word.partition("=")[0] for word in more)}
-    words = [*_without(given, replaced), "--seq-length", str(plan.workload.seq_length)]
-    names = {word.partition("=")[0] for word in (*words, *more)}
+    names = {word.partition("=")[0] for word in more}
+    words = [*_without(given, {*replaced_flags(plan), *names}), "--seq-length", str(plan.workload.seq_length)]
+    args = _parse([*words, *more])
+    resolve(args, path)
+    if args.position_embedding_type != "learned_absolute":  # without weights: as many as there are tokens
+        positions = max(args.max_position_embeddings or 0, plan.workload.seq_length)
+        if positions != args.max_position_embeddings and "--max-position-embeddings" not in names:
+            words = [
+                *_without(words, {"--max-position-embeddings"}),
+                "--max-position-embeddings",
+                str(positions),
+            ]
+    names |= {word.partition("=")[0] for word in words}
+    words += [word for flag, value in ADDED.items() if flag not in names for word in (flag, value)]
+    kernels = plan.job.kernel or {}
+    pinned = ["--hexi-kernel", join_kernels(kernels)] if kernels and "--hexi-kernel" not in names else []
+    flags = ("--hexi-plan", path, *pinned, *words, *_trial(names, args, plan), *more)
+    check_flags(flags, plan)
+    return flags
+
+
+def check_flags(flags: Sequence[str], plan: Plan) -> None:
+    """Hold flags against their plan, as each rank does before it allocates anything.
+
+    Args:
+        flags: all of Megatron's, the plan's included.
+        plan: the plan.
+
+    Raises:
+        HexiError: as `megatron_flags`.
+    """
+    args = _parse(flags)
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if getattr(args, name) is None and getattr(args, f"encoder_{name}", None) is None:
+            raise HexiError(f"Megatron's flags: --{name.replace('_', '-')} is missing; add it")
+    stages = plan.job.pipeline_parallel or args.pipeline_model_parallel_size
+    args.rank, args.world_size = 0, plan.ranks * (stages if plan.is_repeated else 1)
+    refuse_unsupported(args, "script")
+    hold_job(args, {word.partition("=")[0] for word in flags if word.startswith("--")}, plan)
+    take_shares(args, plan)
+
+
+def _parse(words: Sequence[str]) -> Namespace:
+    return parse_words([Word(word, 0) for word in words], "Megatron's flags").args
+
+
+def _trial(names: set[str], args: Namespace, plan: Plan) -> list[str]:
+    """What the user has not said, for a run of some iterations."""
     has_data = not names.isdisjoint(_DATA)
     trial = [
         word
@@ -107,9 +150,16 @@ def megatron_flags(given: Sequence[str], more: Sequence[str], plan: Plan, path: 
         for word in (flag, value)
         if word is not None
     ]
-    kernels = plan.job.kernel or {}
-    pinned = ["--hexi-kernel", join_kernels(kernels)] if kernels and "--hexi-kernel" not in names else []
-    return ("--hexi-plan", path, *pinned, *words, *trial, *more)
+    if args.save is not None and args.save_interval is None:
+        trial += ["--save-interval", _SAVE_INTERVAL]
+    if not names.isdisjoint(_SAMPLES):
+        batch = plan.job.global_batch_size or args.global_batch_size or 1
+        return trial if "--train-samples" in names else [*trial, "--train-samples", str(_ITERATIONS * batch)]
+    if "--train-iters" in names:
+        return trial
+    if args.lr_warmup_iters >= _ITERATIONS and "--lr-decay-iters" not in names:  # longer than the trial
+        trial += ["--lr-decay-iters", str(args.lr_warmup_iters + _ITERATIONS)]
+    return [*trial, "--train-iters", str(_ITERATIONS)]
 
 
 def find_agents(plan: Plan, cluster: Cluster) -> tuple[Agent, ...]:
@@ -224,6 +274,11 @@ def _flag_lines(flags: Sequence[str]) -> list[str]:
 def flags_text(flags: Sequence[str]) -> str:
     """The flags as a file of Megatron's arguments."""
     return "".join(f"{line}\n" for line in _flag_lines(flags))
+
+
+def replace_flags(words: Sequence[str], more: Sequence[str]) -> list[str]:
+    """The words, in which flags of `more` replace those of the same name."""
+    return [*_without(words, {word for word in more if word.startswith("--")}), *more]
 
 
 def _without(words: Sequence[str], flags: set[str]) -> list[str]:

@@ -13,7 +13,7 @@ import numpy
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from megatron_hexi.megatron.options import refused
+from megatron_hexi.options.refusals import refused
 from tests.megatron.forked import ENTRY, Forks
 from tests.megatron.launch import TrainingLog
 from tests.megatron.test_uneven_training import MODEL

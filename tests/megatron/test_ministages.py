@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.megatron.stages.arguments import check_stages
+from megatron_hexi.options.plan_job import check_stages
 from tests.megatron.conftest import References
 from tests.megatron.forked import Forks
 from tests.megatron.test_option_training import logged

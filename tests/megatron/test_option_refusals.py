@@ -8,14 +8,12 @@ from argparse import ArgumentParser
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from megatron_hexi import patching
+from megatron_hexi.argument_file import Word
 from megatron_hexi.errors import HexiError
-from megatron_hexi.megatron.options import (
-    refuse_unsupported,
-    refuse_yaml_configuration,
-    refused,
-)
-from megatron_hexi.megatron.options.kinds import Refused
+from megatron_hexi.options import release
+from megatron_hexi.options.kinds import Refused
+from megatron_hexi.options.parser import parse_words
+from megatron_hexi.options.refusals import refuse_unsupported, refuse_yaml_configuration, refused
 from tests.megatron.option_cases import LATENT, PACKED
 from tests.megatron.test_uneven_training import MODEL
 
@@ -77,6 +75,29 @@ OPTION_WORDS = {
     "--check-weight-hash-across-dp-replicas-interval-stages": (
         "--check-weight-hash-across-dp-replicas-interval 2"
     ),
+    "--num-experts-planned": "--num-experts 4",
+    "--multi-latent-attention-planned": " ".join((*LATENT, "--no-rope-fusion")),
+    "--window-size-planned": "--window-size 128,0",
+    "--hybrid-layer-pattern-planned": "--hybrid-layer-pattern *-",
+    "--hybrid-override-pattern-planned": "--hybrid-override-pattern *-",
+    "--mtp-num-layers-planned": "--mtp-num-layers 1",
+    "--spec-planned": "--spec my.layers spec",
+    "--recompute-modules-planned": "--recompute-modules mlp core_attn",
+    "--step-batch-size-schedule-planned": "--step-batch-size-schedule 0:4",
+    "--yaml-cfg": "--yaml-cfg job.yaml",
+    "--batch-size": "--batch-size 4",
+    "--warmup": "--warmup 10",
+    "--model-parallel-size": "--model-parallel-size 2",
+    "--train-iters": "--train-iters 10 --lr-warmup-samples 5",
+    "--train-samples": "--train-samples 10 --lr-warmup-iters 5",
+    "--heterogeneous-layers-config-encoded-json": "--heterogeneous-layers-config-encoded-json {}",
+    "--logits-load-dir-script": "--logits-load-dir logits",
+    "--logits-save-dir-script": "--logits-save-dir logits",
+    "--yaml-cfg-script": "--yaml-cfg job.yaml",
+    "--hybrid-layer-pattern-script<0.19": "--hybrid-layer-pattern *-",
+    "--hybrid-override-pattern-script<0.19": "--hybrid-override-pattern *-",
+    "--experimental-attention-variant-script<0.19": "--experimental-attention-variant dsa",
+    "--heterogeneous-layers-config-path-script<0.19": "--heterogeneous-layers-config-path layers.json",
 }
 
 
@@ -94,13 +115,16 @@ def test_an_option_is_refused_by_its_real_name(
 ):
     versions = SpecifierSet(option.versions or ">=0.19")
     version = next(version for version in ("0.19.2", "0.18.2", "0.17.1") if version in versions)
-    monkeypatch.setattr(patching, "_version", lambda package: version)
-    words = OPTION_WORDS.get(option.name, option.option).split()
-    args = parser.parse_args([*MODEL, *words])
+    monkeypatch.setattr(release, "assumed_release", lambda: version)
+    words = [*MODEL, *OPTION_WORDS.get(option.name, option.option).split()]
+    if option.option in parser._option_string_actions:
+        args = parser.parse_args(words)
+    else:  # of an earlier version, as recorded
+        args = parse_words([Word(word, 0) for word in words], "").args
     message = f"{option.option} does not work with {option.what}: {option.reason}; {option.remedy}"
     with pytest.raises(HexiError, match=f"^{re.escape(message)}$"):
         refuse_unsupported(args, option.beside)
-    if option.beside != "any":
+    if option.beside not in ("any", "script"):
         refuse_unsupported(args, "any")
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_hexi.megatron.options import refused
-from megatron_hexi.patching import is_installed
+from megatron_hexi.options.refusals import refused
+from megatron_hexi.options.release import is_assumed
 from megatron_hexi.plan import Plan, write_plan
 from tests.megatron.conftest import job
 from tests.megatron.option_cases import (
@@ -194,7 +194,9 @@ _WITH_A_KERNEL = ("--dataloader-inter-document-masking", "--sft")
 REFUSALS = [
     (option, name)
     for option in refused()
-    if option.name not in _WITH_A_KERNEL and (not option.versions or is_installed(option.versions))
+    if option.beside not in ("planned", "script")  # of hexi plan, and of another script
+    and option.name not in _WITH_A_KERNEL
+    and (not option.versions or is_assumed(option.versions))
     for name in {"unequal": ("unequal",), "stages": ()}.get(option.beside, ("groups", "replicas", "unequal"))
 ]
 

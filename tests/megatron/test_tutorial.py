@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -36,8 +37,21 @@ LLAMA = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 CONFIGS = {
     "llama": LLAMA,
+    "llama-biases-yarn": {
+        **LLAMA,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    },
     "qwen2": {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
     "qwen3-tied-scaled": {
         **LLAMA,
@@ -45,13 +59,7 @@ CONFIGS = {
         "architectures": ["Qwen3ForCausalLM"],
         "tie_word_embeddings": True,
         # Wavelengths of this base lie in all three ranges of Llama 3's rule.
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
+        "rope_scaling": LLAMA3,
     },
 }
 TRAINING = (
@@ -90,8 +98,11 @@ def write_model(folder: Path, config: dict, dtype: torch.dtype = torch.float32) 
             "mlp.up_proj.weight": (FFN, HIDDEN),
             "mlp.down_proj.weight": (HIDDEN, FFN),
         }
-        if config["model_type"] == "qwen2":
+        if config["model_type"] == "qwen2" or config.get("attention_bias"):
             inside |= {f"self_attn.{name}_proj.bias": (queries if name == "q" else keys,) for name in "qkv"}
+        if config.get("attention_bias"):
+            inside |= {"self_attn.o_proj.bias": (HIDDEN,), "mlp.down_proj.bias": (HIDDEN,)}
+            inside |= {f"mlp.{name}_proj.bias": (FFN,) for name in ("gate", "up")}
         if config["model_type"] == "qwen3":
             inside |= {f"self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in inside.items()}
@@ -113,6 +124,16 @@ def long_wavelengths_scaled(frequencies: torch.Tensor, rule: dict) -> torch.Tens
     return frequencies * (kept + (1 - kept) / rule["factor"])
 
 
+def yarn_scaled(frequencies: torch.Tensor, base: float, rule: dict) -> torch.Tensor:
+    """YaRN's rule (arXiv 2309.00071): those that turn less than 1 to 32 times are divided, more or less."""
+    turns = torch.tensor([32.0, 1.0], dtype=torch.float64)
+    at = HEAD_DIM * (rule["original_max_position_embeddings"] / (turns * 2 * torch.pi)).log()
+    low, high = (at / (2 * torch.tensor(base).log())).tolist()
+    low, high = max(0, math.floor(low)), min(HEAD_DIM - 1, math.ceil(high))
+    divided = ((torch.arange(HEAD_DIM // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    return frequencies * (divided / rule["factor"] + 1 - divided)
+
+
 def reference_logits(folder: Path, tokens_bs: torch.Tensor) -> torch.Tensor:
     """A plain Llama (Qwen2, Qwen3) in float64, [B, S, V]."""
     weights = {
@@ -129,8 +150,12 @@ def reference_logits(folder: Path, tokens_bs: torch.Tensor) -> torch.Tensor:
 
     positions = torch.arange(tokens_bs.shape[1], dtype=torch.float64)
     frequencies = config["rope_theta"] ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
-    if config.get("rope_scaling"):
-        frequencies = long_wavelengths_scaled(frequencies, config["rope_scaling"])
+    rule, amplitude = config.get("rope_scaling"), 1.0
+    if rule and rule["rope_type"] == "yarn":
+        frequencies = yarn_scaled(frequencies, config["rope_theta"], rule)
+        amplitude = 1 + 0.1 * math.log(rule["factor"])
+    elif rule:
+        frequencies = long_wavelengths_scaled(frequencies, rule)
     angles = (positions[:, None] * frequencies).repeat(1, 2)
 
     def heads(x, norm_name, rotate=True):
@@ -140,7 +165,7 @@ def reference_logits(folder: Path, tokens_bs: torch.Tensor) -> torch.Tensor:
         if not rotate:
             return x_bhsd
         first, second = x_bhsd.chunk(2, dim=-1)
-        return x_bhsd * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+        return amplitude * (x_bhsd * angles.cos() + torch.cat([-second, first], -1) * angles.sin())
 
     x = weights["model.embed_tokens.weight"][tokens_bs]
     for layer in range(LAYERS):
@@ -189,7 +214,7 @@ class Tutorial:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3-tied-scaled", pytest.param("qwen2", marks=pytest.mark.slow)]
+    "family", ["llama-biases-yarn", "qwen3-tied-scaled", pytest.param("qwen2", marks=pytest.mark.slow)]
 )
 def test_weights_come_back_as_they_were_and_megatron_computes_the_same(forks, tmp_path, family):
     write_model(tmp_path / "model", CONFIGS[family])
@@ -249,12 +274,13 @@ def test_half_precision_stays_and_is_loaded_into_single(forks, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "mistral"}, "model_type"),
+        ({"model_type": "mixtral"}, "model_type"),
+        ({"model_type": "mistral"}, "sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"num_local_experts": 8}, "mixture of experts"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, r"rope_scaling\.factor = 32\.0"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type"),
+        ({"rope_scaling": LLAMA3 | {"factor": 32.0}}, r"rope_scaling\.factor = 32\.0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_theta": 0}, "rope_theta"),
     ],

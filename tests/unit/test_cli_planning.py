@@ -439,6 +439,43 @@ def test_a_file_of_arguments_is_the_job(hexi, asked):
     assert (terms.precision, terms.distributed_optimizer, terms.sequence_parallel) == ("bf16", False, None)
 
 
+@pytest.mark.parametrize(
+    ("option", "refused"),
+    [
+        ("--sft --no-rope-fusion --micro-batch-size 1", ("unequal_replicas", "unequal_stages")),
+        ("--optimizer muon", ("unequal_stages",)),
+        ("--dataloader-inter-document-masking --no-rope-fusion --micro-batch-size 1", ("unequal_stages",)),
+        ("--dataloader-type external", ("unequal_replicas", "unequal_stages")),
+    ],
+)
+def test_an_option_that_leaves_some_plans_restricts_the_search(hexi, asked, option, refused):
+    Path("job.args").write_text(f"{ARGUMENTS}\n{option}")
+    words = ("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    done = hexi(*words)
+    assert asked[0][0].rules.refused == refused
+    note = f"note: job.args: {option.split()[0]} trains with "
+    assert note + " and ".join(f"--no-{name.replace('_', '-')}" for name in refused) in done.err
+    contrary = hexi(*words, f"--{refused[-1].replace('_', '-')}")
+    assert contrary.code == 2
+    assert f"--unequal-stages: {option.split()[0]} of job.args does not work with it" in contrary.err
+
+
+@pytest.mark.parametrize("option", ["--attention-backend fused", "--fp8-format hybrid", "--num-experts 8"])
+def test_what_training_refuses_is_refused_before_anything_is_planned(hexi, asked, option):
+    Path("job.args").write_text(f"{ARGUMENTS}{option}")
+    result = hexi("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    assert result.code == 2
+    assert result.err.startswith(f"hexi: error: job.args, line 5: {option.split()[0]} does not work with ")
+    assert asked == []
+
+
+def test_another_model_s_flags_do_not_join_a_plan(hexi, asked):
+    assert hexi("plan", "cluster.yaml", *JOB, "-o", "plan.yaml").code == 0
+    joined = hexi("launch", "plan.yaml", "--cluster", "cluster.yaml", "--model", "llama3-70b")
+    assert joined.code == 2
+    assert "plan.yaml: workload.heads is 32, the job has --num-attention-heads 64; use a plan" in joined.err
+
+
 def test_the_command_line_stands_before_the_file_of_arguments(hexi, asked):
     Path("job.args").write_text(ARGUMENTS)
     words = ("--seq-length", 8192, "--recompute-granularity", "none", "--use-distributed-optimizer")

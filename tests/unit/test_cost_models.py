@@ -27,7 +27,7 @@ LLAMA3_8B_ARGUMENTS = """\
 --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 \\
 --num-attention-heads 32   # heads
 --group-query-attention --num-query-groups 8
---swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+--swiglu --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights
 --vocab-size 128256 --position-embedding-type rope --lr 3e-4 --bf16 --use-mcore-models
 """
 
@@ -59,8 +59,12 @@ def test_counts_by_hand():
     assert TINY.layer_params(2) == 3145728 // 2 + 1024
     gated = Model("g", 1, 64, 4, 2, 16, 128, gated=True, vocab_size=100, tied_embeddings=False, biases=True)
     assert gated.matrix_params() == 64 * 16 * (4 + 2 * 2) + 64 * 64 + 3 * 64 * 128
-    # Norms have weights and biases; biases of QKV, MLP in, projection, MLP out.
-    assert gated.vector_params() == 4 * 64 + 16 * (4 + 2 * 2) + 128 + 2 * 64
+    # Norms have weights and biases; biases of QKV, gate and MLP in, projection, MLP out.
+    assert gated.vector_params() == 4 * 64 + 16 * (4 + 2 * 2) + 2 * 128 + 2 * 64
+    assert gated.vector_params(2) == 4 * 64 + 16 * (2 + 2 * 1) + 128 + 2 * 64
+    assert replace(gated, norm_biases=False).vector_params() == gated.vector_params() - 2 * 64
+    only_qkv = replace(gated, biases=False, qkv_bias=True)
+    assert only_qkv.vector_params() == 2 * 64 + 16 * (4 + 2 * 2)
 
 
 def test_vocabularies_are_padded_as_megatron_does():
@@ -69,7 +73,7 @@ def test_vocabularies_are_padded_as_megatron_does():
 
 
 def same_shape(a, b):
-    fields = vars(a).keys() - {"name", "source"}
+    fields = vars(a).keys() - {"name", "source", "norm_biases"}  # None and false are the same here
     return {field: getattr(a, field) for field in fields} == {field: getattr(b, field) for field in fields}
 
 
@@ -141,7 +145,7 @@ def test_a_broken_config_json_is_one_clear_error(tmp_path, config, said):
 
 
 def test_a_window_that_is_not_used_is_harmless(tmp_path):
-    config = LLAMA3_8B | {"sliding_window": 4096, "use_sliding_window": False}
+    config = LLAMA3_8B | {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_model(tmp_path).layers == 32
 
@@ -149,11 +153,35 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (LLAMA3_8B_ARGUMENTS + "--num-experts 8", "--num-experts: mixture of experts is not supported"),
-        (LLAMA3_8B_ARGUMENTS + "--moe-layer-freq 2", "--moe-layer-freq: mixture of experts"),
+        (
+            LLAMA3_8B_ARGUMENTS + "--num-experts 8",
+            "line 7: --num-experts does not work with hexi plan: mixture of experts is not supported",
+        ),
         (
             LLAMA3_8B_ARGUMENTS + "--multi-latent-attention",
-            "--multi-latent-attention: multi-latent attention",
+            "multi-latent attention is not supported; plan with",
+        ),
+        (
+            LLAMA3_8B_ARGUMENTS + "--swigluu",
+            "line 7: --swigluu: Megatron 0.17 to 0.19 has no such argument; did",
+        ),
+        (LLAMA3_8B_ARGUMENTS + "32", "line 7: 32: belongs to no argument; remove it"),
+        (
+            LLAMA3_8B_ARGUMENTS + "--squared-relu",
+            "--swiglu and --squared-relu are two activations; leave one",
+        ),
+        (
+            LLAMA3_8B_ARGUMENTS + "--encoder-num-layers 2",
+            "--num-layers and --encoder-num-layers are one argument",
+        ),
+        (
+            "--num-layers: 32\n--hidden-size: 64",
+            "line 1: --num-layers: this file is YAML; write its entries as",
+        ),
+        ("ARGS=( --num-layers 32", "line 1: ARGS=(: is not closed; close the parenthesis"),
+        (
+            "ARGS=( --num-layers 32 )\ntorchrun x.py",
+            "line 2: torchrun: stands outside the script's arguments",
         ),
         (LLAMA3_8B_ARGUMENTS + "--hidden-size", "expected one argument; correct that flag"),
         (LLAMA3_8B_ARGUMENTS.replace("--num-layers 32", ""), "--num-layers is missing; add it"),
@@ -242,7 +270,7 @@ def test_a_file_of_arguments_states_the_job(tmp_path):
         "overlap_gradients": True,
         "sequence_parallel": True,
     }
-    assert terms.unread == ("--lr", "--use-mcore-models", "--recompute-method")
+    assert terms.free == ("--lr", "--use-mcore-models")
 
 
 def test_what_a_job_leaves_out_is_megatron_s_default(tmp_path):

@@ -97,10 +97,20 @@ def test_what_names_no_kernel_is_refused(text):
 
 
 def test_the_lines_to_type_pin_it():
-    flags = megatron_flags([], [], PLAN, "plan.yaml")
+    job = [
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--micro-batch-size",
+        "1",
+    ]
+    flags = megatron_flags(job, [], PLAN, "plan.yaml")
     text = flags[flags.index("--hexi-kernel") + 1]
     assert split_kernels(text) == KERNELS
-    own = megatron_flags([], ["--hexi-kernel", "auto"], PLAN, "plan.yaml")
+    own = megatron_flags(job, ["--hexi-kernel", "auto"], PLAN, "plan.yaml")
     assert own.count("--hexi-kernel") == 1
 
 

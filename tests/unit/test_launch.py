@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import constant_flags, model_flags, presets
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Workload, proportional_plan, write_plan
 from megatron_hexi.report.launch import find_agents, megatron_flags
 from tests.support.shell import call_hexi
@@ -53,27 +55,73 @@ LLAMA_3_1 = {
         ({}, "--norm-epsilon 1e-05 --rotary-base 500000"),
         ({"rope_scaling": LLAMA_3_1}, "--norm-epsilon 1e-05 --rotary-base 500000 --use-rope-scaling"),
         ({"model_type": "qwen2"}, "--norm-epsilon 1e-05 --rotary-base 500000 --add-qkv-bias"),
-        ({"model_type": "gpt2", "layer_norm_epsilon": 1e-6}, "--norm-epsilon 1e-06"),
+        ({"initializer_range": 0.01}, "--norm-epsilon 1e-05 --init-method-std 0.01 --rotary-base 500000"),
     ],
 )
 def test_constants_of_a_config_are_flags(tmp_path, change, flags):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({**LLAMA, "n_layer": 2, "n_embd": 64, "n_head": 4, **change}))
+    path.write_text(json.dumps({**LLAMA, **change}))
     assert constant_flags(path) == flags.split()
 
 
-def test_constants_without_a_flag_are_named(tmp_path, monkeypatch, capsys):
-    """Llama 3.2's factor: Megatron would build the model with 8."""
+@pytest.mark.parametrize(
+    ("change", "flags"),
+    [
+        ({"layer_norm_epsilon": 1e-6}, "--norm-epsilon 1e-06"),
+        ({"activation_function": "gelu"}, "--norm-epsilon 1e-05 --no-bias-gelu-fusion"),
+    ],
+)
+def test_constants_of_a_gpt2_are_flags(tmp_path, change, flags):
+    path = tmp_path / "config.json"
+    sizes = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 1000}
+    path.write_text(json.dumps({**sizes, **change}))
+    assert constant_flags(path) == flags.split()
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """A folder with a plan for two ranks of a small Llama, and its cluster."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
-    config = {**LLAMA, "rope_scaling": {**LLAMA_3_1, "factor": 32.0}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
     write_plan(proportional_plan(Workload(64, 4, 4, 16), [[[1] * 7]]), tmp_path / "plan.yaml")
-    words = "launch plan.yaml --cluster cluster.yaml --model config.json"
+    return tmp_path
+
+
+LAUNCH = "launch plan.yaml --cluster cluster.yaml --model config.json -o job.args"
+
+
+def test_lines_state_yarn_once(planned, monkeypatch, capsys):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    (planned / "config.json").write_text(json.dumps({**LLAMA, "rope_scaling": scaling}))
+    assert call_hexi(monkeypatch, capsys, LAUNCH.split()).code == 0
+    flags = (planned / "job.args").read_text()
+    assert flags.count("--position-embedding-type") == 1
+    assert "--position-embedding-type yarn\n--rotary-scaling-factor 4.0\n" in flags
+    assert "--rotary-base 500000\n" in flags
+
+
+def test_biases_are_flags(planned, monkeypatch, capsys):
+    (planned / "config.json").write_text(json.dumps({**LLAMA, "attention_bias": True, "mlp_bias": True}))
+    assert call_hexi(monkeypatch, capsys, LAUNCH.split()).code == 0
+    flags = (planned / "job.args").read_text()
+    assert "--disable-bias-linear" not in flags
+    assert "--normalization RMSNorm\n" in flags
+
+
+def test_a_constant_without_a_flag_means_no_lines(planned, monkeypatch, capsys):
+    """Llama 3.2's factor: Megatron would build the model with 8."""
+    config = {**LLAMA, "rope_scaling": {**LLAMA_3_1, "factor": 32.0}}
+    (planned / "config.json").write_text(json.dumps(config))
+    said = call_hexi(monkeypatch, capsys, LAUNCH.split())
+    assert said.code == 2
+    assert "config.json: rope_scaling.factor = 32.0: Megatron's --use-rope-scaling has 8.0" in said.err
+    assert not (planned / "job.args").exists()
+    words = "plan cluster.yaml --model config.json --seq-length 64 -o new.yaml --json"
     said = call_hexi(monkeypatch, capsys, words.split())
     assert said.code == 0
-    assert "config.json: rope_scaling.factor = 32.0: Megatron's --use-rope-scaling has 8.0" in said.err
-    assert "--use-rope-scaling" not in said.out
+    assert "note: no lines that start the training: config.json: rope_scaling.factor = 32.0" in said.err
+    assert json.loads(said.out)["launch"] is None
+    assert (planned / "new.yaml").exists()
 
 
 def test_each_run_of_ranks_on_a_node_is_one_start(tmp_path):
@@ -90,9 +138,72 @@ def test_each_run_of_ranks_on_a_node_is_one_start(tmp_path):
     ]
 
 
+_MODEL = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--micro-batch-size", "1"]
+
+
+def _typed(plan, *given: str) -> tuple[str, ...]:
+    return megatron_flags([*_MODEL, *given], [], plan, "plan.yaml")
+
+
+def test_a_plan_that_its_job_repeats_keeps_the_job_s_stages_unless_it_states_them():
+    plan = proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]])
+    assert "--pipeline-model-parallel-size" in _typed(plan, "--pipeline-model-parallel-size", "2")
+    stated = dataclasses.replace(plan, job=JobTerms(pipeline_parallel=2))
+    virtual = ("--pipeline-model-parallel-size", "1", "--num-layers-per-virtual-pipeline-stage", "1")
+    assert not {"--pipeline-model-parallel-size", *virtual[::2]} & set(_typed(stated, *virtual))
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ("", "--train-iters 10"),
+        ("--train-iters 5", ""),
+        ("--train-samples 1600", ""),
+        ("--lr-warmup-samples 3 --global-batch-size 4", "--train-samples 40"),
+        ("--lr-warmup-iters 500", "--lr-decay-iters 510 --train-iters 10"),
+        ("--save runs", "--save-interval 500 --train-iters 10"),
+    ],
+)
+def test_lines_state_how_long_to_train(given, added):
+    typed = " ".join(_typed(proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]]), *given.split()))
+    said = typed.partition("--log-interval 1")[2].split()
+    assert " ".join(said) == added
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "--attention-backend fused",
+            "--attention-backend does not work with --hexi-plan: a plan brings its own",
+        ),
+        ("--fp8-format hybrid", "--fp8-format does not work with --hexi-plan"),
+        ("--hidden-size 128 --kv-channels 32", "workload.head_dim is 16, the job has --kv-channels 32"),
+        ("--num-attention-heads 8", "workload.heads is 4, the job has --num-attention-heads 8"),
+        ("--check-for-spiky-loss", "--check-for-spiky-loss does not work with megatron_hexi.pretrain_gpt"),
+        (
+            "--train-iters 5 --lr-warmup-samples 3",
+            "--train-iters does not work with --hexi-plan: Megatron counts",
+        ),
+        ("--learning-rate 3", "--learning-rate: Megatron 0.17 to 0.19 has no such argument"),
+    ],
+)
+def test_lines_that_would_not_start_are_refused(given, said):
+    with pytest.raises(HexiError, match=re.escape(said)):
+        _typed(proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]]), *given.split())
+
+
+@pytest.mark.parametrize("option", ["--sft --no-rope-fusion", "--num-experts 4"])
+def test_what_unequal_replicas_do_not_train_with_is_refused(option):
+    plan = proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]], [[1]]])
+    with pytest.raises(HexiError, match=r"does not work with unequal replicas: .*--data-parallel-size N"):
+        _typed(plan, *option.split(), "--global-batch-size", "2")
+
+
 def test_what_the_plan_sets_is_not_typed_and_own_flags_stand():
     plan = proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]])
     plan = dataclasses.replace(plan, job=JobTerms(precision="bf16"))
+    model = ["--hidden-size", "64", "--num-attention-heads", "4", "--micro-batch-size", "1"]
     given = [
         "--num-layers",
         "2",
@@ -104,8 +215,10 @@ def test_what_the_plan_sets_is_not_typed_and_own_flags_stand():
         "--lr",
         "1",
     ]
-    flags = megatron_flags(given, ["--lr", "2", "--data-path", "text"], plan, "plan.yaml")
-    assert flags[:6] == ("--hexi-plan", "plan.yaml", "--num-layers", "2", "--seq-length", "64")
+    own = ["--lr", "2", "--data-path", "text"]
+    flags = megatron_flags([*given, *model], own, plan, "plan.yaml")
+    assert flags[:4] == ("--hexi-plan", "plan.yaml", "--num-layers", "2")
+    assert flags[flags.index("--seq-length") + 1] == "64"
     assert flags[-4:] == ("--lr", "2", "--data-path", "text")
     assert not {"--bf16", "--tensor-model-parallel-size", "--mock-data"} & set(flags)
 

@@ -6,16 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_hexi.megatron.options import OPTIONS, refused
-from megatron_hexi.megatron.options.kinds import Supported
-from megatron_hexi.megatron.options_page import page
+from megatron_hexi.options.kinds import Supported
+from megatron_hexi.options.page import page
+from megatron_hexi.options.refusals import refused
+from megatron_hexi.options.rules import OPTIONS
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def test_the_page_is_current():
     assert (REPOSITORY / "docs" / "options.md").read_text() == page(), (
-        "run: python -m megatron_hexi.megatron.options_page > docs/options.md"
+        "run: python -m megatron_hexi.options.page > docs/options.md"
     )
 
 

@@ -11,84 +11,9 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_hexi.errors import PlanError
-from megatron_hexi.megatron.job_terms import recompute_settings
-from megatron_hexi.megatron.options.kinds import is_packed
 from megatron_hexi.mesh import Mesh, Place
+from megatron_hexi.options.job_terms import recompute_settings
 from megatron_hexi.plan import Plan
-
-#: What the plan's stages say in place of these flags.
-_REPLACED = (
-    ("--tensor-model-parallel-size", "tensor_model_parallel_size"),
-    ("--pipeline-model-parallel-size", "pipeline_model_parallel_size"),
-    ("--context-parallel-size", "context_parallel_size"),
-)
-_LAYOUT_FLAGS = (
-    "--pipeline-model-parallel-layout",
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-    "--num-layers-per-virtual-pipeline-stage",
-    "--num-virtual-stages-per-pipeline-rank",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-    "--expert-model-parallel-size",
-    "--expert-tensor-parallel-size",
-)
-
-
-def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
-    """Hold a plan whose stages have layers of their own against the job.
-
-    Args:
-        args: Megatron's arguments, not yet checked.
-        given: the flags that the user wrote.
-        plan: the plan.
-
-    Raises:
-        PlanError: they contradict each other; with both values.
-    """
-    path = args.hexi_plan
-    for flag in (*(flag for flag, _ in _REPLACED), *_LAYOUT_FLAGS):
-        if flag in given:
-            raise PlanError(
-                f"{flag} does not work with {path}: its stages say which ranks and layers they have; "
-                "leave it out"
-            )
-    if args.world_size != plan.ranks:
-        raise PlanError(
-            f"{path}: the plan numbers {plan.ranks} ranks, the job has {args.world_size}; start {plan.ranks} "
-            "ranks or use another plan"
-        )
-    loss_ranks = {max(m.ranks) for replica in plan.replicas for m in replica.stages[-1].members}
-    if plan.ranks - 1 not in loss_ranks:
-        raise PlanError(
-            f"{path}: rank {plan.ranks - 1} does not compute the loss, which the job's last rank logs; give "
-            "it a place in the last stage of a replica, as the highest rank of its unit"
-        )
-    ends = [stage for replica in plan.replicas for stage in (replica.stages[0], replica.stages[-1])]
-    if not any(0 in member.ranks for stage in ends for member in stage.members):
-        raise PlanError(
-            f"{path}: rank 0 reads no data, and whether there is any is the job's first rank to say; give it "
-            "a place in the first or the last stage of a replica"
-        )
-    if plan.has_offload and getattr(args, "async_save", False):
-        raise PlanError(
-            f"{path}: its stages offload, and --async-save writes host memory while the next step changes "
-            "it; leave out one of them"
-        )
-    if plan.has_deal and is_packed(args):
-        raise PlanError(
-            f"{path}: its stages deal whole micro-batches, which do not follow documents yet; leave out "
-            "--dataloader-inter-document-masking and --sft, or give the domains samples"
-        )
-    size = args.ffn_hidden_size
-    for member in plan.members:
-        width = len(member.ranks)
-        if size is not None and size % width:
-            raise PlanError(
-                f"{path}: ranks {list(member.ranks)} cut each weight in {width}, which does not divide "
-                f"--ffn-hidden-size {size}; give the unit another number of ranks"
-            )
 
 
 @contextlib.contextmanager

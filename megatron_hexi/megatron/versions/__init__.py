@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from megatron.core.package_info import __version__
@@ -20,10 +20,6 @@ type Batch = dict[str, Tensor | None]
 
 class Megatron(Protocol):
     """The shape of these modules."""
-
-    @property
-    def NOT_CARRIED_OUT(self) -> Mapping[str, str]:
-        """Arguments that NVIDIA's script of this version carries out and ours does not, and their flags."""
 
     def train(
         self,

@@ -14,15 +14,6 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron.training import get_args, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 
-#: Arguments that NVIDIA's own function carries out and this one does not, and their flags.
-NOT_BUILT = {
-    "sft": "--sft",
-    "hybrid_layer_pattern": "--hybrid-layer-pattern",
-    "hybrid_override_pattern": "--hybrid-override-pattern",
-    "experimental_attention_variant": "--experimental-attention-variant",
-    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
-}
-
 
 def build_gpt(
     pre_process: bool = True,

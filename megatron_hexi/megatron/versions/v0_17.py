@@ -14,9 +14,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_batch_on_this_tp_rank
 
 from megatron_hexi.megatron.versions import Batch
-from megatron_hexi.megatron.versions.builder import NOT_BUILT, build_gpt
-
-NOT_CARRIED_OUT = NOT_BUILT
+from megatron_hexi.megatron.versions.builder import build_gpt
 
 
 def train(  # noqa: D103 (described in `Megatron`, as the rest)

@@ -15,9 +15,7 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
 from megatron_hexi.megatron.versions import Batch
-from megatron_hexi.megatron.versions.builder import NOT_BUILT, build_gpt
-
-NOT_CARRIED_OUT = NOT_BUILT
+from megatron_hexi.megatron.versions.builder import build_gpt
 
 
 def train(  # noqa: D103 (described in `Megatron`, as the rest)

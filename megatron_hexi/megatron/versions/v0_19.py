@@ -24,8 +24,6 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 
 from megatron_hexi.megatron.versions import Batch
 
-NOT_CARRIED_OUT: dict[str, str] = {}
-
 
 def train(  # noqa: D103 (described in `Megatron`, as the rest)
     build_datasets: Callable[..., Any],

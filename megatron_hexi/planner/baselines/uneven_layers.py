@@ -158,7 +158,7 @@ class UnevenLayers:
         heads = self._job(choice).workload().local_heads
         node = max(1, min(len(node.ranks) for node in self._cluster.nodes) // choice.width)
         degrees = [degree for degree in divisors(size) if heads % degree == 0]
-        inside = max(degree for degree in degrees if degree <= node)
+        inside = max((degree for degree in degrees if degree <= node), default=1)  # units wider than a node
         return [groups(tuple(range(size)), degree, False) for degree in sorted({inside, degrees[-1]})]
 
     def _dealt(self, choice: _Choice, cut: list[tuple[int, ...]], job: Job) -> Candidate | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_hexi.megatron.options.kinds import Refused, Supported, beside_unequal
+from megatron_hexi.options.kinds import Refused, Supported, beside_unequal
 
 _UNEQUAL = "tests/megatron/test_unequal_replicas.py::test_training_is_that_of_one_rank[{}]"
 

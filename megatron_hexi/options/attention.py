@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_hexi.megatron.options.kinds import (
+from megatron_hexi.options.kinds import (
     DRAWS,
     Refused,
     Supported,
@@ -49,7 +49,10 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         given("--use-kitchen-attention", "a plan brings its own kernels", "choose one with --hexi-kernel"),
         Refused(
             "--attention-backend",
-            lambda args: getattr(getattr(args, "attention_backend", None), "name", "auto") != "auto",
+            # Megatron parses a name to a member of an enumeration.
+            lambda args: (
+                getattr(args.attention_backend, "name", args.attention_backend) not in ("auto", None)
+            ),
             "a plan brings its own kernels",
             "choose one with --hexi-kernel",
             "any but auto",

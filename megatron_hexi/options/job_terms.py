@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hexi.errors import PlanError
+from megatron_hexi.options.replaced import RECOMPUTE_FLAGS
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import FLAGS
 
@@ -21,7 +22,6 @@ _SINGLE = (
     "overlap_gradients",
     "sequence_parallel",
 )
-_RECOMPUTE_FLAGS = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def set_job_terms(args: Namespace, given: set[str], plan: Plan) -> list[str]:
             if setting.value not in (False, None):
                 changed.append(setting.spelt)
     if any(stage.recompute is not None for replica in plan.replicas for stage in replica.stages):
-        for flag in _RECOMPUTE_FLAGS:
+        for flag in RECOMPUTE_FLAGS:
             if flag in given:
                 raise PlanError(
                     f"{args.hexi_plan}: its stages say what they recompute, the command line has {flag}; "
@@ -95,7 +95,7 @@ def recompute_settings(recompute: str | int) -> dict[str, Any]:
         "selective": ("selective", None, None),
         "full": ("full", "uniform", 1),
     }.get(str(recompute), ("full", "block", recompute))
-    return dict(zip(_RECOMPUTE_FLAGS, (granularity, method, layers), strict=True))
+    return dict(zip(RECOMPUTE_FLAGS, (granularity, method, layers), strict=True))
 
 
 def _settings(plan: Plan) -> Iterator[_Setting]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_hexi.megatron.options.kinds import (
+from megatron_hexi.options.kinds import (
     DRAWS,
     UNSHOWN,
     Refused,
@@ -16,6 +16,7 @@ from megatron_hexi.megatron.options.kinds import (
     shown,
 )
 
+_ONE_NUMBER_OF_HEADS = "a plan has one number of heads for all layers"
 _CAPTURE = "the exchange between groups is not captured yet"
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
@@ -89,14 +90,8 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "give --hybrid-layer-pattern",
             "without --hybrid-layer-pattern",
         ),
-        Refused(
-            "--heterogeneous-layers-config-path",
-            lambda args: bool(
-                getattr(args, "heterogeneous_layers_config_path", None)
-                or getattr(args, "heterogeneous_layers_config_encoded_json", None)
-            ),
-            "a plan has one number of heads for all layers",
-        ),
+        given("--heterogeneous-layers-config-path", _ONE_NUMBER_OF_HEADS),
+        given("--heterogeneous-layers-config-encoded-json", _ONE_NUMBER_OF_HEADS),
         given("--logits-load-dir", "the stored logits are not sharded by a plan"),
         given("--logits-save-dir", "logits are stored by equal shards"),
         given("--perform-rl-step", "generation is not sharded by a plan"),

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: Plans that an option may be refused beside; stages of their own layers make replicas unequal too.
-PlanKind = Literal["any", "unequal", "stages"]
+#: What an option may be refused beside: any plan, unequal replicas, stages of their own layers (which make
+#: replicas unequal too), a plan that the planner makes, or the script ``megatron_hexi.pretrain_gpt``.
+PlanKind = Literal["any", "unequal", "stages", "planned", "script"]
 
 _TRAINING = "tests/megatron/test_option_training.py::test_losses_and_gradient_norms_are_those_without_a_plan"
 _REFUSAL = "tests/megatron/test_option_refusals.py::test_an_option_is_refused_by_its_real_name"
@@ -68,7 +69,14 @@ class Refused:
             "any": "--hexi-plan",
             "unequal": "unequal replicas",
             "stages": "stages that have layers of their own",
+            "planned": "hexi plan",
+            "script": "megatron_hexi.pretrain_gpt",
         }[self.beside]
+
+    @property
+    def message(self) -> str:
+        """What a user is told: the option, the reason and the remedy."""
+        return f"{self.option} does not work with {self.what}: {self.reason}; {self.remedy}"
 
     @property
     def test(self) -> str:
@@ -87,6 +95,7 @@ def given(
     remedy: str = "train without it",
     name: str | None = None,
     since: str | None = None,
+    until: str | None = None,
 ) -> Refused:
     """Refused when set to anything but nothing.
 
@@ -96,10 +105,10 @@ def given(
         remedy: what to do instead.
         name: of the argument, if not the flag's.
         since: the first version of megatron-core in which it is.
+        until: the first in which it is no longer.
     """
-    name = name or option.removeprefix("--").replace("-", "_")
-    versions = f">={since}" if since else ""
-    return Refused(option, lambda args: bool(getattr(args, name, None)), reason, remedy, versions=versions)
+    versions = ",".join(filter(None, (since and f">={since}", until and f"<{until}")))
+    return Refused(option, _set(option, name), reason, remedy, versions=versions)
 
 
 def other_than(usual: object, option: str, reason: str, remedy: str = "train without it") -> Refused:
@@ -162,6 +171,29 @@ def beside_stages(
 ) -> Refused:
     """Refused where the plan's stages have layers of their own."""
     return Refused(option, used, reason, remedy, values, beside="stages")
+
+
+def before_planning(option: str, reason: str, remedy: str) -> Refused:
+    """Refused by the planner alone; a plan made by hand may train with it."""
+    return Refused(option, _set(option), reason, remedy, beside="planned")
+
+
+def beside_script(option: str, until: str | None = None) -> Refused:
+    """Refused by our own training script, before megatron-core `until`; NVIDIA's has it."""
+    return Refused(
+        option,
+        _set(option),
+        "that script does not have it",
+        "use NVIDIA's script through torchrun … -m megatron_hexi.run pretrain_gpt.py",
+        beside="script",
+        versions=f"<{until}" if until else "",
+    )
+
+
+def _set(option: str, name: str | None = None) -> Callable[[Namespace], bool]:
+    """Whether an option's argument is set to anything; an earlier version may not have it."""
+    argument = name or option.removeprefix("--").replace("-", "_")
+    return lambda args: bool(getattr(args, argument, None))
 
 
 def masks_documents(args: Namespace) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_hexi.megatron.options.kinds import UNSHOWN, Refused, Supported, beside_stages
+from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported, beside_stages
 
 _JOBS = "tests/megatron/test_stages_jobs.py::"
 _CHECKPOINTS = _JOBS + "test_any_layout_goes_on_from_any_other[{}]"

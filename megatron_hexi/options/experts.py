@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron_hexi.megatron.options.kinds import DRAWS, UNSHOWN, Refused, Supported, given, one_of, shown
+from megatron_hexi.options.kinds import DRAWS, UNSHOWN, Refused, Supported, given, one_of, shown
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     "Mixture of experts": (

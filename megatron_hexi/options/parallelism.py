@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_hexi.megatron.options.kinds import UNSHOWN, Refused, Supported, given, other_than, shown
+from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported, given, other_than, shown
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     "Other ways to cut the sequence": (

@@ -1,0 +1,53 @@
+"""Commands that take a bundle of options as one parameter, taken apart into typer's keywords."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+from megatron_hexi.cli.options import Training
+
+
+def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
+    """The command with each bundle among its parameters taken apart into keywords, one a field."""
+    signature = inspect.signature(command, eval_str=True)
+    kinds: dict[str, type[Any]] = {
+        name: parameter.annotation
+        for name, parameter in signature.parameters.items()
+        if isinstance(parameter.annotation, type) and issubclass(parameter.annotation, Training)
+    }
+
+    @functools.wraps(command)
+    def call(**given: Any) -> R:
+        for name, kind in kinds.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+        return command(**given)
+
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        parameters += _fields(kinds[name]) if name in kinds else [parameter]
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    call.__signature__ = signature.replace(parameters=keywords)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in keywords}
+    return call
+
+
+def _fields(kind: type[Any]) -> list[inspect.Parameter]:
+    """A dataclass's fields as parameters: those without a default first, those of its base last."""
+    hints = get_type_hints(kind, include_extras=True)
+    order = sorted(
+        dataclasses.fields(kind),
+        key=lambda field: (field.default is not dataclasses.MISSING, field.name not in kind.__annotations__),
+    )
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+        )
+        for field in order
+    ]

@@ -1,0 +1,145 @@
+"""One config.json, whose fields were all looked at: values with the defaults of the model's type."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_hexi.cost.hugging_face_fields import HARMLESS_FIELDS, NEEDED, ONLY, TYPES, ModelType, Only
+from megatron_hexi.errors import HexiError
+
+
+@dataclass(frozen=True)
+class Config:
+    """The fields of a config.json that its model type uses.
+
+    Args:
+        values: of the file, by field; aliases are replaced.
+        model_type: the type's name.
+        path: the file, for messages.
+    """
+
+    values: dict[str, Any]
+    model_type: str
+    path: Path
+
+    def get(self, field: str) -> Any:
+        """The value of a field, or the type's default where the file leaves it out.
+
+        Raises:
+            HexiError: the file has to say it.
+        """
+        value = self.values.get(field, TYPES[self.model_type].used[field])
+        if value is NEEDED:
+            raise HexiError(f"{self.path}: {field} is missing; add it")
+        return value
+
+    def size(self, field: str, default: int | None = None) -> int:
+        """A whole number above 0; `default` where the value is null."""
+        value = self.get(field)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or value < 1:
+            self.refuse(field, value, "write a whole number above 0")
+        return value
+
+    def number(self, field: str) -> float:
+        """A number above 0."""
+        return positive(self.get(field), field, self.path)
+
+    def flag(self, field: str) -> bool:
+        """True or false; null is false where that is the default."""
+        value = self.get(field)
+        if value is None and not TYPES[self.model_type].used[field]:
+            return False
+        if type(value) is not bool:
+            self.refuse(field, value, "write true or false")
+        return value
+
+    def refuse(self, field: str, value: Any, remedy: str, problem: str = "") -> NoReturn:
+        """Raise the error about a value that is not usable, or not supported for a reason."""
+        why = f": {problem}" if problem else ""
+        raise HexiError(f"{self.path}: {field} = {short(value)}{why}; {remedy}")
+
+
+def read_config(text: str, path: Path) -> Config:
+    """The config.json of a text, all of whose fields are used, harmless, or have a supported value.
+
+    Args:
+        text: of the file.
+        path: the file, for messages.
+
+    Raises:
+        HexiError: not JSON, an unknown type, another class than a causal language model, or a field that is
+            not supported or not known; with file, field, value and remedy.
+    """
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        line = getattr(problem, "lineno", 1)
+        raise HexiError(f"{path}:{line}: not valid JSON ({problem}); correct that line") from None
+    if not isinstance(values, dict):
+        raise HexiError(f"{path}: not a config.json: a mapping with model_type and num_hidden_layers")
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in TYPES:
+        found = "is missing" if model_type is None else f"= {short(model_type)} is not known"
+        raise HexiError(
+            f"{path}: model_type {found}; known are {', '.join(TYPES)}: "
+            "write the one with the same shapes, or give a file of Megatron's arguments"
+        )
+    kind = TYPES[model_type]
+    config = Config(_without_aliases(values, kind, path), model_type, path)
+    for field, value in config.values.items():
+        if field not in kind.used and field not in HARMLESS_FIELDS:
+            _check(config, field, value, kind.only.get(field) or ONLY.get(field))
+    _check_architectures(config, kind)
+    return config
+
+
+def positive(value: Any, field: str, path: Path) -> float:
+    """The value as a number.
+
+    Raises:
+        HexiError: it is none, or not above 0.
+    """
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise HexiError(f"{path}: {field} = {short(value)}; write a number above 0")
+    return float(value)
+
+
+def short(value: Any) -> str:
+    """A value as JSON, 40 characters at most."""
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _without_aliases(values: dict[str, Any], kind: ModelType, path: Path) -> dict[str, Any]:
+    found = {field: value for field, value in values.items() if field not in kind.aliases}
+    for alias in values.keys() & kind.aliases.keys():
+        field = kind.aliases[alias]
+        if field in found and found[field] != values[alias]:
+            both = f"{alias} = {short(values[alias])} and {field} = {short(found[field])}"
+            raise HexiError(f"{path}: {both} are one field; remove one of them")
+        found[field] = values[alias]
+    return found
+
+
+def _check(config: Config, field: str, value: Any, only: Only | None) -> None:
+    if value is None:
+        return  # as if it were left out
+    if only is None:
+        problem = f"transformers' {config.model_type} has no such field, and its effect is not known"
+        config.refuse(field, value, "remove it if the model does not depend on it", problem)
+    if value not in only.values:
+        config.refuse(field, value, only.remedy, f"{only.what} is not supported")
+
+
+def _check_architectures(config: Config, kind: ModelType) -> None:
+    named = config.get("architectures")
+    if named is None:
+        return
+    if not isinstance(named, list) or kind.architecture.lower() not in (str(name).lower() for name in named):
+        remedy = f"write [{json.dumps(kind.architecture)}] to train a language model of these sizes"
+        config.refuse("architectures", named, remedy, "this is no causal language model of the type")

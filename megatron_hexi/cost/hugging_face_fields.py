@@ -1,0 +1,217 @@
+"""The fields of Hugging Face's config.json: what each means here, by model type.
+
+transformers takes a field that a file leaves out from the defaults of the type, and ignores a field that it
+does not know. Here every field of a file is used, harmless for a reason, supported with some values only, or
+refused. Sources: configuration_*.py and modeling_*.py of transformers 4.37 to 5.24, with whose latest a test
+compares fields and defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+#: In place of a default: the file has to say it.
+NEEDED = ...
+
+
+@dataclass(frozen=True)
+class Only:
+    """A field of which some values are supported.
+
+    Args:
+        values: these.
+        what: what another value asks for.
+        remedy: what to type instead.
+    """
+
+    values: tuple[Any, ...]
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """One ``model_type`` of transformers.
+
+    Args:
+        architecture: the class of its causal language model, as ``architectures`` names it.
+        used: fields that weights, time, or Megatron's flags depend on, with transformers' defaults.
+        only: fields of which one value is supported, besides those of all types.
+        aliases: other names of fields that transformers takes.
+    """
+
+    architecture: str
+    used: Mapping[str, Any]
+    only: Mapping[str, Only] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+
+_DENSE = "give a dense model"
+_EXPERTS = Only((0, 1, False), "mixture of experts", _DENSE)
+
+#: Fields of any type.
+ONLY: Mapping[str, Only] = {
+    "num_local_experts": _EXPERTS,
+    "num_experts": _EXPERTS,
+    "n_routed_experts": _EXPERTS,
+    "kv_lora_rank": Only((0, False), "multi-latent attention", _DENSE),
+    "is_encoder_decoder": Only((False,), "an encoder", "give a decoder"),
+    "tie_encoder_decoder": Only((False,), "an encoder", "give a decoder"),
+    "add_cross_attention": Only((False,), "attention to an encoder", "set it to false"),
+    "pruned_heads": Only(({},), "layers that differ in their heads", "give the model before pruning"),
+    "quantization_config": Only((), "training quantized weights", "give the config.json of the model before"),
+    "auto_map": Only((), "a model with code of its own", "remove it if transformers' own class computes it"),
+    "use_sliding_window": Only(
+        (False,), "attention in a window", "set it to false to train with full attention"
+    ),
+    "partial_rotary_factor": Only((1,), "rotary embeddings of a part of each head", "give a model with 1"),
+    "rope_interleaved": Only((False,), "rotating neighbours instead of halves", "give a model with false"),
+}
+
+#: Fields of any type that change neither weights nor what the model computes, by the reason.
+HARMLESS: Mapping[str, Sequence[str]] = {
+    "names": (
+        *("model_type", "_name_or_path", "name_or_path", "_commit_hash", "transformers_version"),
+        *("tokenizer_class", "prefix", "is_llama_config", "unsloth_version", "unsloth_fixed"),
+    ),
+    "ids of tokens, which the tokenizer and the data bring": (
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "unk_token_id"),
+        *("mask_token_id", "decoder_start_token_id"),
+    ),
+    "how weights are stored": ("torch_dtype", "dtype", "use_bfloat16", "torchscript"),
+    "generation of text": (
+        *(
+            "use_cache",
+            "output_past",
+            "max_length",
+            "min_length",
+            "max_new_tokens",
+            "do_sample",
+            "early_stopping",
+        ),
+        *("num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p"),
+        *("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+        *("bad_words_ids", "num_return_sequences", "forced_bos_token_id", "forced_eos_token_id"),
+        *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
+        *("begin_suppress_tokens", "output_scores", "return_dict_in_generate", "task_specific_params"),
+    ),
+    "what transformers returns": ("output_attentions", "output_hidden_states", "return_dict"),
+    "heads of other tasks, which a causal language model lacks": (
+        *("id2label", "label2id", "_num_labels", "problem_type", "finetuning_task", "classifier_dropout"),
+        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+        *("summary_first_dropout", "predict_special_tokens"),
+    ),
+    "dropout, which a job chooses (--attention-dropout, --hidden-dropout)": (
+        *("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
+        *("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    ),
+    "the same products in another order, or with other memory": (
+        *("pretraining_tp", "chunk_size_feed_forward", "gradient_checkpointing", "reorder_and_upcast_attn"),
+        *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "use_flash_attn"),
+        "_flash_attn_2_enabled",
+    ),
+    "a length that nothing depends on": ("n_ctx", "max_sequence_length"),
+}
+HARMLESS_FIELDS = frozenset(name for names in HARMLESS.values() for name in names)
+
+_ROTARY: Mapping[str, Any] = {
+    "max_position_embeddings": 2048,
+    "original_max_position_embeddings": None,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+}
+_DECODER: Mapping[str, Any] = {
+    "architectures": None,
+    "num_hidden_layers": NEEDED,
+    "hidden_size": NEEDED,
+    "intermediate_size": NEEDED,
+    "num_attention_heads": NEEDED,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "vocab_size": NEEDED,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "sliding_window": None,
+    **_ROTARY,
+}
+_WINDOWS: Mapping[str, Any] = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_SILU = Only(("silu", "swish"), "another activation in a gated MLP", "give a model with silu")
+_NO_BIAS = Only(
+    (False,),
+    "biases in some linear layers only, of which Megatron has those of queries, keys and values,",
+    "give a model without",
+)
+_NO_BIASES = {"attention_bias": _NO_BIAS, "mlp_bias": _NO_BIAS}
+
+#: The types that are read.
+TYPES: Mapping[str, ModelType] = {
+    "llama": ModelType(
+        "LlamaForCausalLM", {**_DECODER, "attention_bias": False, "mlp_bias": False}, {"hidden_act": _SILU}
+    ),
+    "mistral": ModelType(
+        "MistralForCausalLM",
+        {**_DECODER, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        {"hidden_act": _SILU, **_NO_BIASES},
+    ),
+    "qwen2": ModelType(
+        "Qwen2ForCausalLM",
+        {**_DECODER, **_WINDOWS, "num_key_value_heads": 32, "max_position_embeddings": 32768},
+        {
+            "hidden_act": _SILU,
+            # transformers does not read it: queries, keys and values have biases, other layers none.
+            "attention_bias": Only(
+                (True,), "Qwen2 without biases of queries, keys and values", "give a llama"
+            ),
+            "mlp_bias": _NO_BIAS,
+        },
+    ),
+    "qwen3": ModelType(
+        "Qwen3ForCausalLM",
+        {
+            **_DECODER,
+            **_WINDOWS,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+        },
+        {"hidden_act": _SILU, **_NO_BIASES},
+    ),
+    "gpt2": ModelType(
+        "GPT2LMHeadModel",
+        {
+            "architectures": None,
+            "n_layer": NEEDED,
+            "n_embd": NEEDED,
+            "n_head": NEEDED,
+            "n_inner": None,
+            "n_positions": 1024,
+            "vocab_size": NEEDED,
+            "tie_word_embeddings": True,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "initializer_range": 0.02,
+        },
+        {
+            "n_special": Only((0,), "embeddings beside the vocabulary's", "add them to vocab_size"),
+            "scale_attn_weights": Only((True,), "attention without a scale", "give a model with true"),
+            "scale_attn_by_inverse_layer_idx": Only(
+                (False,), "a scale of attention by layer", "give a model with false"
+            ),
+        },
+        {
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+    ),
+}

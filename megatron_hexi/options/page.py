@@ -1,0 +1,98 @@
+"""``python -m megatron_hexi.options.page > docs/options.md``: the page of Megatron's options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron_hexi.options.classes import COUNTED, FREE, RESTRICTING
+from megatron_hexi.options.kinds import UNSHOWN, Refused, Supported
+from megatron_hexi.options.registry import OptionClass, class_of, table
+from megatron_hexi.options.rules import OPTIONS
+
+_HEAD = """\
+# Megatron's options under a plan
+
+<!-- Made from megatron_hexi/options/:
+     python -m megatron_hexi.options.page > docs/options.md -->
+
+Every option of Megatron 0.17 to 0.19 has one class; `hexi plan`, `hexi launch`, `hexi validate` and training
+decide by it alike, before anything is allocated. What Megatron does not have is refused by name.
+
+- **counted**: part of the model, the job or the plan
+- **free**: no plan depends on it; the printed lines keep it
+- **restricting**: some plans, or plans made by hand, train with it; the planner keeps to these, or refuses it
+- **refused**: no plan trains with it, or with most of its values
+
+Spellings of options in each class, by version (`python -m megatron_hexi.options.registry`):
+
+```text
+{table}
+```
+
+[Rules](#attention) say what is supported, and what is refused and why. Measured on the CPU: under
+uneven plans, supported options give the losses and gradient norms of the same job without context
+parallelism, to 1e-5 in fp32 (that job has `--calculate-per-token-loss` where tokens are masked out of the
+loss). `megatron_hexi/options/` names the test of each. Where no remedy is named, train without the option.
+[Lists](#counted-options) name all others.
+"""
+_LISTS: dict[OptionClass, tuple[str, Mapping[str, str]]] = {
+    "counted": ("Counted options", COUNTED),
+    "free": ("Free options", FREE),
+    "restricting": ("Options read beside a restricting one", RESTRICTING),
+}
+_UNSTATED = "train without it"
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    lines = [line for title, options in OPTIONS.items() for line in _section(title, options)]
+    for name in _LISTS:
+        lines += _list(name)
+    return _HEAD.replace("{table}", table()) + "".join(line + "\n" for line in lines)
+
+
+def _list(name: OptionClass) -> Iterator[str]:
+    """The options of a class that no rule is about, a line for each reason."""
+    title, reasons = _LISTS[name]
+    yield f"\n## {title}\n"
+    for reason, text in reasons.items():
+        words = [word for word in text.split() if word.endswith("*") or class_of(word) == name]
+        yield f"- {reason}: {', '.join(f'`{word}`' for word in words)}"
+
+
+def _section(title: str, options: Sequence[Supported | Refused]) -> Iterator[str]:
+    """Supported options, those with a note in lines of their own; refused ones, a line for each reason."""
+    yield f"\n## {title}\n"
+    notes: dict[str, list[str]] = {}
+    for option in options:
+        if isinstance(option, Supported):
+            notes.setdefault(option.note, []).append(option.flags)
+    if "" in notes:
+        yield f"Supported: {', '.join(map(_marked, notes.pop('')))}.\n"
+    yield from (f"- {', '.join(map(_marked, flags))}: {note}" for note, flags in notes.items())
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for option in options:
+        if isinstance(option, Refused):
+            reasons.setdefault((option.reason, option.remedy), []).append(_refused(option))
+    if reasons:
+        yield ("\n" if notes else "") + "Refused:\n"
+        for (reason, remedy), names in reasons.items():
+            why = "not tested yet" if reason == UNSHOWN else reason
+            instead = "" if remedy == _UNSTATED else f"; {remedy.removesuffix(f', or {_UNSTATED}')}"
+            yield f"- {', '.join(names)}: {why}{instead}"
+
+
+def _refused(option: Refused) -> str:
+    """The flag, with the values and versions in which it is refused."""
+    versions = f"megatron-core {option.versions}" if option.versions else ""
+    values = "; ".join(filter(None, (option.values, versions)))
+    return _marked(option.option) + (f" ({values})" if values else "")
+
+
+def _marked(flags: str) -> str:
+    """Flags, with their values, as code."""
+    return ", ".join(f"`{flag}`" if flag.startswith("--") else flag for flag in flags.split(", "))
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,203 @@
+"""Megatron's command line without Megatron: words are parsed as its own parser does, from recorded options.
+
+data/parser.jsonl holds the options of each supported version, one a line; it is written by
+``python -m megatron_hexi.megatron.parser_rows``, and a test holds it against the installed Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from megatron_hexi.argument_file import Word
+from megatron_hexi.errors import HexiError
+from megatron_hexi.options.release import VERSIONS, assumed_series
+
+DATA = Path(__file__).parent / "data" / "parser.jsonl"
+
+
+class Row(NamedTuple):
+    """One option of Megatron's parser.
+
+    Attributes:
+        flags: its spellings.
+        dest: the argument that it sets.
+        kind: ``store``, ``true``, ``false``, or ``both`` (``--x`` and ``--no-x``).
+        type: converts its values: int, float, str, bool, or Megatron's own ``pair`` ("128,0"), ``pattern``
+            ("([1]*3+[0])*2") and ``name`` (of an enumeration).
+        nargs: how many values it takes, as argparse spells it.
+        choices: the values that it takes; ``None``: any.
+        const: the value without one, where `nargs` is ``?``.
+        default: without the option.
+        versions: those of `VERSIONS` that have it, so and not otherwise.
+    """
+
+    flags: tuple[str, ...]
+    dest: str
+    kind: str = "store"
+    type: str = ""
+    nargs: str | int | None = None
+    choices: tuple[Any, ...] | None = None
+    const: Any = None
+    default: Any = None
+    versions: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """As JSON, without what is usual."""
+        usual = self._field_defaults
+        return {name: value for name, value in self._asdict().items() if value != usual.get(name, ())}
+
+
+class Parsed(NamedTuple):
+    """Megatron's arguments as a list of words states them.
+
+    Attributes:
+        args: every argument, by Megatron's names, with Megatron's defaults; not yet checked by Megatron.
+        given: the flags that were written.
+    """
+
+    args: argparse.Namespace
+    given: frozenset[str]
+
+
+@functools.cache
+def read_rows() -> tuple[Row, ...]:
+    """Return the recorded options of all versions."""
+    return tuple(_row(json.loads(line)) for line in DATA.read_text(encoding="utf-8").splitlines())
+
+
+def _row(document: dict[str, Any]) -> Row:
+    """Return a row of its JSON, whose lists are tuples but for a default, which is a list in Megatron too."""
+    lists = {name: tuple(document[name]) for name in ("flags", "choices", "versions") if name in document}
+    return Row(**document | lists)
+
+
+def parse_words(words: Sequence[Word], source: str) -> Parsed:
+    """Parse words as Megatron's command line.
+
+    Args:
+        words: of a file of arguments, or of a command line.
+        source: where they stand, for errors.
+
+    Raises:
+        HexiError: an option that Megatron does not have, a word that belongs to none, or a value that it does
+            not take; with line and flag.
+    """
+    lines = {word.text.partition("=")[0]: word.line for word in words if word.text.startswith("--")}
+    try:
+        args, rest = _parser(assumed_series()).parse_known_args([word.text for word in words])
+    except _WrongError as problem:
+        flags = [flag for flag in re.findall(r"--[\w-]+", str(problem)) if flag in lines]
+        place = _place(source, lines.get(flags[0]) if flags else None)
+        raise HexiError(f"{place}: {problem}; correct that flag") from None
+    if rest:
+        unknown = next((word for word in rest if word.startswith("--")), rest[0])
+        found = next((word for word in reversed(words) if word.text == unknown), None)
+        raise HexiError(f"{_place(source, found and found.line)}: {_why_unknown(unknown)}")
+    return Parsed(args, frozenset(lines))
+
+
+def known_flags() -> frozenset[str]:
+    """Return every spelling of an option, of any supported version."""
+    return frozenset(flag for row in (*read_rows(), *HEXI_ROWS) for flag in row.flags)
+
+
+def _place(source: str, line: int | None) -> str:
+    return f"{source}, line {line}" if line else source
+
+
+def _why_unknown(word: str) -> str:
+    """Why a word is no argument here, and what may have been meant."""
+    flag = word.partition("=")[0]
+    if not flag.startswith("--"):
+        return f"{word[:40]}: belongs to no argument; remove it, or write the argument before it"
+    in_versions = sorted({one for row in read_rows() if flag in row.flags for one in row.versions})
+    if in_versions:
+        return (
+            f"{flag}: megatron-core {assumed_series()} has no such argument ({', '.join(in_versions)} has); "
+            "remove it"
+        )
+    near = difflib.get_close_matches(flag, known_flags(), n=1, cutoff=0.8)
+    remedy = f"did you mean {near[0]}?" if near else "correct or remove it"
+    return f"{flag[:60]}: Megatron {VERSIONS[0]} to {VERSIONS[-1]} has no such argument; {remedy}"
+
+
+class _WrongError(Exception):
+    """What argparse finds wrong."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _WrongError(message)
+
+
+@functools.cache
+def _parser(version: str) -> _Parser:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for row in (*read_rows(), *HEXI_ROWS):
+        if version in row.versions:
+            parser.add_argument(*row.flags, dest=row.dest, default=row.default, **_how(row))
+    return parser
+
+
+def _how(row: Row) -> dict[str, Any]:
+    """Keywords of `add_argument` besides destination and default."""
+    if row.kind != "store":
+        return {"action": _ACTIONS[row.kind]}
+    given = {"nargs": row.nargs, "choices": row.choices, "const": row.const}
+    how: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return how | ({"type": _TYPES[row.type]} if row.type else {})
+
+
+_ACTIONS: dict[str, Any] = {
+    "true": "store_true",
+    "false": "store_false",
+    "both": argparse.BooleanOptionalAction,
+}
+
+
+def _pair(text: str) -> tuple[int, ...]:
+    """As Megatron's ``tuple_type``: "128,0" or "(128,0)"."""
+    return tuple(int(part) for part in text.strip("()").split(","))
+
+
+def _pattern(text: str) -> int | str:
+    """As Megatron's ``moe_freq_type``: a number, or an expression of lists, which stays text here."""
+    if "[" not in text:
+        return int(text)
+    if re.search(r"[^,\d\[\]()+*]", text):
+        raise ValueError(text)
+    return text
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": bool,
+    "pair": _pair,
+    "pattern": _pattern,
+    "name": str,
+}
+#: The options that this package adds (`megatron_hexi.megatron.arguments`).
+HEXI_ROWS = tuple(
+    row._replace(versions=VERSIONS)
+    for row in (
+        Row(("--hexi-plan",), "hexi_plan"),
+        Row(("--hexi-platform",), "hexi_platform", choices=("auto", "cpu", "cuda"), default="auto"),
+        Row(("--hexi-kernel",), "hexi_kernel", type="str", default="auto"),
+        Row(("--hexi-batch-shares",), "hexi_batch_shares", "true", default=False),
+        Row(("--hexi-metrics",), "hexi_metrics"),
+        Row(("--hexi-metrics-interval",), "hexi_metrics_interval", type="int"),
+        Row(("--hexi-record",), "hexi_record"),
+        Row(("--hexi-replan-interval",), "hexi_replan_interval", type="int"),
+        Row(("--hexi-replan-threshold",), "hexi_replan_threshold", type="float", default=0.03),
+        Row(("--hexi-cluster",), "hexi_cluster"),
+    )
+)

@@ -1,0 +1,270 @@
+"""Whether a job is one that a plan was made for: model, ranks, stages, and shares of the batch."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron_hexi.errors import PlanError
+from megatron_hexi.options.job_terms import set_job_terms
+from megatron_hexi.options.kinds import PlanKind, is_packed
+from megatron_hexi.options.refusals import refuse_unsupported
+from megatron_hexi.options.replaced import PARALLEL_SIZES, STAGE_FLAGS
+from megatron_hexi.plan import Plan, Share, deal_micro_batches, has_equal_replicas, require_repeated
+
+PER_TOKEN = "--calculate-per-token-loss"
+
+
+def kind_of(plan: Plan) -> PlanKind:
+    """Return what is special about a plan: stages of their own, or unequal replicas."""
+    if not plan.is_repeated:
+        return "stages"
+    return "any" if has_equal_replicas(plan) else "unequal"
+
+
+def hold_job(args: Namespace, given: set[str], plan: Plan) -> list[str]:
+    """Hold a job against its plan, and set what the plan decides.
+
+    Training does so on each rank, and ``hexi launch`` before it prints the lines.
+
+    Args:
+        args: Megatron's arguments, not yet checked, with ``world_size`` and ``hexi_plan``; changed in place.
+        given: the flags that the user wrote.
+        plan: the plan.
+
+    Returns:
+        The flags that were set because the plan needs them and the user had not written them.
+
+    Raises:
+        PlanError: an option that such a plan does not carry out, or a plan for another job; with both values.
+    """
+    stated = set_job_terms(args, given, plan)
+    refuse_unsupported(args, kind_of(plan))
+    if plan.is_repeated:
+        require_repeated(plan, "train by")
+    else:
+        check_stages(args, given, plan)
+    changed = [*stated, *_set_decided_arguments(args, given, plan)]
+    check_workload(args, plan)
+    if plan.is_repeated:
+        check_ranks(args, plan)
+    return changed
+
+
+def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
+    """Hold a plan whose stages have layers of their own against the job.
+
+    Args:
+        args: Megatron's arguments, not yet checked.
+        given: the flags that the user wrote.
+        plan: the plan.
+
+    Raises:
+        PlanError: they contradict each other; with both values.
+    """
+    path = args.hexi_plan
+    for flag in (*PARALLEL_SIZES, *STAGE_FLAGS):
+        if flag in given:
+            raise PlanError(
+                f"{flag} does not work with {path}: its stages say which ranks and layers they have; "
+                "leave it out"
+            )
+    if args.world_size != plan.ranks:
+        raise PlanError(
+            f"{path}: the plan numbers {plan.ranks} ranks, the job has {args.world_size}; start {plan.ranks} "
+            "ranks or use another plan"
+        )
+    loss_ranks = {max(m.ranks) for replica in plan.replicas for m in replica.stages[-1].members}
+    if plan.ranks - 1 not in loss_ranks:
+        raise PlanError(
+            f"{path}: rank {plan.ranks - 1} does not compute the loss, which the job's last rank logs; give "
+            "it a place in the last stage of a replica, as the highest rank of its unit"
+        )
+    ends = [stage for replica in plan.replicas for stage in (replica.stages[0], replica.stages[-1])]
+    if not any(0 in member.ranks for stage in ends for member in stage.members):
+        raise PlanError(
+            f"{path}: rank 0 reads no data, and whether there is any is the job's first rank to say; give it "
+            "a place in the first or the last stage of a replica"
+        )
+    if plan.has_offload and getattr(args, "async_save", False):
+        raise PlanError(
+            f"{path}: its stages offload, and --async-save writes host memory while the next step changes "
+            "it; leave out one of them"
+        )
+    if plan.has_deal and is_packed(args):
+        raise PlanError(
+            f"{path}: its stages deal whole micro-batches, which do not follow documents yet; leave out "
+            "--dataloader-inter-document-masking and --sft, or give the domains samples"
+        )
+    size = args.ffn_hidden_size
+    for member in plan.members:
+        width = len(member.ranks)
+        if size is not None and size % width:
+            raise PlanError(
+                f"{path}: ranks {list(member.ranks)} cut each weight in {width}, which does not divide "
+                f"--ffn-hidden-size {size}; give the unit another number of ranks"
+            )
+
+
+def check_workload(args: Namespace, plan: Plan) -> None:
+    """Hold the plan's workload against the model of the job.
+
+    Raises:
+        PlanError: they differ; with both values.
+    """
+    workload = plan.workload
+    grouped = args.group_query_attention
+    latent = args.multi_latent_attention
+    key_dim, key_flag = args.kv_channels or args.hidden_size // args.num_attention_heads, "--kv-channels"
+    if latent:
+        key_dim = args.qk_head_dim + args.qk_pos_emb_head_dim
+        key_flag = "--qk-head-dim and --qk-pos-emb-head-dim with a sum of"
+    sizes = (
+        ("seq_length", workload.seq_length, "--seq-length", args.seq_length or args.encoder_seq_length),
+        ("heads", workload.heads, "--num-attention-heads", args.num_attention_heads),
+        (
+            "kv_heads",
+            workload.kv_heads,
+            "--num-query-groups",
+            args.num_query_groups if grouped and not latent else args.num_attention_heads,
+        ),
+        (
+            "head_dim",
+            workload.head_dim,
+            key_flag,
+            key_dim,
+        ),
+        ("value_dim", workload.value_size, "--v-head-dim", args.v_head_dim if latent else key_dim),
+        ("layers", workload.layers, "--num-layers", args.num_layers),
+        ("hidden_size", workload.hidden_size, "--hidden-size", args.hidden_size),
+        (
+            "tensor_parallel",
+            workload.tensor_parallel if plan.is_repeated else None,
+            "--tensor-model-parallel-size",
+            args.tensor_model_parallel_size,
+        ),
+    )
+    for name, planned, flag, found in sizes:
+        if planned is not None and planned != found:
+            raise PlanError(
+                f"{args.hexi_plan}: workload.{name} is {planned}, the job has {flag} {found}; "
+                "use a plan made for this job"
+            )
+    if not workload.causal:
+        raise PlanError(
+            f"{args.hexi_plan}: workload.causal is false, a GPT is causal; use a plan made for this job"
+        )
+
+
+def check_ranks(args: Namespace, plan: Plan) -> None:
+    """Hold the plan's ranks against those of the job.
+
+    Raises:
+        PlanError: they differ; with both values.
+    """
+    path, size = args.hexi_plan, _context_parallel_size(plan)
+    if args.context_parallel_size != size:
+        what = (
+            f"a replica has {size} ranks"
+            if has_equal_replicas(plan)
+            else f"unequal replicas lie in one context-parallel group of all {size} ranks"
+        )
+        raise PlanError(
+            f"{path}: {what}, the job has --context-parallel-size {args.context_parallel_size}; give "
+            f"--context-parallel-size {size}, or leave it out"
+        )
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    needed = plan.units * model
+    if args.world_size != needed:
+        sizes = " + ".join(str(len(replica.domain.members)) for replica in plan.replicas)
+        raise PlanError(
+            f"{path}: replicas of {sizes} ranks, tensor x pipeline parallel {model}, are {needed} ranks, the "
+            f"job has {args.world_size}; start {needed} ranks or use another plan"
+        )
+
+
+def take_shares(args: Namespace, plan: Plan) -> tuple[Share, ...] | None:
+    """Deal the micro-batches of a global batch to the replicas.
+
+    Args:
+        args: Megatron's arguments, with a global batch size.
+        plan: the plan.
+
+    Returns:
+        What each replica takes; ``None`` where replicas are equal, and Megatron deals them.
+
+    Raises:
+        PlanError: the batch is not the plan's.
+    """
+    if not _deals_micro_batches(plan):
+        return None
+    path = args.hexi_plan
+    try:
+        shares = deal_micro_batches(plan, args.global_batch_size, args.micro_batch_size)
+    except PlanError as problem:
+        raise PlanError(
+            f"{path}: {problem} (--global-batch-size {args.global_batch_size}, --micro-batch-size "
+            f"{args.micro_batch_size})"
+        ) from None
+    return None if plan.is_repeated and has_equal_replicas(plan) else shares
+
+
+def _deals_micro_batches(plan: Plan) -> bool:
+    """Whether the plan says anything of the batch."""
+    stated = any(replica.micro_batches is not None for replica in plan.replicas)
+    return stated or not plan.is_repeated or not has_equal_replicas(plan)
+
+
+def _context_parallel_size(plan: Plan) -> int:
+    """Megatron's; unequal replicas do not fit its rectangle, and lie in one group together."""
+    return len(plan.replicas[0].domain.members) if has_equal_replicas(plan) else plan.units
+
+
+def _set_decided_arguments(args: Namespace, given: set[str], plan: Plan) -> list[str]:
+    """Set what a plan decides, where the user said nothing else."""
+    changed = []
+    if plan.is_repeated and "--context-parallel-size" not in given:
+        args.context_parallel_size = _context_parallel_size(plan)
+        changed.append(f"--context-parallel-size {args.context_parallel_size}")
+    if not args.calculate_per_token_loss:
+        # Ranks hold different numbers of tokens: only a mean over tokens is the mean of the batch.
+        args.calculate_per_token_loss = True
+        changed.append(PER_TOKEN)
+    if args.create_attention_mask_in_dataloader:
+        # [S, S] values for each sequence, which the kernels do not read.
+        args.create_attention_mask_in_dataloader = False
+        changed.append("--no-create-attention-mask-in-dataloader")
+    changed += _set_global_batch(args, plan)
+    if args.seq_length is not None and args.encoder_seq_length is None:
+        # Megatron copies the one to the other, and demands a multiple of 2 x context-parallel size of
+        # the first only. Plans have no such rule.
+        args.encoder_seq_length, args.seq_length = args.seq_length, None
+    return changed
+
+
+def _set_global_batch(args: Namespace, plan: Plan) -> list[str]:
+    """Set the global batch size where the plan states it and the user does not.
+
+    Raises:
+        PlanError: the batch grows during training, and what replicas take of it does not.
+    """
+    if not _deals_micro_batches(plan):
+        return []
+    if getattr(args, "step_batch_size_schedule", None) is not None:  # not in 0.17
+        raise PlanError(
+            f"{args.hexi_plan}: replicas take the same micro-batches of every global batch, the job has "
+            "--step-batch-size-schedule; leave it out, or make the replicas equal and leave micro_batches out"
+        )
+    if args.micro_batch_size is None or args.micro_batch_size < 1:
+        raise PlanError(
+            f"{args.hexi_plan}: replicas take whole micro-batches, the job has --micro-batch-size "
+            f"{args.micro_batch_size}; give 1 or more"
+        )
+    if args.global_batch_size is not None:
+        return []
+    stated = [replica.micro_batches for replica in plan.replicas if replica.micro_batches is not None]
+    if len(stated) not in (0, len(plan.replicas)):
+        raise PlanError(
+            f"{args.hexi_plan}: not every replica states its micro_batches; give --global-batch-size"
+        )
+    args.global_batch_size = (sum(stated) or len(plan.replicas)) * args.micro_batch_size
+    return [f"--global-batch-size {args.global_batch_size}"]

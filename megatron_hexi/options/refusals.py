@@ -1,0 +1,73 @@
+"""Which options of a job a plan refuses, and which plans an option leaves."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from megatron_hexi.errors import PlanError
+from megatron_hexi.options.kinds import PlanKind, Refused, Supported
+from megatron_hexi.options.release import is_assumed
+from megatron_hexi.options.rules import OPTIONS
+
+#: What a plan of a kind refuses besides what is special to it.
+_KINDS: dict[PlanKind, tuple[PlanKind, ...]] = {
+    "any": ("any",),
+    "unequal": ("any", "unequal"),
+    "stages": ("stages", "any", "unequal"),
+    "planned": ("any", "planned", "script"),
+    "script": ("script",),
+}
+
+
+def supported() -> list[Supported]:
+    """Return all that a plan carries out."""
+    return [option for options in OPTIONS.values() for option in options if isinstance(option, Supported)]
+
+
+def refused() -> list[Refused]:
+    """Return all that is refused."""
+    return [option for options in OPTIONS.values() for option in options if isinstance(option, Refused)]
+
+
+def find_refused(args: Namespace, plan: PlanKind) -> Refused | None:
+    """Return the first option of the job that a plan of this kind does not carry out.
+
+    Args:
+        args: Megatron's arguments.
+        plan: what is special about the plan.
+    """
+    for option in sorted(refused(), key=lambda option: option.beside != plan):
+        applies = option.beside in _KINDS[plan] and (not option.versions or is_assumed(option.versions))
+        if applies and option.used(args):
+            return option
+    return None
+
+
+def refuse_unsupported(args: Namespace, plan: PlanKind) -> None:
+    """Refuse the first option of the job that a plan of this kind does not carry out.
+
+    Args:
+        args: Megatron's arguments.
+        plan: what is special about the plan.
+
+    Raises:
+        PlanError: with the option, the reason and the remedy.
+    """
+    option = find_refused(args, plan)
+    if option is not None:
+        raise PlanError(option.message)
+
+
+def refuse_yaml_configuration(argv: Sequence[str]) -> None:
+    """Refuse ``--yaml-cfg`` beside a plan, before Megatron parses: it drops every flag, ours too.
+
+    Raises:
+        PlanError: both are on the command line.
+    """
+    flags = {word.partition("=")[0] for word in argv}
+    if {"--yaml-cfg", "--hexi-plan"} <= flags:
+        raise PlanError(
+            "--yaml-cfg does not work with --hexi-plan: it replaces the command line that a plan is checked "
+            "against; give flags"
+        )

@@ -1,0 +1,109 @@
+"""One class for every option of Megatron: what it is to a plan.
+
+``python -m megatron_hexi.options.registry`` prints how many options each class has, by version.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final, Literal, get_args
+
+from megatron_hexi.options.classes import COUNTED, FREE, RESTRICTING
+from megatron_hexi.options.parser import HEXI_ROWS, read_rows
+from megatron_hexi.options.refusals import refused
+from megatron_hexi.options.release import VERSIONS
+
+#: Part of the model, the job or the plan; without influence on plans; leaves some plans; refused by name.
+OptionClass = Literal["counted", "free", "restricting", "refused"]
+
+#: Flags that printed lines add where a job leaves them out, since no plan trains with Megatron's default.
+ADDED: Final = {"--attention-dropout": "0", "--hidden-dropout": "0", "--eval-iters": "0"}
+
+
+def class_of(flag: str) -> OptionClass:
+    """Return the class of an option.
+
+    Args:
+        flag: one of its spellings, in any supported version.
+    """
+    return class_and_reason(flag)[0]
+
+
+def class_and_reason(flag: str) -> tuple[OptionClass, str]:
+    """Return the class of an option, and why it has it.
+
+    Args:
+        flag: one of its spellings, in any supported version.
+
+    Raises:
+        LookupError: it has no class, or two.
+    """
+    spellings = _spellings()
+    named = {answer for other in spellings[flag] for answer in _named(other)}
+    if len(named) != 1:
+        raise LookupError(f"{flag}: is to have one class, has {sorted(named) or 'none'}")
+    return named.pop()
+
+
+@functools.cache
+def _spellings() -> Mapping[str, tuple[str, ...]]:
+    """All spellings of the options that set the same argument, by each of them."""
+    rows: dict[str, set[str]] = {}
+    for row in (*read_rows(), *HEXI_ROWS):
+        rows.setdefault(row.dest, set()).update(row.flags)
+    return {flag: tuple(sorted(flags)) for flags in rows.values() for flag in flags}
+
+
+def counts() -> Mapping[str, Counter[OptionClass]]:
+    """Return how many spellings of options each class has, by version of Megatron."""
+    return {
+        version: Counter(
+            class_of(flag) for row in read_rows() if version in row.versions for flag in row.flags
+        )
+        for version in VERSIONS
+    }
+
+
+def _named(flag: str) -> list[tuple[OptionClass, str]]:
+    """The classes in which a flag is named: by rules for all values or plans, in lists, or by other rules."""
+    rules = [rule for rule in refused() if rule.option == flag]
+    planning = [rule for rule in rules if rule.beside not in ("any", "script")]
+    for rule in rules:
+        if rule.beside == "any" and not rule.values and not rule.versions:
+            return [("refused", rule.reason)]
+    if planning:
+        return [("restricting", "not beside " + ", ".join(dict.fromkeys(rule.what for rule in planning)))]
+    return _listed(flag) or [("refused", rule.reason) for rule in rules[:1]]
+
+
+def _listed(flag: str) -> list[tuple[OptionClass, str]]:
+    """The classes in whose lists a flag is named, or else the beginning of it."""
+    lists: tuple[tuple[OptionClass, Mapping[str, str]], ...] = (
+        ("counted", COUNTED),
+        ("free", FREE),
+        ("restricting", RESTRICTING),
+    )
+    words = [
+        (word, (name, reason))
+        for name, reasons in lists
+        for reason, text in reasons.items()
+        for word in text.split()
+    ]
+    exact = [answer for word, answer in words if word == flag]
+    return exact or [answer for word, answer in words if word[-1] == "*" and flag.startswith(word[:-1])]
+
+
+def table() -> str:
+    """Return how many options each class has, by version, as lines of text."""
+    names: tuple[OptionClass, ...] = get_args(OptionClass)
+    lines = ["Megatron  " + "  ".join(f"{name:>11}" for name in (*names, "all"))]
+    for version, found in counts().items():
+        numbers = [*(found[name] for name in names), found.total()]
+        lines.append(f"{version:8}  " + "  ".join(f"{number:11}" for number in numbers))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
