@@ -3,13 +3,14 @@
 from megatron_hexi.cluster.catalog import catalog, device
 from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, Passes
 from megatron_hexi.cluster.file import cluster_digest, cluster_from_yaml, read_cluster
-from megatron_hexi.cluster.links import LinkId, Node, Rank, Route, Tier
+from megatron_hexi.cluster.links import Cards, LinkId, Node, Rank, Route, Tier
 from megatron_hexi.cluster.model import ClusterFile, NodeEntry
 from megatron_hexi.cluster.partition import Partition
 from megatron_hexi.cluster.topology import Cluster
 
 __all__ = [
     "Attention",
+    "Cards",
     "Cluster",
     "ClusterFile",
     "Curve",

@@ -9,7 +9,7 @@ from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import constant_flags, model_flags, presets
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
 from megatron_hexi.plan import JobTerms, Workload, proportional_plan, write_plan
-from megatron_hexi.report.launch import find_agents, megatron_flags
+from megatron_hexi.report.launch import find_agents, launch_lines, megatron_flags
 from tests.support.shell import call_hexi
 
 CLUSTER = """\
@@ -133,6 +133,29 @@ def test_each_run_of_ranks_on_a_node_is_one_start(tmp_path):
         ("slow", (0,), 2, True),
         ("fast-0", (0,), 3, False),
         ("fast-1", (2,), 4, False),
+    ]
+
+
+def test_hosts_in_the_file_are_asked_for_by_name(tmp_path):
+    """Those with as many GPUs are one component; nodes without hosts are asked for by partition."""
+    hosts = CLUSTER.replace("count: 2", "hosts: 'gpu[07-08]'").replace("gpus: 1}", "gpus: 1, hosts: old1}")
+    (tmp_path / "cluster.yaml").write_text(
+        hosts.replace(
+            "network:",
+            "- {name: big, gpu: H100-SXM-80GB, gpus: 3, hosts: gpu11}\n"
+            "- {name: part, gpu: T4-16GB, gpus: 2}\nnetwork:",
+        )
+    )
+    cluster = read_cluster(tmp_path / "cluster.yaml")
+    plan = proportional_plan(Workload(64, 4, 4, 16), [[[1] * 12]])
+    lines = launch_lines(plan, cluster, [], plan_path="p", cluster_path="c", model="m")
+    assert [node for node, _ in lines.torchrun] == ["gpu07", "gpu08", "old1", "gpu11", "part"]
+    assert "--master-addr=gpu07" in lines.torchrun[0][1]
+    asked = lines.sbatch[1].partition("sbatch ")[2].removesuffix(" scripts/slurm/train.sbatch").split(" : ")
+    assert asked == [
+        "--nodelist=gpu07,gpu08,gpu11 --nodes=3 --exclusive --ntasks-per-node=3 --gpus-per-node=3",
+        "--nodelist=old1 --nodes=1 --exclusive --ntasks-per-node=1 --gpus-per-node=1",
+        "--partition=part --nodes=1 --exclusive --ntasks-per-node=2 --gpus-per-node=2",
     ]
 
 
