@@ -201,7 +201,8 @@ class Cluster:
         assert not self.file.levels
         assert not self.file.matrix
         entries = tuple(
-            replace(entry, count=count) if entry.name == name else entry for entry in self.file.nodes
+            replace(entry, count=count, hosts=None) if entry.name == name else entry
+            for entry in self.file.nodes
         )
         file = replace(self.file, nodes=entries)
         likes = (numbers[0] for numbers in self.file.node_numbers.values())

@@ -127,7 +127,10 @@ WINDOWS = QWEN2 | {"use_sliding_window": True, "sliding_window": 64}
             LLAMA | {"auto_map": {"AutoConfig": "a.B"}},
             "a model with code of its own is not supported; remove it if",
         ),
-        (LLAMA | {"quantization_config": {"bits": 4}}, "training quantized weights is not supported; give"),
+        (
+            LLAMA | {"quantization_config": {"bits": 4}},
+            "training quantized weights is not supported; give the config.json from before",
+        ),
         (
             LLAMA | {"architectures": ["LlamaForSequenceClassification"]},
             'write ["LlamaForCausalLM"] to train',

@@ -177,9 +177,19 @@ class Pools:
         one, other = (self.pools[shape.kinds[0]].nodes[0] for shape in (first, second))
         seconds = size / min(self.way_out(first), self.way_out(second)) + tiers[0].latency_s(one, other)
         here, there = ({self.pools[kind].site for kind in shape.kinds} for shape in (first, second))
-        if here != there and len(tiers) > 1 and tiers[-1].per == "group":
-            seconds = max(seconds, size / tiers[-1].bandwidths[0]) + tiers[-1].latency_s(one, other)
+        if here != there and len(tiers) > 1:
+            links = min(self._links_out(first), self._links_out(second))
+            seconds = max(seconds, size / (links * tiers[-1].bandwidths[0])) + tiers[-1].latency_s(one, other)
         return seconds
+
+    def _links_out(self, shape: Shape) -> int:
+        """Links of the outermost tier that a stage's GPUs have."""
+        per = self.cluster.tiers[-1].per
+        if per == "gpu":
+            return sum(shape.counts)
+        sizes = [pool.size for pool in self.pools]
+        nodes = (math.ceil(count / size) for count, size in zip(shape.counts, sizes, strict=True))
+        return sum(nodes) if per == "node" else 1
 
 
 def _alike(cluster: Cluster, site_of: dict[int, int]) -> list[Pool]:
