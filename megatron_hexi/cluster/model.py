@@ -243,9 +243,13 @@ class ClusterFile:
         common = self.network
         if common is None:
             return tuple(entry.network for entry in self.nodes if entry.network is not None)
-        usual = {"bandwidth_gb_s": common.bandwidth_gb_s, "latency_us": common.latency_us}
         return tuple(
-            entry.network or NodeNetwork(entry.gpus if common.per == "gpu" else 1, **usual)
+            entry.network
+            or NodeNetwork(
+                cards=entry.gpus if common.per == "gpu" else 1,
+                bandwidth_gb_s=common.bandwidth_gb_s,
+                latency_us=common.latency_us,
+            )
             for entry in self.nodes
         )
 

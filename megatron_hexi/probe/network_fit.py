@@ -96,22 +96,15 @@ def _fabrics(whole: Pairs, way: Sequence[float]) -> list[int]:
 
 def _names(nodes: Sequence[NodeFound], fabric: Sequence[int]) -> list[str]:
     """A name for each fabric: what its hosts say of their cards, if no other says the same; else a number."""
-    told = []
+    told: list[str | None] = []
     for number in range(1 + max(fabric)):
-        kinds = {
-            one.cards and one.cards.fabric
-            for one, group in zip(nodes, fabric, strict=True)
-            if group == number
-        }
+        cards = [one.cards for one, group in zip(nodes, fabric, strict=True) if group == number]
+        kinds = {None if one is None else one.fabric for one in cards}
         told.append(kinds.pop() if len(kinds) == 1 else None)
-    usual = "network" if len(told) == 1 else "fabric"
+    usual = ["network"] if len(told) == 1 else [f"fabric-{number}" for number in range(len(told))]
     return [
-        name
-        if name is not None and told.count(name) == 1
-        else usual
-        if len(told) == 1
-        else f"{usual}-{number}"
-        for number, name in enumerate(told)
+        other if name is None or told.count(name) > 1 else name
+        for name, other in zip(told, usual, strict=True)
     ]
 
 
