@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -54,12 +55,13 @@ def test_weights_are_those_of_transformers(write, name):
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_field_of_transformers_is_accounted_for_and_defaults_are_its(model_type):
-    kind, config = TYPES[model_type], type(AutoConfig.for_model(model_type))
+    kind = TYPES[model_type]
+    config: Any = type(AutoConfig.for_model(model_type))
     known = kind.used.keys() | kind.only.keys() | ONLY.keys() | HARMLESS_FIELDS
     assert set(config().to_dict()) - known == set()
     with torch.device("meta"):
-        smallest = {"num_hidden_layers": 1, "vocab_size": 8}
-        assert type(AutoModelForCausalLM.from_config(config(**smallest))).__name__ == kind.architecture
+        model = AutoModelForCausalLM.from_config(config(num_hidden_layers=1, vocab_size=8))
+    assert type(model).__name__ == kind.architecture
     own = inspect.signature(config).parameters
     wanted = {name: default for name, default in kind.used.items() if default is not NEEDED and name in own}
     assert {name: own[name].default for name in wanted} == wanted
