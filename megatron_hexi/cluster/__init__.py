@@ -3,7 +3,7 @@
 from megatron_hexi.cluster.catalog import catalog, device
 from megatron_hexi.cluster.device import Attention, Curve, Device, Host, Link, Nominal, Passes
 from megatron_hexi.cluster.file import cluster_digest, cluster_from_yaml, read_cluster
-from megatron_hexi.cluster.links import LinkId, Node, Rank, Route, Tier
+from megatron_hexi.cluster.links import Cards, LinkId, Node, Rank, Route, Tier
 from megatron_hexi.cluster.model import ClusterFile, NodeEntry
 from megatron_hexi.cluster.partition import Partition
 from megatron_hexi.cluster.planner_rules import ANYTHING, PlannerRules
@@ -12,6 +12,7 @@ from megatron_hexi.cluster.topology import Cluster
 __all__ = [
     "ANYTHING",
     "Attention",
+    "Cards",
     "Cluster",
     "ClusterFile",
     "Curve",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_hexi.cluster.catalog import unknown_device
+from megatron_hexi.cluster.check_network import check_network
 from megatron_hexi.cluster.device import Device
 from megatron_hexi.cluster.model import MAX_GPUS, ClusterFile, Level, Matrix
 from megatron_hexi.cluster.schema import refuse
@@ -31,11 +32,11 @@ def check_cluster(file: ClusterFile, devices: Mapping[str, Device], source: Yaml
         ClusterError: the first rule broken.
     """
     _check_nodes(file, devices, source)
-    _check_connected(file, source)
+    check_network(file, source)
     if file.matrix is not None:
         _check_matrix(file, file.matrix, source)
     inner = list(range(file.node_count))  # the group of each node one level below: itself
-    names = {"node", "network", "cluster"}
+    names = {"node", "network", "cluster", "fabrics"}
     for i, level in enumerate(file.levels):
         if level.name in names:
             problem = f"= {short(level.name)} is taken"
@@ -80,16 +81,6 @@ def _check_nodes(file: ClusterFile, devices: Mapping[str, Device], source: YamlF
         if dash and number.isdecimal() and base in seen and int(number) < file.nodes[seen[base]].count:
             problem = f"= {short(entry.name)} is what node {number} of nodes[{seen[base]}] is called"
             refuse(source, ("nodes", i, "name"), problem, "choose another")
-
-
-def _check_connected(file: ClusterFile, source: YamlFile) -> None:
-    if file.matrix is not None:
-        for other in ("network", "levels"):
-            if getattr(file, other):
-                refuse(source, (other,), "stands beside a measured matrix", "keep one of the two")
-    elif file.node_count > 1 and file.network is None:
-        problem = f"is missing: the {file.node_count} nodes cannot reach each other"
-        refuse(source, ("network",), problem, "add it: {bandwidth_gb_s: …, latency_us: …, per: node}")
 
 
 def _check_groups(file: ClusterFile, level: Level, place: Place, source: YamlFile) -> list[int]:

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 
 from megatron_hexi.cluster.catalog import catalog_with
 from megatron_hexi.cluster.check import check_cluster, check_size
+from megatron_hexi.cluster.check_hosts import with_counted_hosts
 from megatron_hexi.cluster.model import ClusterFile
 from megatron_hexi.cluster.schema import parse_file
 from megatron_hexi.cluster.topology import Cluster, build_cluster
@@ -35,6 +36,7 @@ def cluster_from_yaml(source: YamlFile) -> Cluster:
     if isinstance(source.data, dict) and "workload" in source.data and "nodes" not in source.data:
         raise ClusterError(f"{source.path}: is a plan; give the cluster file")
     file = parse_file(_ADAPTER, source, "a cluster file is a mapping with name, nodes and network")
+    file = with_counted_hosts(file, source)
     check_size(file, source)
     devices = catalog_with(file.devices, source)
     check_cluster(file, devices, source)
@@ -42,10 +44,19 @@ def cluster_from_yaml(source: YamlFile) -> Cluster:
 
 
 def cluster_digest(cluster: Cluster) -> str:
-    """SHA-256 (hex) of what the file says of the machines, defaults filled in; its name is left out.
+    """SHA-256 (hex) of what the file says of the machines, defaults filled in.
+
+    Its name, its hosts and what plans may use are left out.
 
     The catalogue's numbers do not enter: a better curve in a later version leaves a plan's cluster the same.
+    So does a field that such a version adds, where a file leaves it out.
     """
     data = dataclasses.asdict(cluster.file)
     del data["name"], data["planner"]
+    if not data["fabrics"]:
+        del data["fabrics"]
+    for node in data["nodes"]:
+        del node["hosts"]
+        if node["network"] is None:
+            del node["network"]
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron_hexi.cluster.device import Device
 
-Per = Literal["gpu", "node", "group", "pair"]
+Per = Literal["gpu", "card", "node", "group", "pair"]
 Way = Literal["out", "in"]
 
 
@@ -18,7 +20,7 @@ class LinkId(NamedTuple):
     Args:
         tier: 0 inside a node, 1 between nodes, 2 and up the file's levels.
         per: what owns it.
-        owner: number of the rank, node or group (of that level); sender x nodes + receiver for a pair.
+        owner: number of the rank, card, node or group (of that level); sender x nodes + receiver for a pair.
         way: from its owner or to it.
     """
 
@@ -37,14 +39,43 @@ class Route:
 
 
 @dataclass(frozen=True)
+class Cards:
+    """A node's cards to other nodes.
+
+    Args:
+        count: how many, at most one for each GPU.
+        bandwidth: of each, bytes/s a direction.
+        latency_s: from node to node.
+        fabric: what they are plugged into.
+    """
+
+    count: int
+    bandwidth: float
+    latency_s: float
+    fabric: str
+
+    def card_of(self, gpu: int, gpus: int) -> int:
+        """The card that a GPU of the node's so many uses."""
+        return gpu * self.count // gpus
+
+    def way_out(self, used: int, gpus: int) -> float:
+        """Bytes/s from the first so many of the node's GPUs to other nodes, all together."""
+        return self.bandwidth * (1 + self.card_of(used - 1, gpus)) if used else 0.0
+
+
+@dataclass(frozen=True)
 class Node:
-    """A node: its name, GPU, ranks, and the link of each GPU inside it (bytes/s a direction, s)."""
+    """A node: its name, GPU, ranks, the link of each GPU inside it (bytes/s a direction, s), and its cards.
+
+    Cards are ``None`` where nothing is known of them: with a measured matrix, or without other nodes.
+    """
 
     name: str
     device: Device
     ranks: range
     bandwidth: float
     latency_s: float
+    cards: Cards | None = None
 
 
 @dataclass(frozen=True)
@@ -64,15 +95,59 @@ class Tier:
     Args:
         name: ``network``, or the level's.
         per: what has a link of its own.
-        bandwidth: of each link, bytes/s a direction.
-        latency_s: added by crossing it once.
+        link_of: the number of each rank's link: the rank, its node, its group, or a card of all.
+        bandwidths: of the links, by number, bytes/s a direction.
+        latencies_s: added by crossing it once, by node; of two nodes the longer one counts.
         group_of: the group of each node; a node is its own group between nodes.
-        factors: on the bandwidth of some links, by their group, or else by their node; 1 for the others.
     """
 
     name: str
     per: Per
-    bandwidth: float
-    latency_s: float
+    link_of: tuple[int, ...]
+    bandwidths: tuple[float, ...]
+    latencies_s: tuple[float, ...]
     group_of: tuple[int, ...]
-    factors: Mapping[int, float] = field(default_factory=dict)
+
+    @cached_property
+    def sharers(self) -> tuple[int, ...]:
+        """How many ranks use each link."""
+        counts = Counter(self.link_of)
+        return tuple(counts[link] for link in range(len(self.bandwidths)))
+
+    @cached_property
+    def first_ranks(self) -> Mapping[int, int]:
+        """The first rank of each link."""
+        return {link: rank for rank, link in reversed(list(enumerate(self.link_of)))}
+
+    def latency_s(self, a: int, b: int) -> float:
+        """Seconds from one node to another."""
+        return max(self.latencies_s[a], self.latencies_s[b])
+
+    def at_bandwidths(self, factors: Mapping[int, float], node_of: Sequence[int]) -> Tier:
+        """This tier with links so many times as wide, by the number of their group, or else of their node."""
+        number_of = [self.group_of[node] for node in node_of] if self.per == "group" else node_of
+        factor_of = {link: factors.get(number_of[rank], 1.0) for link, rank in self.first_ranks.items()}
+        widths = (width * factor_of.get(link, 1.0) for link, width in enumerate(self.bandwidths))
+        return replace(self, bandwidths=tuple(widths))
+
+    def of(self, ranks: Sequence[int], place: Mapping[int, int]) -> Tier:
+        """This tier over some ranks, all of some nodes, numbered anew; groups keep their numbers.
+
+        Args:
+            ranks: that are left.
+            place: the new number of each node that is left, in their order.
+        """
+        links = [self.link_of[rank] for rank in ranks]
+        latencies = tuple(self.latencies_s[node] for node in place)
+        if self.per == "group":
+            group_of = tuple(self.group_of[node] for node in place)
+            return replace(self, link_of=tuple(links), latencies_s=latencies, group_of=group_of)
+        new = {link: number for number, link in enumerate(dict.fromkeys(links))}
+        is_first = all(group == node for node, group in enumerate(self.group_of))
+        return replace(
+            self,
+            link_of=tuple(new[link] for link in links),
+            bandwidths=tuple(self.bandwidths[link] for link in new),
+            latencies_s=latencies,
+            group_of=tuple(place[node] if is_first else self.group_of[node] for node in place),
+        )

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field
 
 from megatron_hexi.cluster.entries import STRICT, DeviceEntry, Latency, Memory, Name, Rate, Text
 from megatron_hexi.cluster.planner_rules import ANYTHING, PlannerRules
+from megatron_hexi.hostlist import expand_hostlist
 
 #: More is a typing error, and is refused before anything is built for each of them.
 MAX_GPUS = 65536
@@ -21,6 +22,8 @@ MAX_GPUS = 65536
 MAX_MATRIX_NODES = 1024
 #: Between nodes where the file does not say: Calculon counts 10-20 µs (arXiv 2303.08375).
 NETWORK_LATENCY_US = 10.0
+#: 10^9 bytes/s of 10^9 bits/s.
+GB_OF_GBIT = 1 / 8
 
 Count = Annotated[int, Field(strict=True, ge=1, le=MAX_GPUS)]
 Factor = Annotated[float, Field(strict=True, gt=0, le=100, allow_inf_nan=False)]
@@ -64,6 +67,27 @@ class NodeHost:
 
 
 @dataclass(frozen=True)
+class NodeNetwork:
+    """A node's cards to other nodes: each with `gbit_s`, or with `bandwidth_gb_s`.
+
+    Args:
+        cards: how many; the GPUs of a node share them evenly, neighbours the same one.
+        gbit_s: line rate of each card, 10^9 bits/s: ``400``.
+        bandwidth_gb_s: what was measured of each card instead.
+        latency_us: from node to node; of two nodes that differ the longer one counts.
+        fabric: what the cards are plugged into: ``infiniband``, ``roce``, ``ethernet``, or any name.
+    """
+
+    cards: Count = 1
+    gbit_s: Rate | None = None
+    bandwidth_gb_s: Rate | None = None
+    latency_us: Latency = NETWORK_LATENCY_US
+    fabric: Name = "network"
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
 class NodeEntry:
     """`count` nodes alike, called ``name-0``, ``name-1`` and so on.
 
@@ -76,6 +100,8 @@ class NodeEntry:
         speed: factor on all its curves (0.8: throttled to four fifths).
         intra: links inside the node.
         host: the node's own memory, for offload.
+        network: the node's cards, in place of the file's `network`.
+        hosts: Slurm's names of the nodes, in order, as ``h[01-06]``; `count` is then how many these are.
     """
 
     name: Name
@@ -86,13 +112,15 @@ class NodeEntry:
     speed: Factor = 1.0
     intra: Intra | None = None
     host: NodeHost | None = None
+    network: NodeNetwork | None = None
+    hosts: Text | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
 class Network:
-    """Between nodes.
+    """Between nodes that have no `network` of their own.
 
     Args:
         bandwidth_gb_s: of what `per` says.
@@ -103,6 +131,27 @@ class Network:
     bandwidth_gb_s: Rate
     latency_us: Latency = NETWORK_LATENCY_US
     per: Literal["gpu", "node"] = "node"
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class FabricLink:
+    """How nodes of different fabrics reach each other: with `gbit_s`, or with `bandwidth_gb_s`.
+
+    Args:
+        meet: the fabrics, with all that an earlier entry joined to them; else all of the file.
+        gbit_s: line rate of what `per` says, 10^9 bits/s.
+        bandwidth_gb_s: what was measured of it instead.
+        latency_us: added to that of the nodes' cards.
+        per: ``node`` or ``gpu``: each has so much of its own; ``fabric``: shared by all of a fabric.
+    """
+
+    meet: Annotated[tuple[Name, ...], Field(min_length=2)] | None = None
+    gbit_s: Rate | None = None
+    bandwidth_gb_s: Rate | None = None
+    latency_us: Latency = 0.0
+    per: Literal["gpu", "node", "fabric"] = "node"
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -148,14 +197,15 @@ class Matrix:
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """A cluster file. With more than one node it has `network` (and perhaps `levels`), or `matrix`.
+    """A cluster file. Several nodes need `network`, here or at each node, or `matrix`.
 
     Args:
         name: for people.
         nodes: ranks are numbered in this order.
-        network: between nodes.
+        network: between nodes that have none of their own.
+        fabrics: how nodes of different fabrics reach each other, from inside out.
         levels: above the node, from inside out.
-        matrix: in place of `network` and `levels`.
+        matrix: in place of `network`, `fabrics` and `levels`.
         devices: your own GPUs and measured curves.
         planner: what plans may use, unless the command line says otherwise.
     """
@@ -163,6 +213,7 @@ class ClusterFile:
     name: Name
     nodes: Annotated[tuple[NodeEntry, ...], Field(min_length=1)]
     network: Network | None = None
+    fabrics: tuple[FabricLink, ...] = ()
     levels: tuple[Level, ...] = ()
     matrix: Matrix | None = None
     devices: dict[Name, DeviceEntry] = field(default_factory=dict)
@@ -188,6 +239,35 @@ class ClusterFile:
             numbers[entry.name] = range(start, start + entry.count)
             start += entry.count
         return numbers
+
+    @cached_property
+    def networks(self) -> tuple[NodeNetwork, ...]:
+        """Each entry's cards: its own, or what the file's `network` says; none without either."""
+        common = self.network
+        if common is None:
+            return tuple(entry.network for entry in self.nodes if entry.network is not None)
+        return tuple(
+            entry.network
+            or NodeNetwork(
+                cards=entry.gpus if common.per == "gpu" else 1,
+                bandwidth_gb_s=common.bandwidth_gb_s,
+                latency_us=common.latency_us,
+            )
+            for entry in self.nodes
+        )
+
+    @cached_property
+    def fabric_names(self) -> tuple[str, ...]:
+        """All fabrics, in the order of the nodes."""
+        return tuple(dict.fromkeys(network.fabric for network in self.networks))
+
+    @cached_property
+    def hosts(self) -> tuple[str | None, ...]:
+        """Slurm's name of each node; ``None`` where the file does not say it."""
+        found: list[str | None] = []
+        for entry in self.nodes:
+            found += expand_hostlist(entry.hosts) if entry.hosts else [None] * entry.count
+        return tuple(found)
 
     def find_nodes(self, text: str) -> range | None:
         """The numbers of the nodes that ``h100``, ``h100-0`` or ``h100-0..3`` names; ``None``: of none."""

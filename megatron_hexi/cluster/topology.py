@@ -18,12 +18,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_hexi.cluster.device import Device, Host
-from megatron_hexi.cluster.links import LinkId, Node, Rank, Route, Tier, Way
-from megatron_hexi.cluster.model import ClusterFile, Matrix, NodeHost
+from megatron_hexi.cluster.links import Cards, LinkId, Node, Rank, Route, Tier, Way
+from megatron_hexi.cluster.model import ClusterFile, Matrix, NodeHost, NodeNetwork
 from megatron_hexi.cluster.partition import Partition, matrix_partitions
-
-GB = 1e9
-MICRO = 1e6
+from megatron_hexi.cluster.tiers import GB, MICRO, find_tiers, gb_s
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,11 @@ class Cluster:
             replace(node, bandwidth=node.bandwidth * factors.get((0, number), 1.0))
             for number, node in enumerate(self.nodes)
         )
+        node_of = [rank.node for rank in self.ranks]
         tiers = tuple(
-            replace(tier, factors={owner: by for (level, owner), by in factors.items() if level == number})
+            tier.at_bandwidths(
+                {owner: by for (level, owner), by in factors.items() if level == number}, node_of
+            )
             for number, tier in enumerate(self.tiers, start=1)
         )
         pairs = {
@@ -103,7 +104,8 @@ class Cluster:
         kept = [number for number in range(len(self.nodes)) if number not in lost]
         place = {number: new for new, number in enumerate(kept)}
         nodes, ranks = _number_anew((self.nodes[number], self._devices(number)) for number in kept)
-        tiers = tuple(_tier_without(tier, place) for tier in self.tiers) if len(kept) > 1 else ()
+        left = [rank.rank for rank in self.ranks if rank.node in place]
+        tiers = tuple(tier.of(left, place) for tier in self.tiers) if len(kept) > 1 else ()
         pairs = {
             (place[a], place[b]): value for (a, b), value in self._pairs.items() if a in place and b in place
         }
@@ -138,7 +140,7 @@ class Cluster:
             ends = LinkId(1, "node", a, "out"), LinkId(1, "node", b, "in")
             return Route((ends[0], pair, ends[1]), self._pairs[a, b][1])
         far = self.distance(src, dst)
-        latency = sum(tier.latency_s for tier in self.tiers[:far])
+        latency = sum(tier.latency_s(a, b) for tier in self.tiers[:far])
         return Route(self._end(src, far, "out") + self._end(dst, far, "in"), latency)
 
     def capacity(self, link: LinkId) -> float:
@@ -146,12 +148,18 @@ class Cluster:
         if link.tier == 0:
             return self.nodes[self.ranks[link.owner].node].bandwidth
         if not self._pairs:
-            tier = self.tiers[link.tier - 1]
-            owner = self.ranks[link.owner].node if link.per == "gpu" else link.owner
-            return tier.bandwidth * tier.factors.get(owner, 1.0)
+            return self.tiers[link.tier - 1].bandwidths[link.owner]
         if link.per == "pair":
             return self._pairs[divmod(link.owner, len(self.nodes))][0]
         return self._ways[link.owner, link.way]
+
+    def sharers(self, link: LinkId) -> int:
+        """GPUs that send or receive over a link."""
+        if link.tier == 0:
+            return 1
+        if link.per == "pair" or not self.tiers:
+            return len(self.ranks)
+        return self.tiers[link.tier - 1].sharers[link.owner]
 
     def bandwidth(self, src: int, dst: int) -> float:
         """Bytes/s of a transfer that has its route to itself."""
@@ -193,7 +201,8 @@ class Cluster:
         assert not self.file.levels
         assert not self.file.matrix
         entries = tuple(
-            replace(entry, count=count) if entry.name == name else entry for entry in self.file.nodes
+            replace(entry, count=count, hosts=None) if entry.name == name else entry
+            for entry in self.file.nodes
         )
         file = replace(self.file, nodes=entries)
         likes = (numbers[0] for numbers in self.file.node_numbers.values())
@@ -202,7 +211,7 @@ class Cluster:
             for entry, like in zip(entries, likes, strict=True)
             for copy in range(entry.count)
         )
-        return Cluster(file, nodes, ranks, _tiers(file))
+        return Cluster(file, nodes, ranks, find_tiers(file, nodes, ranks))
 
     def _devices(self, node: int) -> list[Device]:
         return [self.ranks[rank].device for rank in self.nodes[node].ranks]
@@ -230,22 +239,28 @@ class Cluster:
     def _end(self, rank: int, far: int, way: Way) -> tuple[LinkId, ...]:
         key = rank, far, way
         if key not in self._ends:
-            node = self.ranks[rank].node
             links = []
             for number, tier in enumerate(self.tiers[:far], start=1):
-                owner = {"gpu": rank, "node": node}.get(tier.per, tier.group_of[node])
-                links.append(LinkId(number, tier.per, owner, way))
+                links.append(LinkId(number, tier.per, tier.link_of[rank], way))
             self._ends[key] = tuple(links if way == "out" else reversed(links))
         return self._ends[key]
 
     def _owner_name(self, link: LinkId) -> str:
-        return self.rank_name(link.owner) if link.per == "gpu" else self.nodes[link.owner].name
+        if link.per != "card":
+            return self.rank_name(link.owner) if link.per == "gpu" else self.nodes[link.owner].name
+        tier = self.tiers[link.tier - 1]
+        first = tier.first_ranks[link.owner]
+        last = first + tier.sharers[link.owner] - 1
+        node = self.nodes[self.ranks[first].node]
+        if len(node.ranks) == tier.sharers[link.owner]:
+            return node.name
+        return self.rank_name(first) + (f"-{self.ranks[last].local}" if last > first else "")
 
 
 def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
     """The cluster of a file that passed its checks."""
     found: list[tuple[Node, Sequence[Device]]] = []
-    for entry in file.nodes:
+    for number, entry in enumerate(file.nodes):
         device = devices[entry.gpu].at_speed(entry.speed)
         if entry.memory_gb is not None:
             device = device.with_memory(entry.memory_gb)
@@ -255,12 +270,20 @@ def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
         bandwidth = (intra.bandwidth_gb_s if intra else link.bandwidth_gb_s) * GB
         given = intra.latency_us if intra else None
         latency_s = (link.latency_us if given is None else given) / MICRO
+        cards = _cards(file.networks[number], entry.gpus) if file.networks else None
         for copy in range(entry.count):
-            node = Node(f"{entry.name}-{copy}", device, range(entry.gpus), bandwidth, latency_s)
+            node = Node(f"{entry.name}-{copy}", device, range(entry.gpus), bandwidth, latency_s, cards)
             found.append((node, [device] * entry.gpus))
     nodes, ranks = _number_anew(found)
     pairs = _pairs(file, file.matrix) if file.matrix else {}
-    return Cluster(file, nodes, ranks, _tiers(file), _pairs=pairs, _ways=_ways(pairs))
+    return Cluster(file, nodes, ranks, find_tiers(file, nodes, ranks), _pairs=pairs, _ways=_ways(pairs))
+
+
+def _cards(network: NodeNetwork, gpus: int) -> Cards:
+    """A node's cards as its GPUs use them: of more cards than GPUs each GPU has its part."""
+    count = min(network.cards, gpus)
+    each = gb_s(network) * GB * network.cards / count
+    return Cards(count, each, network.latency_us / MICRO, network.fabric)
 
 
 def _host(given: NodeHost, known: Host | None, gpus: int) -> Host:
@@ -285,31 +308,6 @@ def _number_anew(
         ranks += (Rank(first + local, len(found), local, device) for local, device in enumerate(devices))
         found.append(replace(node, ranks=range(first, len(ranks))))
     return tuple(found), tuple(ranks)
-
-
-def _tiers(file: ClusterFile) -> tuple[Tier, ...]:
-    if file.network is None:
-        return ()
-    own = tuple(range(file.node_count))
-    network = file.network
-    tiers = [Tier("network", network.per, network.bandwidth_gb_s * GB, network.latency_us / MICRO, own)]
-    for level in file.levels:
-        group_of = [0] * file.node_count
-        for group, texts in enumerate(level.groups):
-            for number in (n for text in texts for n in file.find_nodes(text) or ()):
-                group_of[number] = group
-        bandwidth, latency = level.bandwidth_gb_s * GB, level.latency_us / MICRO
-        tiers.append(Tier(level.name, level.per, bandwidth, latency, tuple(group_of)))
-    return tuple(tiers)
-
-
-def _tier_without(tier: Tier, place: Mapping[int, int]) -> Tier:
-    """A tier over the nodes that are left, by their numbers before; groups keep theirs."""
-    shared = tier.per == "group"
-    factors = tier.factors if shared else {place[n]: by for n, by in tier.factors.items() if n in place}
-    is_first = all(group == node for node, group in enumerate(tier.group_of))
-    group_of = tuple(place[n] if is_first and not shared else tier.group_of[n] for n in place)
-    return replace(tier, group_of=group_of, factors=factors)
 
 
 def _pairs(file: ClusterFile, matrix: Matrix) -> dict[tuple[int, int], tuple[float, float]]:

@@ -61,7 +61,9 @@ ONLY: Mapping[str, Only] = {
     "tie_encoder_decoder": Only((False,), "an encoder", "give a decoder"),
     "add_cross_attention": Only((False,), "attention to an encoder", "set it to false"),
     "pruned_heads": Only(({},), "layers that differ in their heads", "give the model before pruning"),
-    "quantization_config": Only((), "training quantized weights", "give the config.json of the model before"),
+    "quantization_config": Only(
+        (), "training quantized weights", "give the config.json from before quantization"
+    ),
     "auto_map": Only((), "a model with code of its own", "remove it if transformers' own class computes it"),
     "use_sliding_window": Only(
         (False,), "attention in a window", "set it to false to train with full attention"
@@ -99,7 +101,15 @@ HARMLESS: Mapping[str, Sequence[str]] = {
     ),
     "what transformers returns": ("output_attentions", "output_hidden_states", "return_dict"),
     "heads of other tasks, which a causal language model lacks": (
-        *("id2label", "label2id", "_num_labels", "problem_type", "finetuning_task", "classifier_dropout"),
+        *(
+            "id2label",
+            "label2id",
+            "num_labels",
+            "_num_labels",
+            "problem_type",
+            "finetuning_task",
+            "classifier_dropout",
+        ),
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
         *("summary_first_dropout", "predict_special_tokens"),
     ),

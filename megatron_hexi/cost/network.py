@@ -25,24 +25,19 @@ class LinkTable:
         self.nodes = np.array([rank.node for rank in cluster.ranks])
         self._tiers = [np.array(tier.group_of) for tier in cluster.tiers[1:]]
         self._local_latency = np.array([node.latency_s for node in cluster.nodes])
-        self._far_latency: Floats = np.cumsum([0.0, *(tier.latency_s for tier in cluster.tiers)])
-        #: Bytes/s of each link, and whether the GPUs of a unit share it: else each has its own.
-        self._capacity, self._is_shared = np.full(1, math.inf), np.zeros(1, dtype=bool)
+        #: Seconds that crossing each tier adds, by node, [tiers, nodes].
+        self._tier_latency = np.array([tier.latencies_s for tier in cluster.tiers])
+        #: Bytes/s of each link, and how many GPUs use it.
+        self._capacity, self._sharers = np.full(1, math.inf), np.ones(1)
         #: The pair's link and latency, by sending and receiving node, where these are measured.
         self._pairs: Ints | None = None
         self._pair_latency: Floats | None = None
         gpus, local = np.arange(len(self.nodes)), [cluster.nodes[node].bandwidth for node in self.nodes]
-        ends = [self._add(gpus, np.array([local, local]), is_shared=False)]
+        ends = [self._add(gpus, np.array([local, local]))]
         if cluster.is_measured:
             ends.append(self._add_matrix(cluster))
         for tier in cluster.tiers:
-            group_of = np.array(tier.group_of)[self.nodes]
-            owners = {"gpu": gpus, "node": self.nodes}.get(tier.per, group_of)
-            capacity = np.full((2, int(owners.max()) + 1), tier.bandwidth)
-            for number_of, factor in tier.factors.items():
-                held = self.nodes == number_of if tier.per != "group" else group_of == number_of
-                capacity[:, owners[held]] *= factor  # an owner that several ranks share is scaled once
-            ends.append(self._add(owners, capacity, tier.per != "gpu"))
+            ends.append(self._add(np.array(tier.link_of), np.array([tier.bandwidths, tier.bandwidths])))
         #: Links out of each GPU and into it: inside its node, of each tier, and none, [2, tiers + 2, GPUs].
         self._ends = np.stack([*ends, 0 * ends[0]], axis=1)
         #: Places there of what a message crosses, by distance: its node's own, or one of each tier, [P, D].
@@ -78,7 +73,7 @@ class LinkTable:
             number = number + np.arange(len(sizes))[:, None, None] * (1 + int(number.max()))
         number = number.reshape(len(sizes), *links.shape)
         load = np.bincount(number.ravel(), np.broadcast_to(sizes, number.shape).ravel())
-        capacity = self._capacity[links] / np.where(self._is_shared[links], width, 1)
+        capacity = self._capacity[links] / np.minimum(self._sharers[links], width)
         busy = (load[number] / capacity).max(axis=1)
         return busy.reshape(size.shape) + self._latency(src, dst, distance)
 
@@ -98,16 +93,27 @@ class LinkTable:
     def _latency(self, src: Ints, dst: Ints, distance: Ints) -> Floats:
         a = self.nodes[src]
         if self._pair_latency is None:
-            far = self._far_latency[distance]
+            far = self._far_latency(a, self.nodes[dst], distance)
         else:
             far = self._pair_latency[a, self.nodes[dst]]
         return np.where(distance == 0, self._local_latency[a], far)
 
-    def _add(self, owners: Ints, capacity: Floats, is_shared: bool) -> Ints:
+    def _far_latency(self, a: Ints, b: Ints, distance: Ints) -> Floats:
+        """Seconds that the tiers between nodes `a` and `b` add, in each the longer of the nodes' two."""
+        if not len(self._tier_latency):
+            return np.zeros(distance.shape)
+        if (self._tier_latency == self._tier_latency[:, :1]).all():
+            return np.append(0.0, np.cumsum(self._tier_latency[:, 0]))[distance]
+        longer = np.maximum(self._tier_latency[:, a], self._tier_latency[:, b])
+        crossed = np.arange(len(longer))[:, None] < distance
+        return (longer * crossed).sum(axis=0)
+
+    def _add(self, owners: Ints, capacity: Floats) -> Ints:
         """Links out of GPUs and into them, [2, GPUs], by owner; capacities are [2, owners]."""
         first = len(self._capacity) + np.array([[0], [capacity.shape[1]]])
         self._capacity = np.concatenate([self._capacity, capacity.ravel()])
-        self._is_shared = np.append(self._is_shared, np.full(capacity.size, is_shared))
+        users = np.bincount(owners, minlength=capacity.shape[1])
+        self._sharers = np.concatenate([self._sharers, users, users])
         return first + owners
 
     def _add_matrix(self, cluster: Cluster) -> Ints:
@@ -123,9 +129,9 @@ class LinkTable:
                     pairs.append(cluster.capacity(LinkId(1, "pair", a * count + b, "out")))
                     self._pair_latency[a, b] = cluster.route(node.ranks[0], other.ranks[0]).latency_s
         self._capacity = np.append(self._capacity, pairs)
-        self._is_shared = np.append(self._is_shared, np.ones(len(pairs), dtype=bool))
+        self._sharers = np.append(self._sharers, np.full(len(pairs), math.inf))
         ways = [
             [cluster.capacity(LinkId(1, "node", number, way)) for number in range(count)]
             for way in ("out", "in")
         ]
-        return self._add(self.nodes, np.array(ways), is_shared=True)
+        return self._add(self.nodes, np.array(ways))

@@ -178,7 +178,7 @@ def _shortened(asked: _Other) -> Iterator[_Other]:
 def _enlarged(asked: _Other) -> Iterator[_Other]:
     """More nodes like those of an entry, where the file's network says how they are connected."""
     file = asked.cluster.file
-    if file.network is None or file.levels or file.matrix:
+    if not file.networks or file.fabrics or file.levels or file.matrix:
         return
     for times, entry in itertools.product(_TIMES, file.nodes):
         count = times * entry.count

@@ -13,7 +13,8 @@ from megatron_hexi.plan.kernels import KERNEL_ALIASES
 from megatron_hexi.probe.document import Measurement
 from megatron_hexi.probe.fit import bytes_per_second
 from megatron_hexi.probe.merge import Merged, merge
-from megatron_hexi.probe.network import collective_note, network_entry, round_rate
+from megatron_hexi.probe.network import collective_note, network_entry
+from megatron_hexi.probe.network_fit import round_rate
 from megatron_hexi.probe.nodes import NodeFound, device_name, find_nodes, spellable
 from megatron_hexi.probe.sizes import DIRECTIONS, MASKS
 
@@ -57,12 +58,15 @@ def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str
             "bandwidth_gb_s": round_rate(bytes_per_second(link.ports) / 1e9),
             "latency_us": round_rate(link.latency_s * 1e6),
         }
+    network, own = network_entry(nodes, measured.between)
+    for number, entry in own.items():
+        entries[number]["network"] = entry
     slow = collective_note(measured.inside)
     notes += [*([slow] if slow else []), *(f"not measured: {text}" for text in measured.skipped)]
     return {
         "name": spellable(name),
         "nodes": [entries[number] for number in range(len(nodes))],
-        **network_entry(nodes, measured.between),
+        **network,
         "devices": devices,
     }, notes
 
@@ -86,6 +90,8 @@ def _node(
     node: NodeFound, kind: str, speed: float, usable_gib: float, device: Mapping[str, Any]
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": node.name, "gpu": kind, "gpus": len(node.ranks)}
+    if node.host:
+        entry["hosts"] = node.host
     share = usable_gib / device["usable_gib"]
     if abs(share - 1) > _MEMORY_TOLERANCE:  # the usable part of a node's memory_gb is the device's
         memory_gb = device.get("memory_gb") or catalog()[kind].memory_gb

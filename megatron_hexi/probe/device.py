@@ -13,7 +13,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from megatron_hexi.doctor.machine import find_network
 from megatron_hexi.errors import HexiError
+from megatron_hexi.probe.cards import find_cards
 from megatron_hexi.probe.document import Options, RankInfo
 from megatron_hexi.runtime.kernels import select_kernel
 
@@ -52,6 +54,7 @@ def rank_info(
         capability=(gpu.major, gpu.minor) if gpu else (0, 0),
         kernels=kernels,
         versions=_versions(kernels, cuda=gpu is not None),
+        cards=find_cards(find_network().infiniband, environment) if gpu else None,
     )
 
 

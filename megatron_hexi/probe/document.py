@@ -71,6 +71,23 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Cards:
+    """A host's cards of one kind, which its ranks share.
+
+    Args:
+        fabric: ``infiniband`` or ``roce``.
+        count: how many are up.
+        gbit_s: line rate of each.
+    """
+
+    fabric: str
+    count: int
+    gbit_s: Rate
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
 class RankInfo:
     """Who a rank is; the same in every run on the same machines.
 
@@ -84,6 +101,7 @@ class RankInfo:
         capability: CUDA compute capability; 0, 0 for a CPU.
         kernels: the attention kernels that it measures, one for each that was asked for.
         versions: of what its rates depend on: torch and the packages of the kernels.
+        cards: the fastest kind of its host's; ``None``: no InfiniBand or RoCE device is up, or allowed.
     """
 
     host: str
@@ -95,6 +113,7 @@ class RankInfo:
     capability: tuple[int, int]
     kernels: tuple[str, ...]
     versions: dict[str, str]
+    cards: Cards | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 

@@ -1,4 +1,4 @@
-"""What lies between the nodes: one network where all pairs agree, a matrix where they do not."""
+"""What lies between the nodes: one network, cards by node, or a matrix, whichever tells of all pairs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.probe.document import Between, Inside, Measurement
 from megatron_hexi.probe.fit import bytes_per_second
+from megatron_hexi.probe.network_fit import agree, by_node, round_rate, same_latency
 from megatron_hexi.probe.nodes import NodeFound
 
-#: Pairs of nodes agree if their bandwidths are within this part of the median one …
-_BANDWIDTH_TOLERANCE = 0.1
-#: … and the longest latency is within this factor or time (µs) of the shortest: small messages are noisy.
-_LATENCY_FACTOR, _LATENCY_US = 2.0, 20.0
 #: Everything at once may take so much longer than its parts say before something must be shared.
 _SHARED = 1.25
 
 
-def network_entry(nodes: Sequence[NodeFound], between: Sequence[Between]) -> dict[str, Any]:
-    """``network`` or ``matrix`` of the cluster file, with its key; nothing for a single node."""
+def network_entry(
+    nodes: Sequence[NodeFound], between: Sequence[Between]
+) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """What the cluster file says between nodes, with its keys, and ``network`` of each node by its number.
+
+    One network where all pairs agree; cards by node, and fabrics, where these tell of every pair; else a
+    matrix. Nothing for a single node.
+    """
     if not between:
-        return {}
+        return {}, {}
     per = _owner(nodes, between)
     gb_s = {
         (pair.src, pair.dst): bytes_per_second(pair.all_ranks)
@@ -35,21 +38,12 @@ def network_entry(nodes: Sequence[NodeFound], between: Sequence[Between]) -> dic
         for pair in between
     }
     latency_us = {(pair.src, pair.dst): pair.latency_s * 1e6 for pair in between}
-    shortest, longest = min(latency_us.values()), max(latency_us.values())
-    spread = max(gb_s.values()) - min(gb_s.values())
-    if spread <= _BANDWIDTH_TOLERANCE * median(gb_s.values()) and (
-        longest <= _LATENCY_FACTOR * shortest or longest - shortest <= _LATENCY_US
-    ):
+    if agree(list(gb_s.values())) and same_latency(list(latency_us.values())):
         common = {"bandwidth_gb_s": round_rate(median(gb_s.values()))}
-        return {"network": common | {"latency_us": round_rate(median(latency_us.values())), "per": per}}
+        return {"network": common | {"latency_us": round_rate(median(latency_us.values())), "per": per}}, {}
     whole = {(pair.src, pair.dst): bytes_per_second(pair.all_ranks) / 1e9 for pair in between}
-    return {
-        "matrix": {
-            "nodes": [node.name for node in nodes],
-            "bandwidth_gb_s": _rows(len(nodes), whole),
-            "latency_us": _rows(len(nodes), latency_us),
-        }
-    }
+    found = by_node(nodes, whole, latency_us, {(pair.src, pair.dst): _gain(pair) for pair in between})
+    return found or (_matrix(nodes, whole, latency_us), {})
 
 
 def shared_note(measured: Measurement, cluster: Cluster) -> str | None:
@@ -78,13 +72,27 @@ def collective_note(inside: Sequence[Inside]) -> str | None:
     )
 
 
-def round_rate(value: float) -> float:
-    """Four digits: more is noise."""
-    return float(f"{value:.4g}")
-
-
 def _expected_s(link: Inside) -> float:
     return link.all_to_all.sizes[-1] / bytes_per_second(link.ports)
+
+
+def _matrix(
+    nodes: Sequence[NodeFound], whole: dict[tuple[int, int], float], latency_us: dict[tuple[int, int], float]
+) -> dict[str, Any]:
+    return {
+        "matrix": {
+            "nodes": [node.name for node in nodes],
+            "bandwidth_gb_s": _rows(len(nodes), whole),
+            "latency_us": _rows(len(nodes), latency_us),
+        }
+    }
+
+
+def _gain(pair: Between) -> float | None:
+    """How many times as much all ranks of two nodes send as one rank does."""
+    if pair.one_rank is None:
+        return None
+    return bytes_per_second(pair.all_ranks) / bytes_per_second(pair.one_rank)
 
 
 def _owner(nodes: Sequence[NodeFound], between: Sequence[Between]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_hexi.cluster import catalog
 from megatron_hexi.errors import HexiError
-from megatron_hexi.probe.document import RankInfo
+from megatron_hexi.probe.document import Cards, RankInfo
 
 #: What torch calls a GPU, and the catalogue's names for it; the memory chooses.
 _GPUS = (
@@ -44,12 +44,23 @@ _LONGEST_NAME = 64
 
 @dataclass(frozen=True)
 class NodeFound:
-    """A node: its name in the file, its ranks, what they run on."""
+    """A node: its name in the file, its ranks, what they run on.
+
+    Args:
+        name: in the file.
+        ranks: on it.
+        kind: ``cuda`` or ``cpu``.
+        gpu: what torch calls its GPUs.
+        host: its name for Slurm; empty where several nodes are on one host.
+        cards: that its host has.
+    """
 
     name: str
     ranks: range
     kind: str
     gpu: str
+    host: str = ""
+    cards: Cards | None = None
 
 
 def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
@@ -80,19 +91,23 @@ def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
                 f"{_listed([ranks[rank].local_rank for rank in found])}; "
                 "start them with one torchrun or one srun"
             )
-    names = _node_names([host for host, _ in members])
-    return tuple(
-        NodeFound(name, range(found[0], found[-1] + 1), ranks[found[0]].kind, ranks[found[0]].gpu)
-        for name, found in zip(names, members.values(), strict=True)
-    )
+    hosts = [host for host, _ in members]
+    nodes = []
+    for name, host, found in zip(_node_names(hosts), hosts, members.values(), strict=True):
+        first = ranks[found[0]]
+        alone = host if hosts.count(host) == 1 and re.fullmatch(r"[\w.-]+", host) else ""
+        held = range(found[0], found[-1] + 1)
+        nodes.append(NodeFound(name, held, first.kind, first.gpu, alone, first.cards))
+    return tuple(nodes)
 
 
 def device_name(info: RankInfo, precision: str) -> str:
     """What the file calls a GPU: the catalogue's name where it is known, else its own made spellable.
 
-    The catalogue's curves are in 16 bits: measured in fp32 a GPU gets a name of its own.
+    The catalogue's curves are in 16 bits: measured in fp32 a GPU gets a name of its own. So does a slice of a
+    GPU (MIG 3g.40gb), the largest one too, which lacks multiprocessors of the whole.
     """
-    for pattern, names in _GPUS:
+    for pattern, names in () if " MIG " in info.gpu else _GPUS:
         if info.kind == "cuda" and re.fullmatch(rf"(NVIDIA |Tesla )*{pattern}( \d+GB)?", info.gpu):
             gib = info.memory_bytes / 2**30
             for name in names:

@@ -11,7 +11,7 @@ import itertools
 import shlex
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class Agent:
     """One start of torchrun.
 
     Args:
-        node: of the cluster file.
+        node: its host, if the cluster file names it, or else its name there.
         entry: that it is one of.
         gpus: of the node, by their numbers there, ascending as ranks are.
         first_rank: of the job.
@@ -175,7 +175,8 @@ def find_agents(plan: Plan, cluster: Cluster) -> tuple[Agent, ...]:
         gpus = tuple(rank.local for rank in some)
         whole = gpus == tuple(range(len(cluster.nodes[node].ranks)))
         # As hosts are called: one node alone has no number.
-        name = entries[node].name if entries[node].count == 1 else cluster.nodes[node].name
+        usual = entries[node].name if entries[node].count == 1 else cluster.nodes[node].name
+        name = cluster.file.hosts[node] or usual
         agents.append(Agent(name, entries[node], gpus, first, whole))
         first += len(gpus)
     return tuple(agents)
@@ -245,13 +246,9 @@ def _torchrun(number: int, agents: Sequence[Agent]) -> str:
 
 
 def _sbatch(agents: Sequence[Agent], plan_path: str, cluster_path: str, model: str) -> tuple[str, ...]:
-    used = {agent.node: agent.entry for agent in agents}
-    counts = Counter(entry.name for entry in used.values())
-    gpus = {entry.name: entry.gpus for entry in used.values()}
     components = [
-        f"--partition={shlex.quote(name)} --nodes={count} --exclusive --ntasks-per-node={gpus[name]} "
-        f"--gpus-per-node={gpus[name]}"
-        for name, count in counts.items()
+        f"{where} --nodes={count} --exclusive --ntasks-per-node={gpus} --gpus-per-node={gpus}"
+        for where, count, gpus in _components(agents)
     ]
     quoted = [shlex.quote(text) for text in (plan_path, cluster_path, model)]
     settings = f"PLAN={quoted[0]} CLUSTER={quoted[1]} ARGUMENTS=job.args"
@@ -259,6 +256,25 @@ def _sbatch(agents: Sequence[Agent], plan_path: str, cluster_path: str, model: s
         f"hexi launch {quoted[0]} --cluster {quoted[1]} --model {quoted[2]} -o job.args",
         f"{settings} sbatch {' : '.join(components)} scripts/slurm/train.sbatch",
     )
+
+
+def _components(agents: Sequence[Agent]) -> Iterator[tuple[str, int, int]]:
+    """Of each component of a job where it runs, how many nodes it has, and GPUs of each.
+
+    Nodes whose hosts the cluster file names are asked for by host, those with as many GPUs together.
+    """
+    used = {agent.node: agent.entry for agent in agents}
+    named: dict[int, list[str]] = {}
+    for host, entry in used.items():
+        if entry.hosts:
+            named.setdefault(entry.gpus, []).append(host)
+    for gpus, hosts in named.items():
+        yield f"--nodelist={shlex.quote(','.join(hosts))}", len(hosts), gpus
+    others = [entry for entry in used.values() if not entry.hosts]
+    counts = Counter(entry.name for entry in others)
+    gpus_of = {entry.name: entry.gpus for entry in others}
+    for name, count in counts.items():
+        yield f"--partition={shlex.quote(name)}", count, gpus_of[name]
 
 
 def _flag_lines(flags: Sequence[str]) -> list[str]:

@@ -78,7 +78,7 @@ class Routes:
         if pair not in self._numbers:
             route = self._cluster.route(*pair)
             links = tuple(self._links.setdefault(link, len(self._links)) for link in route.links)
-            loads = tuple(1.0 if link.per == "gpu" else float(self._width) for link in route.links)
+            loads = tuple(float(min(self._cluster.sharers(link), self._width)) for link in route.links)
             self._numbers[pair] = len(self._routes)
             self._routes.append((links, loads, route.latency_s))
         return self._numbers[pair]

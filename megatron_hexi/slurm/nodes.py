@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_hexi.errors import PlatformError
 from megatron_hexi.hostlist import expand_hostlist
+from megatron_hexi.slurm.gres import gpus_of, names_gpu
 
 #: What `parse_nodes` reads: a line for each node and partition.
 SINFO = ("sinfo", "--all", "--Node", "--noheader", "--format=%N|%R|%f|%G")
@@ -30,6 +31,10 @@ class SlurmNode:
     def is_called(self, name: str) -> bool:
         """Whether a feature or a partition of it has this name."""
         return name in self.features or name in self.partitions
+
+    def has_gpus(self, gpu: str, count: int) -> bool:
+        """Whether its generic resources have so many GPUs that a cluster file may call so."""
+        return any(found >= count and names_gpu(kind, gpu) for kind, found in gpus_of(self.gres).items())
 
 
 def parse_nodes(text: str) -> dict[str, SlurmNode]:

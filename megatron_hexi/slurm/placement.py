@@ -2,10 +2,11 @@
 
 A name of the cluster file stands for
 
-1. the host of that name, as `hexi probe` writes it, where the job has it;
-2. else, where Slurm knows a host of that name, any host of the job that Slurm describes alike (the same
-   partitions, features and generic resources), because a job seldom gets the nodes that were measured;
-3. else any host of the job with a feature, or in a partition, of that name.
+1. the host that the file names (`hosts`), or that is called so, where the job has it;
+2. else, where Slurm knows that host, any host of the job that Slurm describes alike (the same partitions,
+   features and generic resources), because a job seldom gets the nodes that were measured;
+3. else any host of the job with a feature, or in a partition, of that name;
+4. else, where nothing is called so, any host of the job whose generic resources have the node's GPUs.
 
 Nodes that the plan does not use need no host. GPUs of a node are alike, so a rank has a host, not a GPU.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from megatron_hexi.cluster import Cluster, NodeEntry, cluster_digest
 from megatron_hexi.errors import ClusterError, PlanError, PlatformError
 from megatron_hexi.plan import Plan
+from megatron_hexi.slurm.gres import gpus_of
 from megatron_hexi.slurm.nodes import SlurmNode
 
 _MOST_LISTED = 8
@@ -58,7 +60,10 @@ def place(plan: Plan, cluster: Cluster, known: Mapping[str, SlurmNode], hosts: S
             f"the job has the host {unknown[0]}, which the list of Slurm's nodes lacks; give sinfo --all"
         )
     entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
-    nodes = [_Node(node.name, entry) for node, entry in zip(cluster.nodes, entries, strict=True)]
+    nodes = [
+        _Node(node.name, entry, host)
+        for node, entry, host in zip(cluster.nodes, entries, cluster.file.hosts, strict=True)
+    ]
     node_of = [cluster.ranks[gpu].node for gpu in find_gpus(plan, cluster)]
     host_of = _assign([nodes[number] for number in sorted(set(node_of))], known, hosts)
     _check_stand_ins(nodes, host_of, known)
@@ -68,14 +73,17 @@ def place(plan: Plan, cluster: Cluster, known: Mapping[str, SlurmNode], hosts: S
 
 @dataclass(frozen=True)
 class _Node:
-    """A node of the cluster file: its name, which has a number, and its entry."""
+    """A node of the cluster file: its numbered name, its entry, and its host if the file says it."""
 
     name: str
     entry: NodeEntry
+    host: str | None
 
     @property
     def host_names(self) -> tuple[str, ...]:
         """What a host may be called that is this node and no other."""
+        if self.host is not None:
+            return (self.host,)
         return (self.entry.name, self.name) if self.entry.count == 1 else (self.name,)
 
     @property
@@ -137,20 +145,27 @@ def _alike(node: _Node, known: Mapping[str, SlurmNode], hosts: Sequence[str]) ->
     named = node.named(known)
     if named is not None:
         return [host for host in hosts if known[host] == known[named]]
-    kind = node.entry.name
-    if not any(described.is_called(kind) for described in known.values()):
-        called = sorted({name for host in known.values() for name in host.features | host.partitions})
-        raise ClusterError(
-            f"the cluster file has a node {kind}, and Slurm knows no host, feature or partition {kind}; call "
-            f"nodes as its features or partitions ({_listed(called)}), or let hexi probe write the file"
-        )
-    return [host for host in hosts if known[host].is_called(kind)]
+    kind, gpu, gpus = node.entry.name, *node.hardware
+    if any(described.is_called(kind) for described in known.values()):
+        return [host for host in hosts if known[host].is_called(kind)]
+    if any(described.has_gpus(gpu, gpus) for described in known.values()):
+        return [host for host in hosts if known[host].has_gpus(gpu, gpus)]
+    called = sorted({name for host in known.values() for name in host.features | host.partitions})
+    types = sorted({type_ for host in known.values() for type_ in gpus_of(host.gres)} - {""})
+    raise ClusterError(
+        f"the cluster file has a node {kind} with {gpus} {gpu}, and Slurm knows no host, feature or "
+        f"partition {kind}, nor such GPUs (types in gres: {_listed(types) or 'none'}); name its hosts "
+        f"(hosts: h[01-06]), or call it as a feature or partition ({_listed(called)})"
+    )
 
 
 def _wanted(node: _Node, known: Mapping[str, SlurmNode]) -> str:
     named = node.named(known)
+    kind = node.entry.name
+    if named is None and any(described.is_called(kind) for described in known.values()):
+        return f"one more with the feature, or in the partition, {kind}"
     if named is None:
-        return f"one more with the feature, or in the partition, {node.entry.name}"
+        return f"one more with {node.entry.gpus} {node.entry.gpu} (--gpus-per-node=TYPE:{node.entry.gpus})"
     like = known[named]
     return (
         f"{named} (--nodelist), or one more like it (partitions {_listed(sorted(like.partitions))}; features "
@@ -176,7 +191,8 @@ def _check_stand_ins(
                 raise PlatformError(
                     f"Slurm describes {node.name} and {other.name} alike, the cluster file has "
                     f"{node.entry.gpus} {node.entry.gpu} on the one and {gpus} {gpu} on the other, so {host} "
-                    "may be either; ask for the hosts by name (--nodelist), or let features tell them apart"
+                    "may be either; name each node's hosts in the file (hosts: h[01-06]), or let features "
+                    "tell them apart"
                 )
 
 

@@ -45,17 +45,22 @@ def _check_links(cluster: Cluster, source: YamlFile) -> None:
     instead = "describe the nodes' links by network, or take --links off"
     if file.matrix is not None:
         refuse(source, ("matrix",), "cannot be emulated: a node has one link here, as wide to all", instead)
-    if file.levels:
-        refuse(source, ("levels",), "cannot be emulated: nodes hang on one switch here", instead)
-    several = any(entry.gpus > 1 for entry in file.nodes)
-    if file.network is not None and file.network.per == "gpu" and several:
-        problem = "= gpu cannot be emulated: the GPUs of a node share its link here"
-        refuse(source, ("network", "per"), problem, "write per: node, or give each node one GPU")
-    if not cluster.tiers:
-        return
-    network = cluster.tiers[0].bandwidth
+    for field in ("fabrics", "levels"):
+        if getattr(file, field):
+            refuse(source, (field,), "cannot be emulated: nodes hang on one switch here", instead)
     for number, entry in enumerate(file.nodes):
         node = cluster.nodes[file.node_numbers[entry.name].start]
+        if node.cards is None:
+            return
+        if node.cards.count > 1:
+            if entry.network is not None:
+                problem = (
+                    f"= {entry.network.cards} cannot be emulated: the GPUs of a node share its link here"
+                )
+                refuse(source, ("nodes", number, "network", "cards"), problem, "write cards: 1")
+            problem = "= gpu cannot be emulated: the GPUs of a node share its link here"
+            refuse(source, ("network", "per"), problem, "write per: node, or give each node one GPU")
+        network = node.cards.bandwidth
         if entry.gpus > 1 and node.bandwidth < network:
             problem = (
                 f"has {node.bandwidth / 1e9:g} GB/s inside and {network / 1e9:g} outside: not emulated, what "

@@ -68,9 +68,9 @@ def build_network(cluster: Cluster) -> None:
         _add_cable((name, "uplink"), (_SWITCH, f"node{number}"))
         _join_bridge(name, "uplink")
         _join_bridge(_SWITCH, f"node{number}")
-        if cluster.tiers:
-            _cap(name, "uplink", cluster.tiers[0].bandwidth)
-            _cap(_SWITCH, f"node{number}", cluster.tiers[0].bandwidth)
+        if node.cards is not None:
+            _cap(name, "uplink", node.cards.bandwidth)
+            _cap(_SWITCH, f"node{number}", node.cards.bandwidth)
         for rank in node.ranks:
             _add_rank(cluster, rank)
             if len(node.ranks) > 1:
@@ -93,8 +93,8 @@ def _add_rank(cluster: Cluster, rank: int) -> None:
     run(ip, "link", "set", "eth0", "gso_max_size", str(_SEGMENT_BYTES))
     run(ip, "addr", "add", f"{address}/16", "dev", "eth0")
     run(ip, "link", "set", "eth0", "up")
-    inside = cluster.nodes[cluster.ranks[rank].node].bandwidth
-    outside = cluster.tiers[0].bandwidth if cluster.tiers else inside
+    own = cluster.nodes[cluster.ranks[rank].node]
+    inside, outside = own.bandwidth, own.cards.bandwidth if own.cards else own.bandwidth
     node = f"10.77.{cluster.ranks[rank].node}.0/24"
     for change, subnet, bandwidth in (("change", "10.77.0.0/16", outside), ("add", node, inside)):
         route = (subnet, "dev", "eth0", "proto", "kernel", "scope", "link", "src", address)

@@ -275,7 +275,7 @@ def test_half_precision_stays_and_is_loaded_into_single(forks, tmp_path):
     ("change", "said"),
     [
         ({"model_type": "mixtral"}, "model_type"),
-        ({"model_type": "mistral"}, "sliding_window"),
+        ({"model_type": "mistral", "architectures": None}, "sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"num_local_experts": 8}, "mixture of experts"),

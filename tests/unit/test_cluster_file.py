@@ -47,6 +47,15 @@ levels:
 - {name: site, groups: [[a, b]], bandwidth_gb_s: 10, latency_us: 1000}
 """
 
+FABRICS = """\
+name: fleet
+nodes:
+- {name: h, count: 2, gpu: H100-SXM-80GB, gpus: 8, network: {cards: 8, gbit_s: 400, fabric: infiniband}}
+- {name: l, gpu: L40S-48GB, gpus: 4, network: {gbit_s: 100, fabric: roce}}
+fabrics:
+- {meet: [infiniband, roce], gbit_s: 100, per: node}
+"""
+
 DEVICE = """
 devices:
   H100-SXM-80GB:
@@ -68,15 +77,15 @@ def test_the_design_s_example_reads_as_it_stands(write):
     cluster = read_cluster(write(GOOD))
     assert (cluster.name, len(cluster.ranks), len(cluster.nodes)) == ("mixed-16", 16, 2)
     assert [cluster.ranks[rank].device.name for rank in (7, 8)] == ["H100-SXM-80GB", "A100-SXM-80GB"]
-    assert (cluster.tiers[0].per, cluster.tiers[0].bandwidth) == ("node", 25e9)
+    assert (cluster.tiers[0].per, cluster.tiers[0].bandwidths) == ("node", (25e9, 25e9))
 
 
-@pytest.mark.parametrize(("text", "ranks"), [(MATRIX, 6), (LEVELS, 40), (GOOD + DEVICE, 16)])
+@pytest.mark.parametrize(("text", "ranks"), [(MATRIX, 6), (LEVELS, 40), (GOOD + DEVICE, 16), (FABRICS, 20)])
 def test_other_good_files(write, text, ranks):
     assert len(read_cluster(write(text)).ranks) == ranks
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("mixed-16", 16), ("mixed-32", 32)])
+@pytest.mark.parametrize(("name", "ranks"), [("mixed-16", 16), ("mixed-32", 32), ("fleet-96", 96)])
 def test_the_examples_are_good(name, ranks):
     cluster = read_cluster(EXAMPLES / f"{name}.yaml")
     assert (cluster.name, len(cluster.ranks)) == (name, ranks)
@@ -131,7 +140,13 @@ def test_host_memory_is_the_nodes_or_the_catalogue_s(write):
 def test_the_digest_is_of_what_the_file_says(write):
     digest = cluster_digest(read_cluster(write(GOOD)))
     assert re.fullmatch("[0-9a-f]{64}", digest)
-    for same in (GOOD.replace("mixed-16", "renamed"), GOOD.replace("count: 1, ", ""), GOOD + "levels: []\n"):
+    same_machines = (
+        GOOD.replace("mixed-16", "renamed"),
+        GOOD.replace("count: 1, ", ""),
+        GOOD.replace("count: 1", "hosts: h1", 1),
+        GOOD + "levels: []\nfabrics: []\n",
+    )
+    for same in same_machines:
         assert cluster_digest(read_cluster(write(same))) == digest
     for other in (GOOD.replace("25", "26"), GOOD.replace("gpus: 8}\nn", "gpus: 4}\nn"), GOOD + DEVICE):
         assert cluster_digest(read_cluster(write(other))) != digest
@@ -301,6 +316,60 @@ BROKEN = {
     "matrix and network": (
         MATRIX + "network: {bandwidth_gb_s: 25}\n",
         ":15: network stands beside a measured matrix; ",
+    ),
+    "card without a rate": (
+        broken(FABRICS, "gbit_s: 400, ", ""),
+        ":3: nodes[0].network has neither gbit_s nor bandwidth_gb_s; give the line rate (gbit_s: 400)",
+    ),
+    "card with two rates": (
+        broken(FABRICS, "gbit_s: 400", "gbit_s: 400, bandwidth_gb_s: 48"),
+        ":3: nodes[0].network has both gbit_s and bandwidth_gb_s; ",
+    ),
+    "no card": (broken(FABRICS, "cards: 8", "cards: 0"), ":3: nodes[0].network.cards = 0 is too small"),
+    "node without a network": (
+        broken(FABRICS, ", network: {gbit_s: 100, fabric: roce}", ""),
+        ":4: nodes[1].network is missing: nothing says how l reaches other nodes; add it: {cards: …, gbit_s",
+    ),
+    "fabrics that do not meet": (
+        FABRICS.partition("fabrics:")[0],
+        "fabrics is missing: nodes in infiniband and roce cannot reach each other; add how they meet: [{meet",
+    ),
+    "fabrics of which one is left": (
+        broken(FABRICS, "fabrics:", "- {name: e, gpu: T4-16GB, gpus: 1, network: {gbit_s: 1}}\nfabrics:"),
+        ":7: fabrics leave nodes apart: nodes in infiniband and network cannot reach each other; add how",
+    ),
+    "unknown fabric": (
+        broken(FABRICS, "[infiniband, roce]", "[infiniband, ethernet]"),
+        ":6: fabrics[0].meet[1] = 'ethernet' is no node's fabric; nodes have infiniband, roce",
+    ),
+    "fabrics joined again": (
+        FABRICS + "- {gbit_s: 10}\n",
+        ":7: fabrics[1] joins fabrics that an earlier entry joined; remove it",
+    ),
+    "fabrics of one": (
+        broken(FABRICS, "fabric: roce", "fabric: infiniband").replace("meet: [infiniband, roce], ", ""),
+        "fabrics join nothing: all nodes are in one fabric; remove them",
+    ),
+    "fabrics without a rate": (broken(FABRICS, "gbit_s: 100, per", "per"), ":6: fabrics[0] has neither"),
+    "fabrics and levels": (
+        FABRICS + "levels: [{name: rack, groups: [[h, l]], bandwidth_gb_s: 9}]\n",
+        "levels stand beside several fabrics (infiniband, roce); describe fabrics as the first level",
+    ),
+    "matrix and cards": (
+        broken(MATRIX, "gpus: 2}", "gpus: 2, network: {gbit_s: 1}}"),
+        ":3: nodes[0].network stands beside a measured matrix; ",
+    ),
+    "no list of hosts": (
+        broken(LEVELS, "count: 4", "hosts: 'h[01-'"),
+        ":3: nodes[0].hosts = 'h[01-' is no list of hosts; write it as Slurm does: h[01-06], or h01,h02",
+    ),
+    "host twice": (
+        broken(LEVELS, "count: 4", "hosts: 'h[1-4]'").replace("{name: b,", "{name: b, hosts: h2,"),
+        ":4: nodes[1].hosts = 'h2' names h2 again, which nodes[0] has; name each host once",
+    ),
+    "hosts and count": (
+        broken(LEVELS, "count: 4", "count: 3, hosts: 'h[1-4]'"),
+        ":3: nodes[0].hosts = 'h[1-4]' names 4 hosts for count: 3; leave count out, or correct",
     ),
     "curve without source": (
         GOOD + broken(DEVICE, ", source: probe", ""),

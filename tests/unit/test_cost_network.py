@@ -20,6 +20,7 @@ from megatron_hexi.cost.rings import Rings
 from megatron_hexi.plan import Group, Member, Workload
 from megatron_hexi.yaml_file import YamlFile
 from tests.support.costs import cluster, tiny_job
+from tests.support.fleets import read_text
 from tests.support.plans import examples, one_replica
 
 GB = 1e9
@@ -94,7 +95,20 @@ MATRIX = {
 }
 
 
+#: Nodes with cards of their own, in two fabrics: a has one for each GPU, b two for three GPUs, c one.
+CARDS = """\
+name: cards
+nodes:
+- {name: a, gpu: A100-SXM-80GB, gpus: 2, network: {cards: 2, gbit_s: 80, latency_us: 3}}
+- {name: b, gpu: A100-SXM-80GB, gpus: 3, network: {cards: 2, bandwidth_gb_s: 4, latency_us: 9}}
+- {name: c, gpu: A100-SXM-80GB, gpus: 1, network: {gbit_s: 8, fabric: roce}}
+fabrics: [{meet: [network, roce], gbit_s: 4, per: PER, latency_us: 7}]
+"""
+
+
 def cluster_of_three(kind):
+    if kind.startswith("cards"):
+        return read_text(CARDS.replace("PER", kind.partition(" ")[2]))
     if kind == "matrix":
         return cluster_from_yaml(YamlFile(Path("matrix.yaml"), MATRIX, {}))
     nodes = [("a", "PLAIN", 2), ("b", "DOUBLE", 3), ("c", "PLAIN", 1)]
@@ -108,7 +122,10 @@ MESSAGES = st.lists(
 )
 
 
-@given(st.sampled_from(["gpu", "node", "matrix"]), MESSAGES)
+KINDS = ["gpu", "node", "matrix", "cards node", "cards gpu", "cards fabric"]
+
+
+@given(st.sampled_from(KINDS), MESSAGES)
 @examples(150)
 def test_as_the_cluster_s_own_routes_and_capacities_say(kind, messages):
     known = cluster_of_three(kind)

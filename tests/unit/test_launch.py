@@ -11,7 +11,7 @@ from megatron_hexi.cost import constant_flags, model_flags, presets
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Workload, proportional_plan, write_plan
-from megatron_hexi.report.launch import find_agents, megatron_flags
+from megatron_hexi.report.launch import find_agents, launch_lines, megatron_flags
 from tests.support.shell import call_hexi
 
 CLUSTER = """\
@@ -198,6 +198,29 @@ def test_what_unequal_replicas_do_not_train_with_is_refused(option):
     plan = proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]], [[1]]])
     with pytest.raises(HexiError, match=r"does not work with unequal replicas: .*--data-parallel-size N"):
         _typed(plan, *option.split(), "--global-batch-size", "2")
+
+
+def test_hosts_in_the_file_are_asked_for_by_name(tmp_path):
+    """Those with as many GPUs are one component; nodes without hosts are asked for by partition."""
+    hosts = CLUSTER.replace("count: 2", "hosts: 'gpu[07-08]'").replace("gpus: 1}", "gpus: 1, hosts: old1}")
+    (tmp_path / "cluster.yaml").write_text(
+        hosts.replace(
+            "network:",
+            "- {name: big, gpu: H100-SXM-80GB, gpus: 3, hosts: gpu11}\n"
+            "- {name: part, gpu: T4-16GB, gpus: 2}\nnetwork:",
+        )
+    )
+    cluster = read_cluster(tmp_path / "cluster.yaml")
+    plan = proportional_plan(Workload(64, 4, 4, 16), [[[1] * 12]])
+    lines = launch_lines(plan, cluster, [], plan_path="p", cluster_path="c", model="m")
+    assert [node for node, _ in lines.torchrun] == ["gpu07", "gpu08", "old1", "gpu11", "part"]
+    assert "--master-addr=gpu07" in lines.torchrun[0][1]
+    asked = lines.sbatch[1].partition("sbatch ")[2].removesuffix(" scripts/slurm/train.sbatch").split(" : ")
+    assert asked == [
+        "--nodelist=gpu07,gpu08,gpu11 --nodes=3 --exclusive --ntasks-per-node=3 --gpus-per-node=3",
+        "--nodelist=old1 --nodes=1 --exclusive --ntasks-per-node=1 --gpus-per-node=1",
+        "--partition=part --nodes=1 --exclusive --ntasks-per-node=2 --gpus-per-node=2",
+    ]
 
 
 def test_what_the_plan_sets_is_not_typed_and_own_flags_stand():

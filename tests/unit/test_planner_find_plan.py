@@ -172,6 +172,36 @@ def test_gpus_that_would_only_cost_time_are_left_out_and_said():
     assert any("left out" in note for note in planned.notes)
 
 
+#: Two kinds of nodes; NETWORK, and what each node says of its cards, are filled in.
+CARDS = """\
+name: cards
+nodes:
+- {name: fast, count: 2, gpu: H100-SXM-80GB, gpus: 4OWN}
+- {name: slow, gpu: A100-SXM-80GB, gpus: 4OWN}
+"""
+
+
+@pytest.mark.parametrize(("per", "cards"), [("gpu", 4), ("node", 1)])
+def test_cards_at_each_node_are_planned_as_one_network_that_says_the_same(per, cards):
+    common = CARDS.replace("OWN", "") + f"network: {{bandwidth_gb_s: 12.5, per: {per}}}\n"
+    own = CARDS.replace("OWN", f", network: {{cards: {cards}, gbit_s: 100}}")
+    job = Job(model=read_model("gpt-3b"), seq_length=32768, global_batch_size=8)
+    first, second = (find_plan(Request(job), read_text(text)) for text in (common, own))
+    assert replace(first.plan, provenance=None) == replace(second.plan, provenance=None)
+    assert first.cost.iteration_s == second.cost.iteration_s
+
+
+def test_thinner_cards_cost_time():
+    """Half of a node's GPUs on each of two cards, or all on one that is slow."""
+    wide, thin = (
+        find_plan(
+            Request(tiny_job(seq_length=2**16)), read_text(CARDS.replace("OWN", f", network: {{{cards}}}"))
+        )
+        for cards in ("cards: 2, gbit_s: 400", "cards: 1, gbit_s: 1")
+    )
+    assert wide.cost.iteration_s < thin.cost.iteration_s
+
+
 def test_gpus_that_make_no_unit_are_named():
     request = Request(tiny_job(tensor_parallel=2), frozenset(["tensor_parallel"]))
     planned = find_plan(request, cluster([("a", "PLAIN", 3)]))

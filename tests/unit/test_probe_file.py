@@ -68,6 +68,35 @@ def test_an_unknown_device_is_written_in_full(tmp_path):
     assert any("b runs at 0.5" in note for note in notes)
 
 
+def test_hosts_are_written_so_that_slurm_can_be_asked_for_them(tmp_path):
+    cluster, _ = written(tmp_path, four_ranks())
+    assert cluster.file.hosts == ("a", "b")
+
+
+def test_cards_of_each_node_are_written_and_read(tmp_path):
+    """A third node with a thinner card: every pair is told by the nodes' own networks, without a matrix."""
+    ranks = [rank_of(host=host, local_rank=local) for host in "abc" for local in (0, 1)]
+    way = [4.0, 4.0, 0.5]
+    between = tuple(
+        Between(
+            a,
+            b,
+            transfer(min(way[a], way[b])),
+            transfer(min(way[a], way[b]) / (1 if 2 in (a, b) else 2)),
+            5e-5,
+        )
+        for a, b in itertools.permutations(range(3), 2)
+    )
+    inside = tuple(Inside(n, transfer(9), transfer(9), transfer(9), 20e-6) for n in range(3))
+    measured = measurement(ranks, [0.1] * 6, inside=inside, between=between, together=transfer(0.5 / 8))
+    cluster, notes = written(tmp_path, measured)
+    assert cluster.file.matrix is None
+    assert cluster.file.network is None
+    assert [node.cards.count for node in cluster.nodes] == [2, 2, 1]
+    assert [cluster.bandwidth(0, dst) for dst in (2, 3, 4)] == pytest.approx([2e9, 2e9, 0.5e9], rel=1e-3)
+    assert any(note.startswith("all nodes at once take 1.00 times") for note in notes)
+
+
 def test_the_cost_model_arrives_at_the_memory_bandwidth_that_was_measured(tmp_path):
     cluster, _ = written(tmp_path, four_ranks())
     job = Job(model=read_model("gpt-3b"), seq_length=4096, precision="fp32")

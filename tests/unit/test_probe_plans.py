@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cluster import catalog
+from megatron_hexi.doctor.facts import InfinibandPort
 from megatron_hexi.errors import HexiError
-from megatron_hexi.probe.document import Between, Inside, Options, Series, Transfer
+from megatron_hexi.probe.cards import find_cards
+from megatron_hexi.probe.document import Between, Cards, Inside, Options, Series, Transfer
 from megatron_hexi.probe.fit import bytes_per_second
 from megatron_hexi.probe.merge import merge
 from megatron_hexi.probe.network import collective_note, network_entry
@@ -164,6 +166,14 @@ def test_every_gpu_of_the_catalogue_can_be_recognised():
         ("NVIDIA H20", 95, "NVIDIA-H20"),
         ("NVIDIA A100-SXM4-80GB", 19, "NVIDIA-A100-SXM4-80GB"),  # a part of one
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 79, "NVIDIA-H100-80GB-HBM3-MIG-1g-10gb"),
+        ("NVIDIA H100 80GB HBM3 MIG 7g.80gb", 79, "NVIDIA-H100-80GB-HBM3-MIG-7g-80gb"),
+        ("NVIDIA H100 PCIe MIG 7g.80gb", 79, "NVIDIA-H100-PCIe-MIG-7g-80gb"),
+        ("NVIDIA H200 MIG 7g.141gb", 139, "NVIDIA-H200-MIG-7g-141gb"),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 39, "NVIDIA-A100-SXM4-80GB-MIG-3g-40gb"),
+        ("NVIDIA A100-SXM4-80GB MIG 7g.80gb", 79, "NVIDIA-A100-SXM4-80GB-MIG-7g-80gb"),
+        ("NVIDIA A100-SXM4-40GB MIG 7g.40gb", 39, "NVIDIA-A100-SXM4-40GB-MIG-7g-40gb"),
+        ("NVIDIA A100 80GB PCIe MIG 3g.40gb", 39, "NVIDIA-A100-80GB-PCIe-MIG-3g-40gb"),
+        ("NVIDIA A800-SXM4-80GB MIG 7g.80gb", 79, "NVIDIA-A800-SXM4-80GB-MIG-7g-80gb"),
     ],
 )
 def test_other_gpus_get_a_name_of_their_own(gpu, gib, name):
@@ -220,32 +230,111 @@ def _between(nodes, gb_s, one_gb_s=None, latency_us=10.0):
 def test_equal_pairs_are_one_network_of_shared_links():
     nodes = _nodes(8, 8, 4)
     found = network_entry(nodes, _between(nodes, lambda a, b: 25 + (a - b) / 4, one_gb_s=24))
-    assert found == {"network": {"bandwidth_gb_s": 25.0, "latency_us": 10.0, "per": "node"}}
+    assert found == ({"network": {"bandwidth_gb_s": 25.0, "latency_us": 10.0, "per": "node"}}, {})
 
 
 def test_cards_of_their_own_show_when_all_ranks_send():
     nodes = _nodes(8, 8)
-    found = network_entry(nodes, _between(nodes, 198, one_gb_s=25))
+    found, _ = network_entry(nodes, _between(nodes, 198, one_gb_s=25))
     assert found["network"]["per"] == "gpu"
     assert found["network"]["bandwidth_gb_s"] == pytest.approx(198 / 8)
 
 
-def test_unequal_pairs_are_a_matrix_of_whole_nodes():
-    nodes = _nodes(2, 2, 2)
-    found = network_entry(nodes, _between(nodes, lambda a, b: 10 if 2 in (a, b) else 100, one_gb_s=5))
-    assert found["matrix"]["nodes"] == ["n0", "n1", "n2"]
-    for row, rates in enumerate(found["matrix"]["bandwidth_gb_s"]):
-        expected = [0 if row == c else 10 if 2 in (row, c) else 100 for c in range(3)]
-        assert rates == pytest.approx(expected, rel=1e-3)
+def test_pairs_that_nothing_explains_are_a_matrix_of_whole_nodes():
+    nodes = _nodes(2, 2, 2, 2)
+    rates = {(0, 1): 100, (2, 3): 100, (0, 2): 10, (1, 3): 40, (0, 3): 20, (1, 2): 20}
+    found, own = network_entry(nodes, _between(nodes, lambda a, b: rates[min(a, b), max(a, b)], one_gb_s=5))
+    assert found["matrix"]["nodes"] == ["n0", "n1", "n2", "n3"]
+    assert own == {}
+    for row, measured in enumerate(found["matrix"]["bandwidth_gb_s"]):
+        expected = [0 if row == c else rates[min(row, c), max(row, c)] for c in range(4)]
+        assert measured == pytest.approx(expected, rel=1e-3)
 
 
-def test_latencies_that_differ_make_a_matrix_too():
+def test_nodes_with_other_cards_have_networks_of_their_own():
+    """Eight cards, four, and one; a pair has what the node with less has."""
+    nodes = [dataclasses.replace(node, host=node.name) for node in _nodes(8, 8, 8, 8, 4)]
+    way, cards = [400, 400, 100, 100, 12.5], [8, 8, 4, 4, 1]
+    pairs = [
+        Between(a, b, transfer(min(way[a], way[b])), transfer(min(way[n] / cards[n] for n in (a, b))), 10e-6)
+        for a, b in itertools.permutations(range(5), 2)
+    ]
+    found, own = network_entry(nodes, pairs)
+    assert found == {}
+    assert [(one["cards"], one["bandwidth_gb_s"]) for one in own.values()] == [
+        (8, 50.0),
+        (8, 50.0),
+        (4, 25.0),
+        (4, 25.0),
+        (1, 12.5),
+    ]
+    assert {one["fabric"] for one in own.values()} == {"network"}
+
+
+def _two_fabrics():
+    """Two nodes with InfiniBand, two with RoCE, and 5 GB/s between, 40 µs longer."""
+    hosts = [Cards("infiniband", 2, 400.0)] * 2 + [Cards("roce", 1, 100.0)] * 2
+    nodes = [
+        dataclasses.replace(node, cards=cards) for node, cards in zip(_nodes(2, 2, 2, 2), hosts, strict=True)
+    ]
+    way = [90, 90, 12, 12]
+    return nodes, [
+        Between(a, b, transfer(min(way[a], way[b])), None, 10e-6)
+        if (a < 2) == (b < 2)
+        else Between(a, b, transfer(5), None, 50e-6)
+        for a, b in itertools.permutations(range(4), 2)
+    ]
+
+
+def test_fabrics_that_meet_over_a_slower_network():
+    found, own = network_entry(*_two_fabrics())
+    assert found == {"fabrics": [{"bandwidth_gb_s": 5.0, "per": "node", "latency_us": pytest.approx(40)}]}
+    assert own[0] == {"cards": 2, "bandwidth_gb_s": 45.0, "latency_us": 10.0, "fabric": "infiniband"}
+    assert own[3] == {"cards": 1, "bandwidth_gb_s": 12.0, "latency_us": 10.0, "fabric": "roce"}
+
+
+def test_fabrics_whose_pairs_differ_are_a_matrix():
+    nodes, pairs = _two_fabrics()
+    pairs = [
+        dataclasses.replace(pair, all_ranks=transfer(2)) if (pair.src, pair.dst) == (0, 3) else pair
+        for pair in pairs
+    ]
+    assert "matrix" in network_entry(nodes, pairs)[0]
+
+
+def test_latencies_that_differ_by_node_are_the_node_s():
     nodes = _nodes(1, 1, 1)
     pairs = [
         dataclasses.replace(pair, latency_s=500e-6 if 2 in (pair.src, pair.dst) else 10e-6)
         for pair in _between(nodes, 10)
     ]
-    assert "matrix" in network_entry(nodes, pairs)
+    found, own = network_entry(nodes, pairs)
+    assert found == {}
+    assert [one["latency_us"] for one in own.values()] == [10, 10, 500]
+
+
+def _port(rate, state="ACTIVE", layer="InfiniBand"):
+    return InfinibandPort("mlx5_0", 1, state, rate, layer)
+
+
+@pytest.mark.parametrize(
+    ("ports", "environment", "found"),
+    [
+        ([_port("400 Gb/sec (4X NDR)")] * 8, {}, Cards("infiniband", 8, 400.0)),
+        ([_port("100 Gb/sec (4X EDR)", layer="Ethernet")] * 2, {}, Cards("roce", 2, 100.0)),
+        (
+            [_port("25 Gb/sec", layer="Ethernet")] * 4 + [_port("200 Gb/sec")] * 2,
+            {},
+            Cards("infiniband", 2, 200.0),
+        ),
+        ([_port("400 Gb/sec"), _port("400 Gb/sec", "DOWN")], {}, Cards("infiniband", 1, 400.0)),
+        ([_port("400 Gb/sec")], {"NCCL_IB_DISABLE": "1"}, None),
+        ([_port("", "unknown", "")], {}, None),
+        ([], {}, None),
+    ],
+)
+def test_cards_are_those_that_the_kernel_shows_as_up(ports, environment, found):
+    assert find_cards(ports, environment) == found
 
 
 def test_a_slow_all_to_all_is_named():

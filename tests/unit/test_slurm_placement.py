@@ -11,10 +11,11 @@ from random import Random
 import pytest
 from hypothesis import given
 
-from megatron_hexi.cluster import cluster_digest
+from megatron_hexi.cluster import catalog, cluster_digest
 from megatron_hexi.errors import ClusterError, PlanError, PlatformError
 from megatron_hexi.plan import Provenance, Workload, proportional_plan, write_plan
 from megatron_hexi.slurm import allocated_hosts, parse_nodes, place
+from megatron_hexi.slurm.gres import gpus_of, names_gpu
 from tests.support.fleets import read_text
 from tests.support.plans import RANDOMS, examples
 from tests.support.shell import call_hexi, is_one_error_line
@@ -145,8 +146,103 @@ def test_too_few_hosts_are_refused_with_what_is_missing():
 
 
 def test_names_that_slurm_does_not_know_are_refused():
-    with pytest.raises(ClusterError, match=r"no host, feature or partition b200; .*a100, all, h100, nvlink"):
+    with pytest.raises(ClusterError, match=r"no host, feature or partition b200, .*a100, all, h100, nvlink"):
         place(plan_for(8), cluster(f"b200 {H100} 1"), NODES, ["h1"])
+
+
+#: A site with one partition, no features, and types of GPUs in its generic resources only, in any order.
+GRES = """\
+gpu01|gpu|(null)|gpu:nvidia_h100_80gb_hbm3:4(S:0-1)
+gpu02|gpu|(null)|nvme:1,gpu:a100:4(S:0,1),shard:8
+gpu03|gpu|(null)|gpu:l40s:4
+gpu04|gpu|(null)|gpu:a100_3g.40gb:8,gpu:a100:2
+gpu05|gpu|(null)|gpu:H100:4(IDX:0-3)
+"""
+
+
+def test_gpus_are_found_by_their_type_in_gres():
+    known = parse_nodes(GRES)
+    machines = cluster(f"a {A100} 1", f"h {H100} 2", "l L40S-48GB 1", per_node=4)
+    hosts = ["gpu05", "gpu04", "gpu03", "gpu02", "gpu01"]
+    placed = place(plan_for(16), machines, known, hosts)
+    assert placed.nodes == {"a-0": "gpu02", "h-0": "gpu05", "h-1": "gpu01", "l-0": "gpu03"}
+    assert placed.idle == ("gpu04",)
+
+
+def test_the_reported_site(job, monkeypatch, capsys):
+    """Nodes called h100 and a100, which are neither features nor partitions."""
+    nodes = "gpu01|gpu|(null)|gpu:h100:2(S:0-1)\ngpu02|gpu|(null)|gpu:a100:2(S:0-1)\n"
+    monkeypatch.delenv("SLURM_HET_SIZE")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[01-02]")
+    monkeypatch.setattr("sys.stdin", io.StringIO(nodes))
+    result = call_hexi(monkeypatch, capsys, WORDS)
+    assert (result.code, result.out) == (0, "h100-0 is gpu01: 1 rank\na100-0 is gpu02: 2 ranks\n")
+
+
+def test_a_job_without_such_gpus_is_refused():
+    known = parse_nodes(GRES)
+    with pytest.raises(
+        PlatformError, match=r"ask sbatch for one more with 4 L40S-48GB \(--gpus-per-node=TYPE:4"
+    ):
+        place(plan_for(4), cluster("l L40S-48GB 1", per_node=4), known, ["gpu01"])
+    with pytest.raises(
+        ClusterError, match=r"a node t with 4 T4-16GB, .*types in gres: a100, a100_3g.40gb, h100, l"
+    ):
+        place(plan_for(4), cluster("t T4-16GB 1", per_node=4), known, ["gpu01"])
+
+
+def test_hosts_that_the_file_names_are_the_nodes():
+    """Whatever features say; another host that Slurm describes alike stands in where the job lacks one."""
+    machines = read_text(
+        f"name: ours\nnodes:\n- {{name: new, gpu: {H100}, gpus: 8, hosts: 'h[2,1]'}}\n"
+        f"- {{name: h100, gpu: {A100}, gpus: 8, hosts: a1}}\nnetwork: {{bandwidth_gb_s: 25}}\n"
+    )
+    assert [node.name for node in machines.nodes] == ["new-0", "new-1", "h100-0"]
+    placed = place(plan_for(24), machines, NODES, ["a2", "h1", "h2"])
+    assert placed.nodes == {"new-0": "h2", "new-1": "h1", "h100-0": "a2"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus"),
+    [
+        ("h100", {"H100-SXM-80GB", "H100-SXM-96GB", "H100-PCIe-80GB", "H100-NVL-94GB"}),
+        ("nvidia_h100_80gb_hbm3", {"H100-SXM-80GB"}),
+        ("nvidia_h100_pcie", {"H100-PCIe-80GB"}),
+        ("a100-sxm4-40gb", {"A100-SXM-40GB"}),
+        ("nvidia_a100_80gb_pcie", {"A100-PCIe-80GB"}),
+        ("l40", {"L40-48GB"}),
+        ("nvidia_l40s", {"L40S-48GB"}),
+        ("rtx_a6000", {"A6000-48GB"}),
+        ("nvidia_geforce_rtx_3080_ti", {"RTX3080Ti-12GB"}),
+        ("titan_rtx", {"TitanRTX-24GB"}),
+        ("tesla_v100-sxm2-32gb", {"V100-SXM2-32GB"}),
+        ("nvidia_gh200_480gb", {"GH200-96GB"}),
+        ("a100_3g.40gb", {"A100-SXM4-80GB-MIG-3g-40gb"}),
+        ("a100_7g.80gb", set()),
+        ("3g.40gb", set()),
+        ("", set()),
+    ],
+)
+def test_types_of_gres_name_gpus(kind, gpus):
+    names = [*catalog(), "A100-SXM4-80GB-MIG-3g-40gb"]
+    assert {gpu for gpu in names if names_gpu(kind, gpu)} == gpus
+
+
+@pytest.mark.parametrize(
+    ("gres", "found"),
+    [
+        ("gpu:h100:4(S:0-1)", {"h100": 4}),
+        ("gpu:8(S:0-1)", {"": 8}),
+        ("gpu", {"": 1}),
+        ("(null)", {}),
+        ("gres/gpu:L40S:4", {"l40s": 4}),
+        ("craynetwork:4,gpu:a100:2(S:0,1),gpu:a100:2,gpu:a100_3g.20gb:4", {"a100": 4, "a100_3g.20gb": 4}),
+        ("gpu:h100:no_consume:2", {"h100": 2}),
+        ("gpu_mem:80,mps:400,shard:a100:8", {}),
+    ],
+)
+def test_gres_is_read(gres, found):
+    assert gpus_of(gres) == found
 
 
 def test_nodes_of_two_kinds_that_slurm_describes_alike_are_not_guessed():

@@ -185,6 +185,90 @@ def test_measured_domains_join_the_fastest_first(measured):
     assert domains[2].parts == ((0, 1, 2, 3, 4, 5),)
 
 
+def mixed(**more):
+    """Nodes with eight cards, with four for eight GPUs, and with one; the last in a fabric of its own."""
+    each = {"cards": 8, "gbit_s": 400}, {"cards": 4, "gbit_s": 200}, {"gbit_s": 100, "latency_us": 30}
+    nodes = [node(name, 2, 8, network=dict(network)) for name, network in zip("abc", each, strict=True)]
+    nodes[2]["network"]["fabric"] = "roce"
+    return {"nodes": nodes, "fabrics": [{"gbit_s": 80, "latency_us": 5, **more}]}
+
+
+def test_each_kind_of_node_has_its_cards(cluster_of):
+    cluster = cluster_of(**mixed())
+    assert cluster.route(0, 8).links == (LinkId(1, "card", 0, "out"), LinkId(1, "card", 8, "in"))
+    assert [cluster.bandwidth(0, dst) for dst in (8, 16, 24, 32)] == [50e9, 25e9, 25e9, 10e9]
+    # GPUs 2 and 3 of a node with four cards use the second one.
+    assert cluster.route(18, 8).links[0] == cluster.route(19, 8).links[0] == LinkId(1, "card", 17, "out")
+    assert cluster.route(20, 8).links[0] == LinkId(1, "card", 18, "out")
+    names = [cluster.link_name(cluster.route(src, 40).links[0]) for src in (15, 18, 32)]
+    assert names == ["a-1/7 network out", "b-0/2-3 network out", "c-0 network out"]
+    assert [cluster.sharers(cluster.route(src, 40).links[0]) for src in (0, 18, 32)] == [1, 2, 8]
+    # Of two nodes the longer latency counts, and crossing the fabrics adds to it.
+    assert [cluster.route(0, dst).latency_s for dst in (8, 16, 32)] == pytest.approx([10e-6, 10e-6, 35e-6])
+
+
+def test_fabrics_are_domains(cluster_of):
+    domains = cluster_of(**mixed()).fast_domains()
+    assert [(d.name, len(d.parts)) for d in domains] == [("node", 6), ("fabrics", 2), ("cluster", 1)]
+
+
+@pytest.mark.parametrize(("per", "owner"), [("gpu", 3), ("node", 0), ("fabric", 0)])
+def test_what_joins_fabrics_belongs_to_what_per_says(cluster_of, per, owner):
+    link = cluster_of(**mixed(per=per)).route(3, 32).links[1]
+    assert link == LinkId(2, "group" if per == "fabric" else per, owner, "out")
+
+
+def test_fabrics_join_from_inside_out(cluster_of):
+    names = {"a": "ib", "b": "roce", "c": "ethernet"}
+    nodes = [node(name, network={"gbit_s": 400, "fabric": fabric}) for name, fabric in names.items()]
+    joins = [{"meet": ["ib", "roce"], "gbit_s": 80}, {"gbit_s": 8, "latency_us": 50}]
+    cluster = cluster_of(nodes=nodes, fabrics=joins)
+    assert [cluster.bandwidth(0, dst) for dst in (2, 4)] == [10e9, 1e9]
+    assert [cluster.route(2, dst).latency_s for dst in (0, 4)] == pytest.approx([10e-6, 60e-6])
+
+
+@pytest.mark.parametrize("per", ["gpu", "node"])
+def test_cards_at_each_node_are_what_one_network_says(cluster_of, per):
+    """The same routes, sharing and bandwidths, whichever way they are spelled."""
+    nodes = [node("a", 2, 4), node("b", 1, 3)]
+    common = cluster_of(nodes=nodes, network={"bandwidth_gb_s": 12.5, "latency_us": 4, "per": per})
+    cards = [{"cards": one["gpus"] if per == "gpu" else 1, "gbit_s": 100, "latency_us": 4} for one in nodes]
+    own = cluster_of(nodes=[one | {"network": two} for one, two in zip(nodes, cards, strict=True)])
+    for src in range(11):
+        for dst in range(11):
+            found, wanted = own.route(src, dst), common.route(src, dst)
+            assert found.latency_s == wanted.latency_s
+            assert [link.owner for link in found.links] == [link.owner for link in wanted.links]
+            for one, other in zip(found.links, wanted.links, strict=True):
+                assert own.capacity(one) == common.capacity(other)
+                assert own.sharers(one) == common.sharers(other)
+
+
+def test_more_cards_than_gpus_are_each_gpu_s_part_of_them(cluster_of):
+    cluster = cluster_of(nodes=[node("a", 2, 4, network={"cards": 8, "gbit_s": 200})])
+    assert cluster.route(1, 5).links[0] == LinkId(1, "card", 1, "out")
+    assert cluster.bandwidth(1, 5) == 50e9
+
+
+def test_a_network_at_some_nodes_replaces_the_file_s(cluster_of):
+    own = node("b", 1, 2, network={"cards": 2, "gbit_s": 80})
+    cluster = cluster_of(nodes=[node("a", 2), own], network={"bandwidth_gb_s": 5, "per": "node"})
+    assert [cluster.bandwidth(*ends) for ends in ((0, 2), (0, 4), (4, 0))] == [5e9, 5e9, 5e9]
+    assert cluster.capacity(cluster.route(5, 0).links[0]) == 10e9
+
+
+def test_slower_links_and_fewer_nodes_keep_each_node_s_cards(cluster_of):
+    cluster = cluster_of(**mixed())
+    slow = cluster.at_bandwidths({(1, 2): 0.5, (2, 4): 0.1})  # b-0's cards; c-0's way to the other fabric
+    assert [slow.capacity(slow.route(src, 0).links[0]) for src in (16, 17, 24)] == [12.5e9, 12.5e9, 25e9]
+    assert [slow.capacity(slow.route(src, 0).links[1]) for src in (32, 40)] == [1e9, 10e9]
+    left = cluster.without([0, 2])  # a-1, b-1, c-0, c-1
+    assert [left.bandwidth(0, dst) for dst in (8, 16)] == [25e9, 10e9]
+    assert left.link_name(left.route(10, 0).links[0]) == "b-1/2-3 network out"
+    assert left.route(10, 0).links[0] == LinkId(1, "card", 9, "out")
+    assert left.distance(0, 16) == 2
+
+
 def test_4096_gpus_are_no_burden(cluster_of):
     cluster = cluster_of(
         nodes=[node("a", count=512, gpus=8)],

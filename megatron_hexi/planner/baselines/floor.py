@@ -259,9 +259,12 @@ def _numbered(counts: Sequence[int]) -> tuple[Ints, Ints]:
 
 
 def _way_out(cluster: Cluster, node: int) -> float:
-    """Bytes/s of a node's (or GPU's) best link to other nodes; thinner ones further up are left out."""
+    """Bytes/s of a node's cards to other nodes (or of each GPU's); thinner links further up are left out."""
     if len(cluster.nodes) == 1:
         return np.inf
     if cluster.tiers:
-        return cluster.tiers[0].bandwidth * cluster.tiers[0].factors.get(node, 1.0)
+        tier = cluster.tiers[0]
+        links = {tier.link_of[rank] for rank in cluster.nodes[node].ranks}
+        widths = [tier.bandwidths[link] for link in links]
+        return widths[0] if tier.per == "gpu" else sum(widths)
     return max(cluster.capacity(LinkId(1, "node", node, way)) for way in ("out", "in"))

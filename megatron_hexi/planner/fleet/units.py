@@ -194,10 +194,12 @@ def _in_canonical_order(
         sites[tuple(cluster.ranks[part[0]].node for part in stack)].append(stack)
 
     def own(nodes: tuple[int, ...]) -> tuple[float, ...]:
-        """Kind, size, and links: inside, and as measured to and from other nodes."""
+        """Kind, size, and links: inside, and to other nodes, by cards or as measured."""
         kind = number_of_kind[_device_key(cluster, sites[nodes][0])]
         inside = [-cluster.nodes[node].bandwidth for node in nodes]
-        return kind, -len(sites[nodes]), *inside, *_measured(cluster, nodes[0])
+        cards = [cluster.nodes[node].cards for node in nodes]
+        outside = [-one.bandwidth * one.count for one in cards if one is not None]
+        return kind, -len(sites[nodes]), *inside, *outside, *_measured(cluster, nodes[0])
 
     def surroundings(nodes: tuple[int, ...]) -> tuple[object, ...]:
         """For each level, from outside in: who else is in the same part of it, then which part that is."""

@@ -211,7 +211,7 @@ def _alike(fleet: Fleet) -> tuple[object, ...]:
     units = []
     for unit in fleet.units:
         node = cluster.nodes[cluster.ranks[unit.gpus[0][0]].node]
-        units.append((id(node.device), order[unit.site], node.bandwidth, node.latency_s))
+        units.append((id(node.device), order[unit.site], node.bandwidth, node.latency_s, node.cards))
     firsts = [fleet.units[site[0]].gpus[0][0] for site in fleet.sites]
     apart = tuple(cluster.distance(*ends) for ends in itertools.pairwise(firsts))
     return (*units, apart)

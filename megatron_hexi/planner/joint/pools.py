@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron_hexi.cluster import Cluster, Device
+from megatron_hexi.cluster import Cards, Cluster, Device
 
 #: GPUs of each pool.
 Counts = tuple[int, ...]
@@ -144,10 +144,13 @@ class Pools:
         """Bytes/s with which a stage's GPUs can send to other nodes, all together."""
         if not self.cluster.tiers:
             return math.inf
-        tier = self.cluster.tiers[0]
-        sizes = [1 if tier.per == "gpu" else pool.size for pool in self.pools]
-        each = zip(shape.counts, sizes, strict=True)
-        return tier.bandwidth * sum(math.ceil(count / size) for count, size in each)
+        found = 0.0
+        for pool, count in zip(self.pools, shape.counts, strict=True):
+            cards = self.cluster.nodes[pool.nodes[0]].cards
+            assert cards is not None
+            whole, rest = divmod(count, pool.size)
+            found += whole * cards.way_out(pool.size, pool.size) + cards.way_out(rest, pool.size)
+        return found
 
     def seconds_between(self, first: Shape, second: Shape, size: float, alike: int) -> float:
         """How long bytes take from one stage to the next, roughly: the thinnest of all links together.
@@ -176,20 +179,31 @@ class Pools:
             sender, receiver = self.some_gpus(first)[0], self.some_gpus(second)[-1]
             bandwidth = self.cluster.nodes[self.pools[first.kinds[0]].nodes[0]].bandwidth
             return size / (self.cluster.bandwidth(sender, receiver) if sender != receiver else bandwidth)
-        seconds = size / min(self.way_out(first), self.way_out(second)) + tiers[0].latency_s
+        one, other = (self.pools[shape.kinds[0]].nodes[0] for shape in (first, second))
+        seconds = size / min(self.way_out(first), self.way_out(second)) + tiers[0].latency_s(one, other)
         here, there = ({self.pools[kind].site for kind in shape.kinds} for shape in (first, second))
-        if here != there and len(tiers) > 1 and tiers[-1].per == "group":
-            seconds = max(seconds, size / tiers[-1].bandwidth) + tiers[-1].latency_s
+        if here != there and len(tiers) > 1:
+            links = min(self._links_out(first), self._links_out(second))
+            seconds = max(seconds, size / (links * tiers[-1].bandwidths[0])) + tiers[-1].latency_s(one, other)
         return seconds
+
+    def _links_out(self, shape: Shape) -> int:
+        """Links of the outermost tier that a stage's GPUs have."""
+        per = self.cluster.tiers[-1].per
+        if per == "gpu":
+            return sum(shape.counts)
+        sizes = [pool.size for pool in self.pools]
+        nodes = (math.ceil(count / size) for count, size in zip(shape.counts, sizes, strict=True))
+        return sum(nodes) if per == "node" else 1
 
 
 def _alike(cluster: Cluster, site_of: dict[int, int]) -> list[Pool]:
     """Nodes by what they are, and by the site of their first GPU."""
-    alike: dict[tuple[int, int, float, float, int], list[int]] = {}
+    alike: dict[tuple[int, int, float, float, Cards | None, int], list[int]] = {}
     for number, node in enumerate(cluster.nodes):
-        name = (id(node.device), len(node.ranks), node.bandwidth, node.latency_s)
+        name = (id(node.device), len(node.ranks), node.bandwidth, node.latency_s, node.cards)
         alike.setdefault((*name, site_of.get(node.ranks[0], 0)), []).append(number)
     return [
         Pool(cluster.nodes[nodes[0]].device, size, tuple(nodes), site)
-        for (_, size, _, _, site), nodes in alike.items()
+        for (_, size, _, _, _, site), nodes in alike.items()
     ]

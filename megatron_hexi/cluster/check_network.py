@@ -1,0 +1,90 @@
+"""The rules of what a cluster file says of the network: that all nodes reach each other, in one way only."""
+
+from __future__ import annotations
+
+import itertools
+
+from megatron_hexi.cluster.model import ClusterFile, FabricLink, NodeNetwork
+from megatron_hexi.cluster.schema import refuse
+from megatron_hexi.cluster.tiers import fabric_groups
+from megatron_hexi.yaml_file import Place, YamlFile
+from megatron_hexi.yaml_schema import short
+
+_EXAMPLE = "{bandwidth_gb_s: …, latency_us: …, per: node}"
+
+
+def check_network(file: ClusterFile, source: YamlFile) -> None:
+    """Check every rule of networks and fabrics; levels and the matrix have rules of their own.
+
+    Args:
+        file: what the file says; its values have the right types.
+        source: the document, for lines.
+
+    Raises:
+        ClusterError: the first rule broken.
+    """
+    if file.matrix is not None:
+        for other in ("network", "fabrics", "levels"):
+            if getattr(file, other):
+                refuse(source, (other,), "stands beside a measured matrix", "keep one of the two")
+    for number, entry in enumerate(file.nodes):
+        place: Place = ("nodes", number, "network")
+        if entry.network is not None:
+            if file.matrix is not None:
+                refuse(source, place, "stands beside a measured matrix", "keep one of the two")
+            _check_rate(entry.network, place, source)
+        elif file.network is None and file.matrix is None and file.node_count > 1:
+            if not file.networks:
+                problem = f"is missing: the {file.node_count} nodes cannot reach each other"
+                refuse(source, ("network",), problem, f"add it: {_EXAMPLE}")
+            remedy = f"add it: {{cards: …, gbit_s: …}}, or network: {_EXAMPLE} for all nodes without"
+            refuse(source, place, f"is missing: nothing says how {entry.name} reaches other nodes", remedy)
+    _check_fabrics(file, source)
+
+
+def _check_rate(link: NodeNetwork | FabricLink, place: Place, source: YamlFile) -> None:
+    if (link.gbit_s is None) == (link.bandwidth_gb_s is None):
+        found = (
+            "has neither gbit_s nor bandwidth_gb_s"
+            if link.gbit_s is None
+            else "has both gbit_s and bandwidth_gb_s"
+        )
+        refuse(
+            source,
+            place,
+            found,
+            "give the line rate (gbit_s: 400), or what was measured (bandwidth_gb_s: 48)",
+        )
+
+
+def _check_fabrics(file: ClusterFile, source: YamlFile) -> None:
+    names = file.fabric_names
+    listed = ", ".join(names)
+    for number, link in enumerate(file.fabrics):
+        place: Place = ("fabrics", number)
+        _check_rate(link, place, source)
+        for position, name in enumerate(link.meet or ()):
+            if name not in names:
+                remedy = (
+                    f"nodes have {listed or 'none'}: name one of them, or say it in a node's network.fabric"
+                )
+                refuse(source, (*place, "meet", position), f"= {short(name)} is no node's fabric", remedy)
+    if file.fabrics and len(names) < 2:
+        refuse(source, ("fabrics",), "join nothing: all nodes are in one fabric", "remove them")
+    if len(names) < 2:
+        return
+    if file.levels:
+        remedy = "describe fabrics as the first level, with a group for each, and leave network.fabric out"
+        refuse(source, ("levels",), f"stand beside several fabrics ({listed})", remedy)
+    groups = fabric_groups(file)
+    for number, (before, after) in enumerate(itertools.pairwise(groups)):
+        if before == after:
+            refuse(source, ("fabrics", number), "joins fabrics that an earlier entry joined", "remove it")
+    here, reached = names[0], groups[-1][0]
+    apart = dict(zip(groups[-1], groups[0], strict=True))  # a fabric of each group, by number
+    for group, fabric in apart.items():
+        if group != reached:
+            problem = "leave nodes apart" if file.fabrics else "is missing"
+            remedy = f"add how they meet: [{{meet: [{here}, {names[fabric]}], gbit_s: 100, per: node}}]"
+            problem += f": nodes in {here} and {names[fabric]} cannot reach each other"
+            refuse(source, ("fabrics",), problem, remedy)

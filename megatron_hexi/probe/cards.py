@@ -1,0 +1,35 @@
+"""The InfiniBand and RoCE cards of this host, as the kernel tells of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from megatron_hexi.doctor.facts import InfinibandPort
+from megatron_hexi.probe.document import Cards
+
+#: What the kernel calls a link layer.
+_FABRICS = {"InfiniBand": "infiniband", "Ethernet": "roce"}
+
+
+def find_cards(ports: Sequence[InfinibandPort], environment: Mapping[str, str]) -> Cards | None:
+    """The fastest kind of cards that are up; of kinds that are alike the one with more.
+
+    Hosts often have slower cards besides, for storage.
+
+    Args:
+        ports: of the host.
+        environment: NCCL_IB_DISABLE=1 leaves NCCL to TCP.
+    """
+    if environment.get("NCCL_IB_DISABLE") == "1":
+        return None
+    found: Counter[tuple[str, float]] = Counter()
+    for port in ports:
+        rate = re.match(r"([0-9.]+) Gb/sec", port.rate)
+        if port.state == "ACTIVE" and port.link_layer in _FABRICS and rate is not None:
+            found[_FABRICS[port.link_layer], float(rate[1])] += 1
+    if not found:
+        return None
+    fabric, gbit_s = max(found, key=lambda kind: (kind[1], found[kind], kind[0]))
+    return Cards(fabric, found[fabric, gbit_s], gbit_s)

@@ -1,0 +1,134 @@
+"""Cards by node, and fabrics, that tell of what was measured between every two nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from megatron_hexi.probe.nodes import NodeFound
+
+#: Bandwidths agree if they are within this part of the median one …
+_BANDWIDTH_TOLERANCE = 0.1
+#: … and latencies within this factor or time (µs) of the shortest: small messages are noisy.
+_LATENCY_FACTOR, _LATENCY_US = 2.0, 20.0
+
+#: A value for each two nodes, sender and receiver.
+Pairs = Mapping[tuple[int, int], float]
+
+
+def agree(rates: Sequence[float]) -> bool:
+    """Whether bandwidths are one but for noise."""
+    return max(rates) - min(rates) <= _BANDWIDTH_TOLERANCE * median(rates)
+
+
+def same_latency(values_us: Sequence[float]) -> bool:
+    """Whether latencies are one but for noise."""
+    shortest, longest = min(values_us), max(values_us)
+    return longest <= _LATENCY_FACTOR * shortest or longest - shortest <= _LATENCY_US
+
+
+def round_rate(value: float) -> float:
+    """Four digits: more is noise."""
+    return float(f"{value:.4g}")
+
+
+def by_node(
+    nodes: Sequence[NodeFound],
+    whole: Pairs,
+    latency_us: Pairs,
+    gains: Mapping[tuple[int, int], float | None],
+) -> tuple[dict[str, Any], dict[int, dict[str, Any]]] | None:
+    """``fabrics`` with its key, and ``network`` of each node, where they tell of every pair.
+
+    A node has what its best pair has. Two nodes that reach each other as fast as the slower one's cards are
+    in one fabric; between fabrics there is one bandwidth for each node, slower than the cards.
+
+    Args:
+        nodes: in the order of ranks.
+        whole: GB/s of each pair, all ranks sending.
+        latency_us: of each pair.
+        gains: how many times as much all ranks of a pair send as one; ``None`` where it was not measured.
+
+    Returns:
+        ``None``: some pair is told wrongly.
+    """
+    count = range(len(nodes))
+    way = [max(rate for pair, rate in whole.items() if node in pair) for node in count]
+    fabric = _fabrics(whole, way)
+    inside = {pair for pair in whole if fabric[pair[0]] == fabric[pair[1]]}
+    if not all(agree([whole[a, b], min(way[a], way[b])]) for a, b in inside):
+        return None
+    own_us = [min(latency_us[pair] for pair in (inside or whole) if node in pair) for node in count]
+    if not all(same_latency([latency_us[a, b], max(own_us[a], own_us[b])]) for a, b in inside):
+        return None
+    names = _names(nodes, fabric)
+    cards = [_cards(nodes, node, way, inside, gains) for node in count]
+    own = {
+        node: {
+            "cards": cards[node],
+            "bandwidth_gb_s": round_rate(way[node] / cards[node]),
+            "latency_us": round_rate(own_us[node]),
+            "fabric": names[fabric[node]],
+        }
+        for node in count
+    }
+    across = [pair for pair in whole if pair not in inside]
+    if not across:
+        return {}, own
+    extra_us = [max(0.0, latency_us[a, b] - max(own_us[a], own_us[b])) for a, b in across]
+    if not agree([whole[pair] for pair in across]) or not same_latency([1.0 + extra for extra in extra_us]):
+        return None
+    joined = {"bandwidth_gb_s": round_rate(median(whole[pair] for pair in across)), "per": "node"}
+    return {"fabrics": [joined | {"latency_us": round_rate(median(extra_us))}]}, own
+
+
+def _fabrics(whole: Pairs, way: Sequence[float]) -> list[int]:
+    """The fabric of each node, numbered in their order."""
+    group = list(range(len(way)))
+    for a, b in whole:
+        if agree([whole[a, b], min(way[a], way[b])]):
+            keep, drop = sorted((group[a], group[b]))
+            group = [keep if one == drop else one for one in group]
+    order = list(dict.fromkeys(group))
+    return [order.index(one) for one in group]
+
+
+def _names(nodes: Sequence[NodeFound], fabric: Sequence[int]) -> list[str]:
+    """A name for each fabric: what its hosts say of their cards, if no other says the same; else a number."""
+    told: list[str | None] = []
+    for number in range(1 + max(fabric)):
+        cards = [one.cards for one, group in zip(nodes, fabric, strict=True) if group == number]
+        kinds = {None if one is None else one.fabric for one in cards}
+        told.append(kinds.pop() if len(kinds) == 1 else None)
+    usual = ["network"] if len(told) == 1 else [f"fabric-{number}" for number in range(len(told))]
+    return [
+        other if name is None or told.count(name) > 1 else name
+        for name, other in zip(told, usual, strict=True)
+    ]
+
+
+def _cards(
+    nodes: Sequence[NodeFound],
+    node: int,
+    way: Sequence[float],
+    inside: set[tuple[int, int]],
+    gains: Mapping[tuple[int, int], float | None],
+) -> int:
+    """How many cards a node has: as its host says, or else as it sends more with all ranks than with one.
+
+    Nodes at least as fast count, since with a slower one the ratio is that one's.
+    """
+    gpus = len(nodes[node].ranks)
+    known = nodes[node].cards
+    if known is not None:
+        return min(known.count, gpus)
+    seen = [
+        gain
+        for pair, gain in gains.items()
+        if pair in inside
+        and node in pair
+        and gain is not None
+        and min(way[one] for one in pair) >= 0.9 * way[node]
+    ]
+    return min(gpus, max(1, round(median(seen)))) if seen else 1
