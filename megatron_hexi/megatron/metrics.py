@@ -41,7 +41,7 @@ def check_metrics(args: Namespace) -> None:
     """
     path = _own_path(args)
     if path is not None:
-        check_output(path, make_folder=True)
+        check_output(path)
 
 
 def record(path: Path, iteration: int, losses: dict[str, float], **values: float | None) -> None:

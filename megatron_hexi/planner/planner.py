@@ -13,6 +13,7 @@ from megatron_hexi.cluster import Cluster, cluster_digest
 from megatron_hexi.cost import CostModel, IterationCost
 from megatron_hexi.errors import ClusterError, HexiError
 from megatron_hexi.plan import Estimate, Plan, Provenance
+from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
@@ -116,8 +117,8 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
     job, gpus = request.job, len(cluster.ranks)
     if "pipeline_parallel" in request.fixed and job.pipeline_parallel > DEEPEST:
         raise HexiError(
-            f"pipeline_parallel = {job.pipeline_parallel}: pipelines of up to {DEEPEST} stages are planned; "
-            f"give {DEEPEST} or fewer, or leave it to the planner"
+            f"{spell_flag('pipeline_parallel', job.pipeline_parallel)}: pipelines of up to {DEEPEST} stages "
+            f"are planned; give {DEEPEST} or fewer, or leave it to the planner"
         )
     if "data_parallel" not in request.fixed:
         return
@@ -128,13 +129,13 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
         unit *= getattr(job, name) if name in request.fixed else 1
     if job.data_parallel * unit > gpus:
         raise HexiError(
-            f"data_parallel = {job.data_parallel}: cluster {cluster.name} has {gpus} GPUs, for "
+            f"{spell_flag('data_parallel', job.data_parallel)}: cluster {cluster.name} has {gpus} GPUs, for "
             f"{gpus // unit} replicas of {unit} or more; give {gpus // unit} or fewer, or auto"
         )
     if job.data_parallel > batch:
         raise HexiError(
-            f"data_parallel = {job.data_parallel}: an iteration has {batch} micro-batches (global batch "
-            f"{job.global_batch_size} / micro-batch {least}); give {batch} or fewer, or auto"
+            f"{spell_flag('data_parallel', job.data_parallel)}: an iteration has {batch} micro-batches "
+            f"(global batch {job.global_batch_size} / micro-batch {least}); give {batch} or fewer, or auto"
         )
 
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_hexi.cluster import Cluster, NodeEntry
+from megatron_hexi.cost import shipped_kernels
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.flags import FLAGS
 from megatron_hexi.plan.kernels import join_kernels
@@ -107,7 +108,8 @@ def megatron_flags(given: Sequence[str], more: Sequence[str], plan: Plan, path: 
         for word in (flag, value)
         if word is not None
     ]
-    kernels = plan.job.kernel or {}
+    # What the image lacks is not asked for: training takes the plan's kernel where it is installed.
+    kernels = shipped_kernels(plan.job.kernel or {})
     pinned = ["--hexi-kernel", join_kernels(kernels)] if kernels and "--hexi-kernel" not in names else []
     return ("--hexi-plan", path, *pinned, *words, *trial, *more)
 
