@@ -194,15 +194,16 @@ class Watch:
             else:
                 speaks = say_error(f"hexi: error: [rank {self._rank}] {self._words(fault)}")
                 self._others.tell(fault)
-                if not speaks and under_torchrun():
-                    self._await_end()
+                if not speaks and under_torchrun() and self._is_ended():
+                    code = 0  # torchrun names all others beside the one at fault
             self._exit(code)
 
-    def _await_end(self) -> None:
-        """Wait for torchrun to end this rank, which otherwise would be named beside the one at fault."""
+    def _is_ended(self) -> bool:
+        """Wait for torchrun to end this rank, as `speaker.await_end` does; whether it has."""
         until = time.monotonic() + ENDED_S
         while self._terminated_at is None and time.monotonic() < until:
             self._receive_signal()
+        return self._terminated_at is not None
 
     def _words(self, fault: Fault) -> str:
         if fault.code != FAILED:  # a mistake of the user's: where the others were does not matter
