@@ -80,8 +80,6 @@ def check_outputs(
     streams = map(Path, ("/dev/stdout", "/dev/stderr"))
     taken = {os.path.realpath(path) for path in (*inputs, *streams) if path is not None}
     outputs = list(outputs)
-    if outputs and outputs[0] is not None:
-        _check_ending(outputs[0], kind)
     for path in (*outputs, picture):
         if path is None:
             continue
@@ -91,6 +89,8 @@ def check_outputs(
                 f"{path}: would be overwritten, it is read or written already; choose another name"
             )
         taken.add(os.path.realpath(path))
+    if outputs and outputs[0] is not None:
+        _check_ending(outputs[0], kind)
     if picture is not None and picture.suffix.lstrip(".").lower() not in PICTURE_FORMATS:
         raise HexiError(
             f"{picture}: a picture in an unknown format; end its name in .{', .'.join(PICTURE_FORMATS)}"

@@ -33,7 +33,9 @@ def report(
     ],
     cluster: Annotated[
         Path | None,
-        typer.Option(metavar="CLUSTER.yaml", help="Where it ran: adds predictions and a simulated layer."),
+        typer.Option(
+            metavar="CLUSTER.yaml", help="Where it ran: adds predictions and a simulated iteration."
+        ),
     ] = None,
     model: Annotated[
         str | None,

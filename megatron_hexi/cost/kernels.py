@@ -27,7 +27,7 @@ def planned_kernels(text: str | None, cluster: Cluster) -> dict[str, str]:
     for gpu in {} if text is None else split_kernels(text):
         if not any(name.startswith(gpu) for name in kinds):
             raise HexiError(
-                f"kernel = {text!r}: no GPU of {cluster.name} is a {gpu}; name one of {', '.join(kinds)}"
+                f"--kernel {text}: no GPU of {cluster.name} is a {gpu}; name one of {', '.join(kinds)}"
             )
     return {name: kind.attention(kernel_on(text, name)).kernel for name, kind in kinds.items()}
 

@@ -76,14 +76,14 @@ def _check_loaded(args: Namespace) -> None:
     from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
     folder, what = Path(args.load), f"--load {args.load}"
-    if folder.exists() and not folder.is_dir():
+    if os.path.lexists(folder) and not os.path.isdir(folder):
         raise CheckpointError(f"{what}: is a file; give the folder that --save wrote")
     if args.non_persistent_ckpt_type is not None:
         return  # the newest checkpoint may lie elsewhere
     tracker = Path(get_checkpoint_tracker_filename(args.load))
     if args.ckpt_step is not None:
         iteration, said = args.ckpt_step, f"--ckpt-step {args.ckpt_step}"
-    elif tracker.is_file():
+    elif os.path.isfile(tracker):
         iteration = tracked_iteration(args.load)
         said = f"{tracker.name} says {iteration}"
     elif args.pretrained_checkpoint is not None or _is_first_start(args):
@@ -96,7 +96,7 @@ def _check_loaded(args: Namespace) -> None:
     name = iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
     if name != "release" and isinstance(iteration, str):
         raise CheckpointError(f"{what}: {said}, which is no iteration; {others_hint(folder, -1)}")
-    if not (folder / name).is_dir():
+    if not os.path.isdir(folder / name):
         missing = -1 if isinstance(iteration, str) else iteration
         raise CheckpointError(
             f"{what}: {said}, and there is no folder {name}; {others_hint(folder, missing)}"

@@ -32,7 +32,13 @@ _FILL = 0.96
 
 
 def wrap(text: str, width: int = LABEL_WIDTH, lines: int = LABEL_LINES) -> str:
-    """The text in so many lines of at most so many letters; what is left out is replaced by an ellipsis."""
+    """The text in so many lines of at most so many letters; an ellipsis stands for what is left out.
+
+    In one line that is its middle: names of nodes often differ at their end.
+    """
+    if lines == 1:
+        half = (width - 1) // 2
+        return text if len(text) <= width else f"{text[:half]}…{text[-half:]}"
     return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" …") or [""])
 
 

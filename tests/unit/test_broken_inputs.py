@@ -132,7 +132,7 @@ OPTIONS = {
         "--data-parallel-size 3 --global-batch-size 2",
         "--data-parallel-size 3: an iteration has 2 micro-batches",
     ),
-    "an unknown precision": ("--precision int4", "precision = 'int4'; use bf16, fp16, fp32"),
+    "an unknown precision": ("--precision int4", "--precision int4: use bf16, fp16, fp32"),
     "a precision for estimates alone": ("--precision fp8", "training in fp8 is refused by the runtime today"),
     "a precision that a GPU lacks": (
         "--cluster v100.yaml",
@@ -142,7 +142,7 @@ OPTIONS = {
     "a kernel that one GPU lacks": ("--kernel flash-attn-3", "flash-attn-3"),
     "an unknown recomputation": (
         "--recompute-granularity some",
-        "recompute = 'some'; use none, selective, full",
+        "--recompute-granularity some: use none, selective, full",
     ),
     "an unknown option": ("--sequence-length 5", "No such option: --sequence-length"),
     "a cluster file that is a plan": ("--cluster plan.yaml", "plan.yaml"),

@@ -201,8 +201,8 @@ def test_unreadable_files_are_refused(tmp_path):
             "--pipeline-model-parallel-size 3: give a number that divides the 2 layers",
         ),
         ({"micro_batch_size": 3}, "--global-batch-size 8: give a multiple of --micro-batch-size 3"),
-        ({"recompute": "some"}, "recompute = 'some'; use none, selective, full"),
-        ({"precision": "int8"}, "precision = 'int8'; use bf16, fp16, fp32"),
+        ({"recompute": "some"}, "--recompute-granularity some: use none, selective, full"),
+        ({"precision": "int8"}, "--precision int8: use bf16, fp16, fp32"),
     ],
 )
 def test_impossible_jobs_are_refused(changes, said):

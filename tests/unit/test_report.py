@@ -258,3 +258,18 @@ def test_picture_in_an_unknown_format_is_refused(two_replicas, tmp_path):
         save_picture(figure, tmp_path / "plan.xyz")
     assert "plan.xyz" in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_table_lists_stages_in_order_whatever_their_ranks():
+    def stage(rank, layers):
+        group = Group(((0, 4096),), (Member((rank,), 4096, (0, 16)),))
+        return Stage((Domain((group,)),), layers=layers)
+
+    stages = (stage(2, (0, 1)), stage(0, (1, 2)), stage(1, (2, 3)))
+    plan = Plan(replace(WORKLOAD, layers=3), (Replica(stages),))
+    lines = [line.split("│")[1:5] for line in text_of(plan).splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in line[:3]] for line in lines] == [
+        ["0", "0", "2"],
+        ["1", "1", "0"],
+        ["2", "2", "1"],
+    ]
