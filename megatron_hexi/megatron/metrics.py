@@ -34,7 +34,7 @@ _step_times: dict[str, float] = {}
 
 
 def check_metrics(args: Namespace) -> None:
-    """Find out whether this rank's metrics file can be written; its folder is made when missing.
+    """Find out whether this rank's metrics file can be written.
 
     Raises:
         HexiError: it cannot.

@@ -52,7 +52,7 @@ def test_a_job_that_goes_on_cuts_off_what_a_killed_one_left(path):
 
 
 def test_a_folder_that_is_not_there_is_refused_as_by_every_command(tmp_path):
-    with pytest.raises(HexiError, match="the folder .*new is not there; make it first"):
+    with pytest.raises(HexiError, match=r"the folder .*new is not there; make it first"):
         open_record(tmp_path / "new" / "record.jsonl")
     assert not (tmp_path / "new").exists()
 
