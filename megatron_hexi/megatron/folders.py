@@ -15,6 +15,10 @@ from megatron_hexi.errors import CheckpointError, HexiError
 
 #: Folders that Megatron makes where they are missing, by the names of their arguments.
 _WRITTEN = ("save", "tensorboard_dir", "data_cache_path", "wandb_save_dir")
+#: Folders that weights are loaded from, in the order in which Megatron looks for them.
+_READ = ("load", "pretrained_checkpoint")
+#: Megatron's own name of the file that says which iteration is the last.
+_TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7})")
 
 
@@ -32,8 +36,14 @@ def check_folders(args: Namespace) -> None:
         path = getattr(args, name, None)
         if path and "://" not in path:
             _check_written(f"--{name.replace('_', '-')} {path}", Path(path))
-    if args.load and "://" not in args.load and args.hexi_plan is not None:
+    if args.hexi_plan is not None:
         _check_loaded(args)
+
+
+def loaded_folder(args: Namespace) -> tuple[str, str] | None:
+    """The option and the folder that a job loads its weights from; ``None``: it begins anew."""
+    given = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in _READ if getattr(args, name)]
+    return next((pair for pair in given if tracked_iteration(pair[1]) is not None), (given or [None])[-1])
 
 
 def saved_iterations(folder: Path) -> list[int]:
@@ -45,15 +55,21 @@ def saved_iterations(folder: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _ITERATION.fullmatch(name)))
 
 
-def tracked_iteration(folder: str) -> int | str:
-    """The iteration that Megatron would load, or ``release``; another text of the tracker file as it is."""
+def tracked_iteration(folder: str) -> int | str | None:
+    """The iteration that Megatron would load, or ``release``; another text of the tracker file as it is.
+
+    ``None``: there is no such file, and so no checkpoint.
+    """
     from megatron.training.checkpointing import get_checkpoint_tracker_filename
 
-    text = Path(get_checkpoint_tracker_filename(folder)).read_bytes()[:80].decode(errors="replace").strip()
+    path = get_checkpoint_tracker_filename(folder)
+    if not os.path.isfile(path):
+        return None
+    text = Path(path).read_bytes()[:80].decode(errors="replace").strip()
     return int(text) if text.isascii() and text.isdecimal() else text
 
 
-def others_hint(folder: Path, without: int) -> str:
+def others_hint(folder: Path, without: int | str | None = None) -> str:
     """Which other iterations a folder holds, and how to load one: the remedy of errors."""
     others = [iteration for iteration in saved_iterations(folder) if iteration != without]
     if not others:
@@ -73,36 +89,33 @@ def _check_written(what: str, path: Path) -> None:
 
 
 def _check_loaded(args: Namespace) -> None:
-    from megatron.training.checkpointing import get_checkpoint_tracker_filename
-
-    folder, what = Path(args.load), f"--load {args.load}"
+    source = loaded_folder(args)
+    if source is None or any("://" in (getattr(args, name) or "") for name in _READ):
+        return
+    what, folder = " ".join(source), Path(source[1])
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise CheckpointError(f"{what}: is a file; give the folder that --save wrote")
     if args.non_persistent_ckpt_type is not None:
         return  # the newest checkpoint may lie elsewhere
-    tracker = Path(get_checkpoint_tracker_filename(args.load))
+    iteration, said = tracked_iteration(source[1]), f"{_TRACKER} says"
     if args.ckpt_step is not None:
-        iteration, said = args.ckpt_step, f"--ckpt-step {args.ckpt_step}"
-    elif os.path.isfile(tracker):
-        iteration = tracked_iteration(args.load)
-        said = f"{tracker.name} says {iteration}"
-    elif args.pretrained_checkpoint is not None or _is_first_start(args):
+        iteration, said = args.ckpt_step, "--ckpt-step"
+    elif iteration is None and source[0] == "--load" and _is_first_start(args):
         return
-    else:
+    if iteration is None:
         raise CheckpointError(
-            f"{what}: holds no checkpoint (no file {tracker.name}); give the folder that --save wrote, or "
-            "leave --load out to begin anew"
+            f"{what}: holds no checkpoint (no file {_TRACKER}); give the folder that --save wrote, or leave "
+            f"{source[0]} out to begin anew"
         )
     name = iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
-    if name != "release" and isinstance(iteration, str):
-        raise CheckpointError(f"{what}: {said}, which is no iteration; {others_hint(folder, -1)}")
+    if isinstance(iteration, str) and name != "release":
+        raise CheckpointError(f"{what}: {said} {name!r}, which is no iteration; {others_hint(folder)}")
     if not os.path.isdir(folder / name):
-        missing = -1 if isinstance(iteration, str) else iteration
         raise CheckpointError(
-            f"{what}: {said}, and there is no folder {name}; {others_hint(folder, missing)}"
+            f"{what}: {said} {iteration}, and there is no folder {name}; {others_hint(folder, iteration)}"
         )
 
 
 def _is_first_start(args: Namespace) -> bool:
     """Whether the training is to save where it loads from, as one that can be started again does."""
-    return args.save is not None and Path(args.save).absolute() == Path(args.load).absolute()
+    return None not in (args.save, args.load) and Path(args.save).absolute() == Path(args.load).absolute()

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed
 
 from megatron_hexi.errors import CheckpointError, user_errors
-from megatron_hexi.megatron.folders import others_hint, tracked_iteration
+from megatron_hexi.megatron.folders import loaded_folder, others_hint, tracked_iteration
 from megatron_hexi.patching import Patch
 
 #: What decides which parameters a rank has: sizes that the formats tied to it must find again.
@@ -66,6 +66,7 @@ def check_model(folder: str, args: Namespace, saved: Namespace) -> None:
         if (grouped or name != "num_query_groups")
         and hasattr(saved, name)
         and hasattr(args, name)
+        and None not in (getattr(saved, name), getattr(args, name))
         and getattr(saved, name) != getattr(args, name)
     ]
     if differ:
@@ -159,7 +160,7 @@ def _named(original: Callable[..., Any]) -> Callable[..., Any]:
             if said is None:
                 raise
             with user_errors():
-                raise CheckpointError(f"--load {args.load}: {said}") from problem
+                raise CheckpointError(f"{' '.join(loaded_folder(args) or ())}: {said}") from problem
 
     return load_checkpoint
 
@@ -182,22 +183,13 @@ def _why(problem: BaseException, args: Namespace) -> str | None:
     last = f"{type(problem).__name__}: {text[:300]}".removesuffix(": ")
     is_checkpoints = isinstance(problem, (CheckpointingException, RuntimeError, AssertionError, KeyError))
     if isinstance(problem, _UNREADABLE) or (is_checkpoints and _DAMAGED.search(text)):
-        folder, step = Path(args.load), loaded_iteration(args)
-        return (
-            f"iteration {step} cannot be read ({last}); a file of it is damaged or missing; "
-            + others_hint(folder, step)
-        )
+        _, folder = loaded_folder(args) or ("", "")
+        step = args.ckpt_step if args.ckpt_step is not None else tracked_iteration(folder)
+        hint = others_hint(Path(folder), step)
+        return f"iteration {step} cannot be read ({last}); a file of it is damaged or missing; {hint}"
     if isinstance(problem, CheckpointingException) or "size mismatch" in text or "shape mismatch" in text:
         return f"its weights are not those of this model ({last}); load a checkpoint of this model"
     return None
-
-
-def loaded_iteration(args: Namespace) -> int:
-    """The iteration that a job loads; -1 where it is not a number."""
-    if args.ckpt_step is not None:
-        return int(args.ckpt_step)
-    found = tracked_iteration(args.load)
-    return found if isinstance(found, int) else -1
 
 
 def _wanted(args: Namespace, saved: Namespace) -> bool:

@@ -93,6 +93,10 @@ def test_folders_that_are_none(forks, tmp_path):
         (["--load", "file"], "--load file: is a file; give the folder that --save wrote"),
         (["--load", "empty"], "--load empty: holds no checkpoint"),
         (["--load", "nowhere", "--save", "elsewhere"], "--load nowhere: holds no checkpoint"),
+        (
+            ["--pretrained-checkpoint", "empty", "--load", "new", "--save", "new"],
+            "--pretrained-checkpoint empty: holds no checkpoint",
+        ),
     ):
         assert refused(forks, tmp_path, [*JOB, *words]).startswith(said)
 
