@@ -43,7 +43,8 @@ def check_folders(args: Namespace) -> None:
 def loaded_folder(args: Namespace) -> tuple[str, str] | None:
     """The option and the folder that a job loads its weights from; ``None``: it begins anew."""
     given = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in _READ if getattr(args, name)]
-    return next((pair for pair in given if tracked_iteration(pair[1]) is not None), (given or [None])[-1])
+    last = given[-1] if given else None
+    return next((pair for pair in given if tracked_iteration(pair[1]) is not None), last)
 
 
 def saved_iterations(folder: Path) -> list[int]:

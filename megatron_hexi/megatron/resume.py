@@ -148,7 +148,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _named(original: Callable[..., Any]) -> Callable[..., Any]:
     from megatron.training import get_args
-    from torch.distributed.checkpoint import CheckpointException
+    from torch.distributed.checkpoint.api import CheckpointException
 
     @functools.wraps(original)
     def load_checkpoint(*rest: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ def _named(original: Callable[..., Any]) -> Callable[..., Any]:
 def _why(problem: BaseException, args: Namespace) -> str | None:
     """What is wrong with a checkpoint, and the remedy; ``None`` where that is not known."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint import CheckpointException
+    from torch.distributed.checkpoint.api import CheckpointException
 
     if isinstance(problem, CheckpointException):  # of several ranks
         problem, _ = next(iter(problem.failures.values()))

@@ -120,7 +120,7 @@ def _panels(plan: Plan, rows: Sequence[Holding], paint: _Paint) -> list[_Panel]:
             _Bar(row.place[:1], _parts(row), paint.of_stage(row), _stage_texts(row))
             for row in stages.values()
         ]
-        replicas = {row.place[:1]: wrap(_replica_name(plan, row)) for row in rows}
+        replicas: dict[tuple[int, ...], str] = {row.place[:1]: wrap(_replica_name(plan, row)) for row in rows}
         layers = max(stop for row in rows for _, stop in _parts(row))
         panels.append(_Panel("Layers of each pipeline stage.", "layer", layers, replicas, bars))
     domains = _divided(rows, 3, _domain_name, all_if_none=not panels)

@@ -74,9 +74,9 @@ def draw_timeline(simulation: Simulation, plan: Plan | None = None) -> Figure:
     if len(stages) > 1:
         above = pipeline_height(stages)
         figure = Figure(figsize=(_WIDTH, above + height), layout="constrained")
-        upper, lower = figure.subfigures(2, 1, height_ratios=[above, height])
-        draw_pipeline(upper, stages, simulation, plan)
-        _draw_layer(lower, panels, rows, height)
+        halves = figure.subfigures(2, 1, height_ratios=[above, height], squeeze=False)[:, 0]
+        draw_pipeline(halves[0], stages, simulation, plan)
+        _draw_layer(halves[1], panels, rows, height)
     else:
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         _draw_layer(figure, panels, rows, height)

@@ -48,7 +48,7 @@ def assert_readable(figure: Figure) -> None:
 
 def drawn_texts(figure: Figure) -> list[Text]:
     """The texts of a figure that are drawn: ticks within their axes, labels that fit into bars."""
-    ticks = {}
+    ticks: dict[int, bool] = {}
     for axes in figure.axes:
         for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
             low, high = sorted(limits)

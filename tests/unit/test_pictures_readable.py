@@ -169,7 +169,7 @@ def test_the_pipeline_shows_every_pass_when_it_happens_and_how_long_a_stage_is_i
     unit = time_unit(found.iteration_s)
     drawn: dict[str, list[tuple[float, ...]]] = {}
     for bars in axes.collections:
-        colour = to_hex(bars.get_facecolor()[0])
+        colour = to_hex(tuple(bars.get_facecolor()[0]))
         for path in bars.get_paths():
             box = path.get_extents()
             drawn.setdefault(colour, []).append((round((box.y0 + box.y1) / 2), box.x0, box.x1))

@@ -2,6 +2,7 @@
 
 import io
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from matplotlib.colors import to_hex
@@ -291,7 +292,8 @@ def test_host_memory_that_nobody_measured_is_said_to_be_assumed_with_its_size():
         return SimpleNamespace(device=device, host_memory=SimpleNamespace(total=size * 2**30))
 
     ranks = [rank("H100-SXM-80GB", 40), rank("H100-SXM-80GB", 61.26), rank("A100-SXM-80GB", 0)]
-    (line,) = host_lines(SimpleNamespace(cost=SimpleNamespace(ranks=ranks)), known)
+    planned: Any = SimpleNamespace(cost=SimpleNamespace(ranks=ranks))
+    (line,) = host_lines(planned, known)
     host = known.ranks[0].device.host
     assert line.startswith("note: host memory beside H100-SXM-80GB: 61.3 of 200 GiB a GPU are used")
     assert host.estimate
