@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 from matplotlib.colors import to_hex
@@ -164,12 +165,11 @@ def test_any_simulation_can_be_read(ranks, stages, changes):
 
 def test_the_pipeline_shows_every_pass_when_it_happens_and_how_long_a_stage_is_idle():
     found, plan = simulated(16, 4)
-    figure = draw_timeline(found, plan)
-    axes = figure.axes[0]
+    axes: Any = draw_timeline(found, plan).axes[0]
     unit = time_unit(found.iteration_s)
     drawn: dict[str, list[tuple[float, ...]]] = {}
     for bars in axes.collections:
-        colour = to_hex(tuple(bars.get_facecolor()[0]))
+        colour = to_hex(bars.get_facecolor()[0])
         for path in bars.get_paths():
             box = path.get_extents()
             drawn.setdefault(colour, []).append((round((box.y0 + box.y1) / 2), box.x0, box.x1))
