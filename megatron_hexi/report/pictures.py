@@ -41,6 +41,7 @@ Colour = tuple[float, float, float, float]
 _BAR = 0.8  # height of a bar, where rows are one apart
 _WIDTH = 11.0  # inches
 _ROW_HEIGHT, _LINE = 0.5, 0.17  # of a row, and of a line of its label, in inches
+_LEAST_LABELLED = 0.004  # part of an axis that a bar takes, if any label fits into it
 _MAX_HEIGHT = 60.0  # inches; beyond it rows get thinner instead
 
 
@@ -293,7 +294,7 @@ def _add_bars(axes: Axes, ranges: Sequence[Range], row: int, colour: Colour, tex
     red, green, blue, _ = colour
     ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.45 else "white"
     for start, stop in ranges:
-        if stop > start:
+        if stop - start > _LEAST_LABELLED * axes.get_xlim()[1]:
             BarLabel(axes, (start, stop, row + _BAR / 2, row - _BAR / 2), texts, fontsize=7, color=ink)
 
 
