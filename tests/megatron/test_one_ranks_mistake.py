@@ -35,6 +35,8 @@ PATHS = {
 def folder(tmp_path):
     write_plan(THREE_AND_ONE, tmp_path / "plan.yaml")
     (tmp_path / "2").touch()
+    for rank in (0, 1, 3):
+        (tmp_path / str(rank)).mkdir()
     return tmp_path
 
 
