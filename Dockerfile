@@ -32,7 +32,7 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
       >/etc/megatron-hexi/base.txt \
     && PIP_CONSTRAINT='' python -m pip install --no-cache-dir \
       --constraint /etc/megatron-hexi/base.txt --constraint /etc/megatron-hexi/constraints.txt \
-      "$(echo /wheels/*.whl)[plan,train,pictures]" \
+      "$(echo /wheels/*.whl)[plan,train,pictures,convert]" \
     && hexi --version
 
 RUN useradd --create-home --no-log-init --uid 10001 --shell /bin/bash hexi

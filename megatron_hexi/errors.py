@@ -2,10 +2,11 @@
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
+
+from megatron_hexi.speaker import await_end, say_error, under_torchrun
 
 #: Exit code of every command and entry point where the user's input is wrong (0: done, 1: a bug).
 EXIT_USER_ERROR = 2
@@ -63,8 +64,9 @@ class PlatformError(HexiError):
 def user_errors() -> Iterator[None]:
     """Turn a `HexiError` into one line on standard error and its exit code; let everything else through.
 
-    Under torchrun or srun the line names the rank. torchrun ends all ranks as soon as one has ended: a rank
-    gives the others a moment, for most mistakes are found by all of them, some a little later.
+    Under torchrun or srun the line names the rank, and the first rank of a node to find the mistake says it
+    for all (`speaker`). torchrun ends all ranks as soon as one has ended, and tells of those that had ended
+    by then: the others wait for it.
 
     Raises:
         SystemExit: the user's input is wrong.
@@ -74,10 +76,12 @@ def user_errors() -> Iterator[None]:
             yield
     except HexiError as problem:
         rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        print(f"hexi: error: {rank}{printable(str(problem))}", file=sys.stderr, flush=True)
+        speaks = say_error(f"hexi: error: {rank}{printable(str(problem))}")
         if _fault_listener is not None:
             _fault_listener(str(problem), problem.exit_code)
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1":
+        if under_torchrun():
+            if not speaks:
+                await_end()
             time.sleep(_OTHERS_S)
         raise SystemExit(problem.exit_code) from None
 

@@ -63,18 +63,17 @@ def read_bytes(
     return content
 
 
-def check_output(path: str | os.PathLike[str], *, make_folder: bool = False) -> None:
+def check_output(path: str | os.PathLike[str]) -> None:
     """Find out whether a file can be written, by making one beside it and removing that again.
 
     Args:
         path: the file; a symbolic link stands for what it leads to.
-        make_folder: make its folder where it is missing.
 
     Raises:
         HexiError: it is no regular file, its name is too long, its folder is missing or closed, or its file
             system holds no files of users.
     """
-    with _beside(Path(path), make_folder=make_folder):
+    with _beside(Path(path)):
         pass
 
 
@@ -103,7 +102,7 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _beside(path: Path, *, make_folder: bool = False) -> Iterator[tuple[FileIO, Path, os.stat_result | None]]:
+def _beside(path: Path) -> Iterator[tuple[FileIO, Path, os.stat_result | None]]:
     """A new file in the folder of the target, the target, and its status if it is there.
 
     The new file is gone at the end, unless it was put in the target's place.
@@ -112,8 +111,6 @@ def _beside(path: Path, *, make_folder: bool = False) -> Iterator[tuple[FileIO, 
     status = _writable_status(path)
     folder = target.parent
     try:
-        if make_folder:
-            os.makedirs(folder, exist_ok=True)
         if not os.path.isdir(folder):
             raise HexiError(f"{path}: the folder {folder} is not there; make it first")
         name = (

@@ -38,7 +38,7 @@ def arguments(
     Keeps the file's --save, --load, --save-interval and --ckpt-format; without them training saves in
     FOLDER and resumes from there. Writes WORDS, each ended by a NUL byte, as mapfile -d '' reads them.
     """
-    check_outputs([file], [out], None)
+    check_outputs([file], [out], None, "text")
     again = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     words = read_words(file)
     if not words:

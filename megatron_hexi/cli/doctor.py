@@ -61,6 +61,8 @@ def _look_at(checkout: Path | None) -> Checkout | None:
 
     if checkout is None:
         return None
+    if not os.path.isdir(checkout):
+        raise HexiError(f"--megatron {checkout}: no such folder; give that of a Megatron-LM checkout")
     try:
         return Checkout(str(checkout), "patched" if checkout_is_patched(checkout) else "not patched")
     except HexiError as problem:

@@ -29,8 +29,8 @@ app = typer.Typer()
 
 @app.command(
     epilog="Example: hexi launch plan.yaml --cluster examples/clusters/mixed-16.yaml -o job.args -- "
-    "--data-path data/text --tokenizer-type HuggingFaceTokenizer "
-    "--tokenizer-model meta-llama/Meta-Llama-3-70B --train-iters 5000"
+    "--data-path data/text --tokenizer-type HuggingFaceTokenizer --tokenizer-model openai-community/gpt2 "
+    "--train-iters 5000"
 )
 def launch(
     plan: PlanPath,
@@ -64,7 +64,7 @@ def launch(
         raise HexiError(
             f"{plan}: does not say which model it is for (provenance.model); add --model NAME|PATH"
         )
-    check_outputs([plan, cluster, model_file(named)], [out], None)
+    check_outputs([plan, cluster, model_file(named)], [out], None, "text")
     lines = find_lines(planned, read_cluster(cluster), plan, cluster, named, more or [])
     if out is not None:
         write_text_atomically(out, flags_text(lines.flags))

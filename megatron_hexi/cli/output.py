@@ -26,6 +26,16 @@ Progress = Callable[[str, int, int], None]
 #: Endings that any matplotlib draws.
 PICTURE_FORMATS = ("png", "svg", "pdf", "jpg", "jpeg", "webp", "tif", "tiff", "eps")
 
+#: Endings by what a file is that ends in them; a file that is written as another kind is refused.
+_ENDINGS = {
+    "YAML": ("yaml", "yml"),
+    "HTML": ("html", "htm"),
+    "JSON": ("json",),
+    "text": ("txt", "args"),
+    "a picture": PICTURE_FORMATS,
+    "another format": ("csv", "docx", "gz", "jsonl", "md", "toml", "tsv", "xlsx", "xml", "zip"),
+}
+
 # Wide enough for a line a rank when the output goes to a file or a pipe.
 _PIPE_WIDTH = 160
 
@@ -70,23 +80,29 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def check_outputs(
-    inputs: Iterable[Path | None], outputs: Iterable[Path | None], picture: Path | None
+    inputs: Iterable[Path | None],
+    outputs: Iterable[Path | None],
+    picture: Path | None,
+    kind: str = "YAML",
 ) -> None:
     """Refuse what could not be written, before any work is done.
 
     Args:
         inputs: files that the command reads; ``None`` where there is none.
-        outputs: files that it will write, the picture aside; ``None`` where not asked for.
+        outputs: files that it will write, the picture aside, first the one that the user names; ``None``
+            where not asked for.
         picture: likewise.
+        kind: what the first output is written as: YAML, HTML, JSON or text.
 
     Raises:
-        HexiError: what is no regular file or cannot be one, one file for two purposes, an unknown kind of
-            picture.
+        HexiError: what is no regular file or cannot be one, one file for two purposes, a name that ends as
+            files of another kind do, an unknown kind of picture.
         ModuleNotFoundError: a picture, and nothing to draw it with.
     """
     # What standard output is redirected to would be replaced, and what is printed would be lost.
     streams = map(Path, ("/dev/stdout", "/dev/stderr"))
     taken = {os.path.realpath(path) for path in (*inputs, *streams) if path is not None}
+    outputs = list(outputs)
     for path in (*outputs, picture):
         if path is None:
             continue
@@ -96,12 +112,25 @@ def check_outputs(
                 f"{path}: would be overwritten, it is read or written already; choose another name"
             )
         taken.add(os.path.realpath(path))
+    if outputs and outputs[0] is not None:
+        _check_ending(outputs[0], kind)
     if picture is not None and picture.suffix.lstrip(".").lower() not in PICTURE_FORMATS:
         raise HexiError(
             f"{picture}: a picture in an unknown format; end its name in .{', .'.join(PICTURE_FORMATS)}"
         )
     if picture is not None and find_spec("matplotlib") is None:
         raise ModuleNotFoundError(name="matplotlib")  # told as every missing extra is
+
+
+def _check_ending(path: Path, kind: str) -> None:
+    """Refuse a name that ends as files of another kind do; one without a known ending is fine."""
+    ending = path.suffix.lstrip(".").lower()
+    promised = next((one for one, endings in _ENDINGS.items() if ending in endings), kind)
+    if promised != kind:
+        raise HexiError(
+            f"{path}: {kind} is written here, and the name ends as {promised} does; end it in "
+            f".{_ENDINGS[kind][0]}"
+        )
 
 
 def write_picture(figure: Figure, path: Path) -> None:

@@ -47,7 +47,7 @@ def place(
     components = allocated_hosts(os.environ)
     parts = [Path(f"{out}.{number}") for number in range(len(components))]
     nodes = Path(f"{out}.nodes")
-    check_outputs([plan, cluster], [out, nodes, *parts], None)
+    check_outputs([plan, cluster], [out, nodes, *parts], None, "text")
     hosts = [host for component in components for host in component]
     machines = read_cluster(cluster)
     placed = place_ranks(read_plan(plan), machines, parse_nodes(_nodes_text()), hosts)

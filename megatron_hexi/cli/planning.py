@@ -204,7 +204,7 @@ def simulate(
     if scenario is not None and trace is not None:
         raise HexiError(f"--trace {trace}: is of one iteration, --scenario of many; leave one out")
     replayed = read_plan(plan)
-    check_outputs([plan, cluster, scenario, job.model_file(replayed)], [trace], picture)
+    check_outputs([plan, cluster, scenario, job.model_file(replayed)], [trace], picture, "JSON")
     machines = read_cluster(cluster)
     planned_kernels(job.kernel, machines)
     asked = job.job(replayed, plan)

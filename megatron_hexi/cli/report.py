@@ -33,7 +33,9 @@ def report(
     ],
     cluster: Annotated[
         Path | None,
-        typer.Option(metavar="CLUSTER.yaml", help="Where it ran: adds predictions and a simulated layer."),
+        typer.Option(
+            metavar="CLUSTER.yaml", help="Where it ran: adds predictions and a simulated iteration."
+        ),
     ] = None,
     model: Annotated[
         str | None,
@@ -47,7 +49,7 @@ def report(
     """
     planned, told = read_plan(plan), read_record(record)
     model_file = PlannedJob(model=model).model_file(planned)
-    check_outputs([plan, record, cluster, model_file], [out], None)
+    check_outputs([plan, record, cluster, model_file], [out], None, "HTML")
     from megatron_hexi.report.run import describe_run, last_start, run_dict
 
     start = last_start(told, planned)

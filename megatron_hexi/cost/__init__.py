@@ -7,7 +7,7 @@ from megatron_hexi.cost.hugging_face_rotary import NoFlagError
 from megatron_hexi.cost.iteration import CostModel, IterationCost, estimate
 from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job_terms
 from megatron_hexi.cost.job_check import check_job
-from megatron_hexi.cost.kernels import assumed_kernels, planned_kernels
+from megatron_hexi.cost.kernels import assumed_kernels, planned_kernels, shipped_kernels
 from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
@@ -62,6 +62,7 @@ __all__ = [
     "presets",
     "read_model",
     "read_terms",
+    "shipped_kernels",
     "token_seconds",
     "unit_rates",
 ]

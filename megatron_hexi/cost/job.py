@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn, get_args
 from megatron_hexi.cost.model import Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import JobTerms, Plan, Workload
+from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.plan.kernels import join_kernels, split_kernels
 from megatron_hexi.plan.terms import Precision, Recompute
 
@@ -98,7 +99,7 @@ class Job:
             _refuse(
                 "global_batch_size",
                 self.global_batch_size,
-                f"give a multiple of micro_batch_size = {self.micro_batch_size}",
+                f"give a multiple of {spell_flag('micro_batch_size', self.micro_batch_size)}",
             )
 
     @property
@@ -202,4 +203,4 @@ def _given(how: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(field: str, value: object, remedy: str) -> NoReturn:
-    raise HexiError(f"{field} = {value!r}; {remedy}")
+    raise HexiError(f"{spell_flag(field, value)}: {remedy}")

@@ -8,6 +8,7 @@ from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan, deal_micro_batches
+from megatron_hexi.plan.flags import spell_flag
 
 
 def check_job(plan: Plan, job: Job) -> Ints:
@@ -37,7 +38,7 @@ def check_job(plan: Plan, job: Job) -> Ints:
     replicas = len(plan.replicas)
     if replicas != job.data_parallel:
         raise PlanError(
-            f"replicas: the plan has {replicas}, the job has data_parallel = {job.data_parallel}; "
+            f"replicas: the plan has {replicas}, the job {spell_flag('data_parallel', job.data_parallel)}; "
             "make them equal"
         )
     shares = deal_micro_batches(plan, job.global_batch_size, job.micro_batch_size)
@@ -47,13 +48,13 @@ def check_job(plan: Plan, job: Job) -> Ints:
 def _check_stages(plan: Plan, job: Job) -> None:
     if job.pipeline_parallel != 1:
         raise PlanError(
-            f"pipeline_parallel = {job.pipeline_parallel}: the plan has stages with layers of their own; "
-            "leave it out"
+            f"{spell_flag('pipeline_parallel', job.pipeline_parallel)}: the plan has stages with layers of "
+            "their own; leave it out"
         )
     stages = [stage for replica in plan.replicas for stage in replica.stages]
     shared = any(len(stage.domains) > 1 and not stage.is_dealt for stage in stages)
     if shared and job.micro_batch_size != plan.job.micro_batch_size:
         raise PlanError(
-            f"micro_batch_size = {job.micro_batch_size}: domains of the plan share "
+            f"{spell_flag('micro_batch_size', job.micro_batch_size)}: domains of the plan share "
             f"{plan.job.micro_batch_size} samples; give {plan.job.micro_batch_size}"
         )

@@ -6,6 +6,8 @@ catalogue.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.kernels import kernel_on, split_kernels
@@ -25,7 +27,7 @@ def planned_kernels(text: str | None, cluster: Cluster) -> dict[str, str]:
     for gpu in {} if text is None else split_kernels(text):
         if not any(name.startswith(gpu) for name in kinds):
             raise HexiError(
-                f"kernel = {text!r}: no GPU of {cluster.name} is a {gpu}; name one of {', '.join(kinds)}"
+                f"--kernel {text}: no GPU of {cluster.name} is a {gpu}; name one of {', '.join(kinds)}"
             )
     return {name: kind.attention(kernel_on(text, name)).kernel for name, kind in kinds.items()}
 
@@ -41,6 +43,11 @@ def assumed_kernels(text: str | None, cluster: Cluster) -> dict[str, tuple[str, 
         if default and others and not measured:
             found[name] = _NOT_IN_IMAGE, others[0]
     return found
+
+
+def shipped_kernels(kernels: Mapping[str, str]) -> dict[str, str]:
+    """Those of some kernels that the shipped image has, by the GPU's name."""
+    return {gpu: kernel for gpu, kernel in kernels.items() if kernel != _NOT_IN_IMAGE}
 
 
 def _kinds(cluster: Cluster) -> dict[str, Device]:

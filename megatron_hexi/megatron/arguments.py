@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from megatron_hexi.errors import user_errors
+from megatron_hexi.errors import HexiError, user_errors
+from megatron_hexi.megatron.folders import check_folders
 from megatron_hexi.megatron.kernel_choice import kernel_choice
 from megatron_hexi.megatron.metrics import check_metrics
 from megatron_hexi.megatron.plan_arguments import check_interleaving, take_plan
@@ -122,6 +125,7 @@ def prepare_arguments(args: Namespace, given: set[str], platform: Platform) -> N
         if changed:
             say(f"on the CPU, Megatron's defaults are replaced by: {' '.join(changed)}")
     check_metrics(args)
+    check_folders(args)
     decided = take_plan(args, given, platform.device)
     if decided:
         say(f"the plan needs, and sets: {' '.join(decided)}")
@@ -143,9 +147,21 @@ def _with_hexi_arguments(original: Callable[[ArgumentParser], Any]) -> Callable[
     def add_megatron_arguments(parser: ArgumentParser) -> Any:
         with user_errors():
             refuse_yaml_configuration(sys.argv)
+        parser.error = functools.partial(_refuse_words, parser)  # type: ignore[method-assign]
         return add_hexi_arguments(original(parser))
 
     return add_megatron_arguments
+
+
+def _refuse_words(parser: ArgumentParser, message: str) -> NoReturn:
+    """In place of `ArgumentParser.error`, which prints two thousand lines of usage first."""
+    with user_errors():
+        known = [name for name in parser._option_string_actions if name.startswith("--")]
+        wrong = re.findall(r"(?<!\S)--[\w-]+", message) if message.startswith("unrecognized") else []
+        near = [close for word in wrong for close in difflib.get_close_matches(word, known, 1)]
+        hint = f"did you mean {' '.join(near)}? " if near else ""
+        raise HexiError(f"{' '.join(message.split())}; {hint}--help lists all options")
+    raise AssertionError  # user_errors ends the process
 
 
 def _with_hexi_checks(original: Callable[..., Any], platform: Platform) -> Callable[..., Any]:

@@ -34,14 +34,14 @@ _step_times: dict[str, float] = {}
 
 
 def check_metrics(args: Namespace) -> None:
-    """Find out whether this rank's metrics file can be written; its folder is made when missing.
+    """Find out whether this rank's metrics file can be written.
 
     Raises:
         HexiError: it cannot.
     """
     path = _own_path(args)
     if path is not None:
-        check_output(path, make_folder=True)
+        check_output(path)
 
 
 def record(path: Path, iteration: int, losses: dict[str, float], **values: float | None) -> None:

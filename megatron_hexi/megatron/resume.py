@@ -1,4 +1,4 @@
-"""Checkpoints whose optimizer state cannot be loaded into this job are refused by name.
+"""Checkpoints that cannot be loaded into this job are refused by name, whatever is wrong with them.
 
 Megatron ends such a job with an exception that names no option or a wrong one; in the legacy format some
 ranks end with exit code 0 and without a word that something is wrong.
@@ -7,14 +7,19 @@ ranks end with exit code 0 and without a word that something is wrong.
 from __future__ import annotations
 
 import functools
+import json
+import pickle
+import re
+import zipfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed
 
 from megatron_hexi.errors import CheckpointError, user_errors
+from megatron_hexi.megatron.folders import loaded_folder, others_hint, tracked_iteration
 from megatron_hexi.patching import Patch
 
 #: What decides which parameters a rank has: sizes that the formats tied to it must find again.
@@ -26,6 +31,54 @@ _LAYOUT = (
 )
 _RESHARD = "save it again with --dist-ckpt-optim-fully-reshardable"
 _FRESH = "--no-load-optim starts a new optimizer"
+
+
+#: What gives weights their shapes and names, by the names of Megatron's arguments.
+_MODEL = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention"),
+    *("num_query_groups", "kv_channels", "num_experts", "moe_ffn_hidden_size", "swiglu", "add_bias_linear"),
+    *("untie_embeddings_and_output_weights", "normalization", "multi_latent_attention", "qk_layernorm"),
+)
+#: What Megatron and torch raise where a file of a checkpoint is missing, cut off or no such file.
+_UNREADABLE = (EOFError, OSError, pickle.UnpicklingError, zipfile.BadZipFile, json.JSONDecodeError)
+#: Of their messages, what tells damaged files from weights of another model.
+_DAMAGED = re.compile("PytorchStreamReader|Ran out of input|central directory|unpickl|corrupt", re.IGNORECASE)
+_SCHEDULE = re.compile(r"class input value (\S+) and checkpoint\s*value (\S+) for (.+) do not match")
+
+
+def check_model(folder: str, args: Namespace, saved: Namespace) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        folder: that of ``--load``, for the message.
+        args: this job's arguments.
+        saved: those in the checkpoint.
+
+    Raises:
+        CheckpointError: with the options that differ, and both values.
+    """
+    if getattr(args, "hybrid_layer_pattern", None) != getattr(saved, "hybrid_layer_pattern", None):
+        return  # Megatron loads a GPT into a hybrid model
+    grouped = getattr(args, "group_query_attention", False)
+    differ = [
+        name
+        for name in _MODEL
+        if (grouped or name != "num_query_groups")
+        and hasattr(saved, name)
+        and hasattr(args, name)
+        and None not in (getattr(saved, name), getattr(args, name))
+        and getattr(saved, name) != getattr(args, name)
+    ]
+    if differ:
+        there, here = (_spelt(differ, values) for values in (saved, args))
+        raise CheckpointError(
+            f"--load {folder}: it is of another model: it has {there}, this job {here}; train with the "
+            "checkpoint's, or load one of this model"
+        )
+
+
+def _spelt(names: Sequence[str], values: Namespace) -> str:
+    return ", ".join(f"{name.replace('_', '-')} {getattr(values, name)}" for name in names)
 
 
 def check_optimizer_state(folder: str, args: Namespace, saved: Namespace, sharding: str | None) -> None:
@@ -79,6 +132,9 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
                 ) from None
         state, _, release, _ = loaded
         saved = state.get("args") if state else None
+        if saved is not None and torch.distributed.is_initialized():
+            with user_errors():
+                check_model(load_dir, args, saved)
         # Before the groups are there, only arguments are read (--use-checkpoint-args).
         if saved is None or release or not torch.distributed.is_initialized() or not _wanted(args, saved):
             return loaded
@@ -88,6 +144,52 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         return loaded
 
     return load_base_checkpoint
+
+
+def _named(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.training import get_args
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    @functools.wraps(original)
+    def load_checkpoint(*rest: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*rest, **kwargs)
+        except (Exception, CheckpointException) as problem:  # torch's is a BaseException
+            args = get_args()
+            said = _why(problem, args)
+            if said is None:
+                raise
+            with user_errors():
+                raise CheckpointError(f"{' '.join(loaded_folder(args) or ())}: {said}") from problem
+
+    return load_checkpoint
+
+
+def _why(problem: BaseException, args: Namespace) -> str | None:
+    """What is wrong with a checkpoint, and the remedy; ``None`` where that is not known."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if isinstance(problem, CheckpointException):  # of several ranks
+        problem, _ = next(iter(problem.failures.values()))
+    text = " ".join(str(problem).split())
+    if schedule := _SCHEDULE.search(text):
+        here, there, what = schedule.groups()
+        return (
+            f"{what} was {there} in its training, in this job it is {here}; add "
+            "--override-opt-param-scheduler to go on by this job's --train-iters and learning rate, or "
+            "--use-checkpoint-opt_param-scheduler by the checkpoint's"
+        )
+    last = f"{type(problem).__name__}: {text[:300]}".removesuffix(": ")
+    is_checkpoints = isinstance(problem, (CheckpointingException, RuntimeError, AssertionError, KeyError))
+    if isinstance(problem, _UNREADABLE) or (is_checkpoints and _DAMAGED.search(text)):
+        _, folder = loaded_folder(args) or ("", "")
+        step = args.ckpt_step if args.ckpt_step is not None else tracked_iteration(folder)
+        hint = others_hint(Path(folder), step)
+        return f"iteration {step} cannot be read ({last}); a file of it is damaged or missing; {hint}"
+    if isinstance(problem, CheckpointingException) or "size mismatch" in text or "shape mismatch" in text:
+        return f"its weights are not those of this model ({last}); load a checkpoint of this model"
+    return None
 
 
 def _wanted(args: Namespace, saved: Namespace) -> bool:
@@ -127,6 +229,11 @@ _EARLIER = ("load_dir", "args", "rank0", "sharded_state_dict", "checkpointing_co
 _OF_LOAD = ("validate_access_integrity", "strict")
 
 RESUME_PATCHES = (
+    Patch(
+        target="megatron.training.checkpointing:load_checkpoint",
+        why="says what is wrong with a checkpoint that cannot be loaded",
+        build=_named,
+    ),
     Patch(
         target="megatron.training.checkpointing:_load_base_checkpoint",
         why="refuses a checkpoint whose optimizer state this job cannot load",

@@ -29,11 +29,10 @@ def split_kernels(text: str) -> dict[str, str]:
         gpu, _, kernel = part.partition("=")
         if not gpu or not kernel or "=" in kernel:
             raise HexiError(
-                f"kernel = {text!r}: {part!r} is not GPU=NAME; write one name, or as "
-                "H100=cudnn,A100=flash-attn-2"
+                f"kernel {text}: {part!r} is not GPU=NAME; write one name, or as H100=cudnn,A100=flash-attn-2"
             )
         if gpu in found:
-            raise HexiError(f"kernel = {text!r}: names {gpu} twice; name each GPU once")
+            raise HexiError(f"kernel {text}: names {gpu} twice; name each GPU once")
         found[gpu] = kernel
     return found
 

@@ -140,8 +140,8 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
     job, gpus = request.job, len(cluster.ranks)
     if "pipeline_parallel" in request.fixed and job.pipeline_parallel > DEEPEST:
         raise HexiError(
-            f"pipeline_parallel = {job.pipeline_parallel}: pipelines of up to {DEEPEST} stages are planned; "
-            f"give {DEEPEST} or fewer, or leave it to the planner"
+            f"{spell_flag('pipeline_parallel', job.pipeline_parallel)}: pipelines of up to {DEEPEST} stages "
+            f"are planned; give {DEEPEST} or fewer, or leave it to the planner"
         )
     unit = request.context_parallel or 1
     sizes = [] if request.context_parallel is None else [spell_flag("context_parallel", unit)]
@@ -159,13 +159,13 @@ def _check_fixed(request: Request, cluster: Cluster) -> None:
     batch = job.global_batch_size // least
     if job.data_parallel * unit > gpus:
         raise HexiError(
-            f"data_parallel = {job.data_parallel}: cluster {cluster.name} has {gpus} GPUs, for "
+            f"{spell_flag('data_parallel', job.data_parallel)}: cluster {cluster.name} has {gpus} GPUs, for "
             f"{gpus // unit} replicas of {unit} or more; give {gpus // unit} or fewer, or auto"
         )
     if job.data_parallel > batch:
         raise HexiError(
-            f"data_parallel = {job.data_parallel}: an iteration has {batch} micro-batches (global batch "
-            f"{job.global_batch_size} / micro-batch {least}); give {batch} or fewer, or auto"
+            f"{spell_flag('data_parallel', job.data_parallel)}: an iteration has {batch} micro-batches "
+            f"(global batch {job.global_batch_size} / micro-batch {least}); give {batch} or fewer, or auto"
         )
 
 

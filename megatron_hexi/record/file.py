@@ -33,14 +33,14 @@ _MAX_BYTES = 2**30
 
 
 def open_record(path: Path) -> None:
-    """Make a record ready to be appended to: its folder, and an end that is whole.
+    """Make a record ready to be appended to: an end that is whole.
 
     A line that a job was killed in the middle of is cut off: what it said was never complete.
 
     Raises:
         HexiError: the file is something else, or cannot be written.
     """
-    check_output(path, make_folder=True)
+    check_output(path)
     try:
         with path.open("a+b") as file:
             file.seek(0)

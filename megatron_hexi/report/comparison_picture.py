@@ -10,6 +10,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from megatron_hexi.report.comparison import OURS, Comparison, Result
+from megatron_hexi.report.labels import set_title, wrap
+from megatron_hexi.report.units import spell_time, time_unit
 
 _BAR = 0.62  # height of a bar, where rows are one apart
 _OURS, _OTHERS = "#c0392b", "#9fb4c7"
@@ -45,7 +47,7 @@ def draw_comparison(comparison: Comparison, title: str) -> Figure:
     results = comparison.results
     figure = Figure(figsize=(15, 2.6 + 0.62 * len(results)), layout="constrained")
     speeds, times = figure.subplots(1, 2, sharey=True, width_ratios=[5, 4])
-    figure.suptitle(title, fontsize=11)
+    set_title(figure, title)
     _draw_speeds(speeds, comparison)
     _draw_times(times, comparison)
     speeds.set_yticks(range(len(results)), [_label(comparison, one) for one in results])
@@ -86,19 +88,22 @@ def _draw_speeds(axes: Axes, comparison: Comparison) -> None:
     axes.axvline(bound, color="black", linestyle=":", linewidth=1.2)
     axes.set_xlim(0, 1.03 * max(ceiling, bound))
     best = comparison.best_uniform
-    axes.set_xlabel(
-        "tokens/s, predicted" + (f"; 1.00x: {best.name}, the fastest uniform layout" if best else "")
-    )
+    what = "tokens/s, predicted" + (f"; 1.00x: {best.name}, the fastest uniform layout" if best else "")
+    axes.set_xlabel(wrap(what, _WIDTH, _LINES))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     handles = [
         Line2D([], [], color="black", linestyle="--", label=f"ceiling {ceiling:,.0f}"),
-        Line2D([], [], color="black", linestyle=":", label=f"lower bound {comparison.lower_bound_s:.3g} s"),
+        Line2D(
+            [], [], color="black", linestyle=":", label=f"lower bound {spell_time(comparison.lower_bound_s)}"
+        ),
     ]
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=9)
 
 
 def _draw_times(axes: Axes, comparison: Comparison) -> None:
     shown: dict[str, str] = {}
+    longest = max(one.iteration_s or 0.0 for one in comparison.results)
+    unit = time_unit(longest)
     for row, one in enumerate(comparison.results):
         if one.phases is None:
             continue
@@ -106,14 +111,13 @@ def _draw_times(axes: Axes, comparison: Comparison) -> None:
         seconds = one.phases.by_name
         for name, colour in _COLOURS.items():
             if seconds[name] > 0:
-                axes.barh(row, seconds[name], _BAR, left=left, color=colour)
+                axes.barh(row, seconds[name] / unit.seconds, _BAR, left=left, color=colour)
                 shown.setdefault(name, colour)
-                left += seconds[name]
-        axes.text(left, row, f" {left:.3g} s", va="center", fontsize=9)
-    axes.axvline(comparison.lower_bound_s, color="black", linestyle=":", linewidth=1.2)
-    longest = max(one.iteration_s or 0.0 for one in comparison.results)
-    axes.set_xlim(0, 1.12 * longest)
-    axes.set_xlabel("seconds of an iteration, along its slowest way")
+                left += seconds[name] / unit.seconds
+        axes.text(left, row, f" {spell_time(left * unit.seconds, unit)}", va="center", fontsize=9)
+    axes.axvline(comparison.lower_bound_s / unit.seconds, color="black", linestyle=":", linewidth=1.2)
+    axes.set_xlim(0, 1.15 * longest / unit.seconds)
+    axes.set_xlabel(f"{unit.word} of an iteration, along its slowest way")
     handles = [
         Patch(color=_COLOURS[name], label=name.replace("_", " ")) for name in _COLOURS if name in shown
     ]
@@ -129,5 +133,5 @@ def _draw_times(axes: Axes, comparison: Comparison) -> None:
 
 
 def _label(comparison: Comparison, result: Result) -> str:
-    speed_up = comparison.speed_up(result)
-    return result.name if speed_up is None else f"{result.name}\n{speed_up:.2f}x"
+    speed_up, name = comparison.speed_up(result), wrap(result.name, lines=2)
+    return name if speed_up is None else f"{name}\n{speed_up:.2f}x"

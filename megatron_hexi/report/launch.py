@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_hexi.argument_file import Word
 from megatron_hexi.cluster import Cluster, NodeEntry
+from megatron_hexi.cost import shipped_kernels
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.meaning import resolve
 from megatron_hexi.options.parser import parse_words
@@ -108,7 +109,8 @@ def megatron_flags(given: Sequence[str], more: Sequence[str], plan: Plan, path: 
             ]
     names |= {word.partition("=")[0] for word in words}
     words += [word for flag, value in ADDED.items() if flag not in names for word in (flag, value)]
-    kernels = plan.job.kernel or {}
+    # What the image lacks is not asked for: training takes the plan's kernel where it is installed.
+    kernels = shipped_kernels(plan.job.kernel or {})
     pinned = ["--hexi-kernel", join_kernels(kernels)] if kernels and "--hexi-kernel" not in names else []
     flags = ("--hexi-plan", path, *pinned, *words, *_trial(names, args, plan), *more)
     check_flags(flags, plan)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job, assumed_kernels, ceiling_tokens_per_s, planned_kernels
+from megatron_hexi.cost.memory import GIB
 from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.report.estimate import phases_line, spell_seconds, spell_throughput
 from megatron_hexi.report.shares import find_shares, shares_table, spell_recompute
@@ -39,7 +40,7 @@ def planned_report(planned: Planned, cluster: Cluster) -> RenderableType:
         Text(bound_line(planned)),
         Text(phases_line(planned.cost)),
         shares_table(shares, planned.job),
-        *(Text(line) for line in _notes(planned)),
+        *(Text(line) for line in _notes(planned, cluster)),
     )
 
 
@@ -121,6 +122,29 @@ def kernel_lines(job: Job, cluster: Cluster) -> list[str]:
     return lines
 
 
+def host_lines(planned: Planned, cluster: Cluster) -> list[str]:
+    """How much host memory a plan counts on, and where nobody measured it, what to type."""
+    most: dict[str, float] = {}
+    for rank in planned.cost.ranks:
+        needed = rank.host_memory.total / GIB
+        most[rank.device] = max(most.get(rank.device, 0.0), needed)
+    lines = []
+    for device in dict.fromkeys(rank.device for rank in cluster.ranks):
+        host, needed = device.host, most.get(device.name, 0.0)
+        if host is None or not needed:
+            continue
+        line = (
+            f"host memory beside {device.name}: {needed:.1f} of {host.usable_gib:,.0f} GiB a GPU are used, "
+            f"copied at {host.bandwidth_gb_s:g} GB/s"
+        )
+        if host.estimate:
+            line += (
+                "; both are assumed: say under host: in the cluster file what is there (hexi probe measures)"
+            )
+        lines.append(f"note: {line}")
+    return lines
+
+
 def _listed(sizes: list[int]) -> str:
     return " and ".join(map(str, sizes))
 
@@ -144,8 +168,8 @@ def cluster_ceiling(job: Job, cluster: Cluster) -> float:
     return ceiling_tokens_per_s(alone, [rank.device for rank in cluster.ranks])
 
 
-def _notes(planned: Planned) -> list[str]:
-    lines = [f"note: {note}" for note in planned.notes]
+def _notes(planned: Planned, cluster: Cluster) -> list[str]:
+    lines = [*(f"note: {note}" for note in planned.notes), *host_lines(planned, cluster)]
     if planned.plan.gpus is not None:
         lines.append(
             "note: ranks must be started on the GPUs that the plan names, as the lines below do "

@@ -68,7 +68,9 @@ def run_page(
         "course": _picture("course", draw_course(run), _course_alt(run)),
     }
     if simulation is not None:
-        alt = "Time line of one layer, forward and backward: what each rank computes and sends."
+        alt = (
+            "A simulated iteration: micro-batches by stage, and what each rank computes and sends in a layer."
+        )
         pictures["timeline"] = _picture("timeline", draw_timeline(simulation, plan), alt)
     page = Environment(
         loader=PackageLoader("megatron_hexi.report"),

@@ -50,7 +50,8 @@ def _headline(run: Run) -> str:
         ),
     ]
     spelt = [said + (f" (predicted {beside})" if beside else "") for said, beside in words]
-    return f"{len(run.iterations)} iterations: {', '.join(spelt)}"
+    timed = "" if run.timed == len(run.iterations) else f", of which {run.timed} are timed"
+    return f"{len(run.iterations)} iterations{timed}: {', '.join(spelt)}"
 
 
 def _throughput_words(measured: Pace, predicted: Pace | None) -> Iterator[tuple[str, str | None]]:

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megatron_hexi.report.units import spell_time
 from megatron_hexi.scenario import Event, Played
 
 _CAPTION = (
@@ -26,8 +27,8 @@ def scenario_report(played: Played) -> RenderableType:
     return Group(
         Text(scenario_line(played)),
         Text(
-            f"undisturbed: {played.undisturbed_tokens_per_s:,.0f} tokens/s, {played.undisturbed_s:.4g} s an "
-            "iteration"
+            f"undisturbed: {played.undisturbed_tokens_per_s:,.0f} tokens/s, "
+            f"{spell_time(played.undisturbed_s)} an iteration"
         ),
         *(Text(f"  {spell_event(event)}") for event in played.events[:_EVENTS]),
         *([Text(f"  … and {len(played.events) - _EVENTS} more")] if len(played.events) > _EVENTS else []),

@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.report.labels import set_title, wrap
 from megatron_hexi.report.scenario import scenario_line
 from megatron_hexi.scenario import Course, Event, Played
 
@@ -35,7 +36,7 @@ def draw_scenario(played: Played) -> Figure:
         figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     panels[-1].set_xlim(0, played.lasts_s / unit_s)
     panels[-1].set_xlabel(unit if len(names) == rows else f"{unit}; {rows} of {len(names)} rows of events")
-    figure.suptitle(scenario_line(played), fontsize=10)
+    set_title(figure, scenario_line(played))
     return figure
 
 
@@ -71,7 +72,7 @@ def _draw_events(axes: Axes, events: tuple[Event, ...], names: list[str], unit_s
             color=_EVENTS[what],
             label=what,
         )
-    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.set_yticks(range(len(names)), [wrap(name, lines=1) for name in names], fontsize=7)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)

@@ -63,7 +63,8 @@ def plan_report(plan: Plan, rows: Sequence[Holding]) -> RenderableType:
 
 
 def holdings_table(plan: Plan, rows: Sequence[Holding]) -> Table:
-    """Who holds what, one line a unit, with a rule between groups; columns that say nothing are left out."""
+    """Who holds what, one line a unit, by replica, stage and group; columns that say nothing are left out."""
+    rows = sorted(rows, key=lambda row: row.place)
     table = Table(caption=_CAPTION, caption_justify="left")
     columns = [name for name, says in _COLUMNS.items() if says(plan, rows)]
     for name in columns:

@@ -1,4 +1,4 @@
-"""One layer of a simulated iteration as a picture: who computes what, who sends, who waits."""
+"""A simulated iteration as a picture: its pipeline, and a layer: who computes what, who sends, who waits."""
 
 from __future__ import annotations
 
@@ -7,15 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
 from megatron_hexi.plan import Plan
+from megatron_hexi.report.labels import add_legend, every_nth, set_title, wrap
 from megatron_hexi.report.pictures import plan_title
+from megatron_hexi.report.pipeline_picture import (
+    draw_pipeline,
+    pipeline_height,
+    pipeline_rows,
+    replicas_of_units,
+)
+from megatron_hexi.report.units import TimeUnit, spell_time, time_unit
 from megatron_hexi.simulator import RankTimeline, Simulation, Span
 
 #: Above so many units those that do the same share a row.
 _MOST_ROWS = 32
+_WIDTH = 16.0  # inches
+_LINE, _LETTERS = 0.16, 44  # of a label: its height in inches, its length
+#: Stages whose layers take times that differ more than by this factor get scales of their own.
+_ALIKE = 1.2
 _MAX_HEIGHT = 60.0  # inches; beyond it rows get thinner instead
 _HEADING = 0.6  # height of a heading, in rows
 #: Top and height of the lanes in a row, where rows are one apart: work above, the network thin below.
@@ -45,55 +57,110 @@ class _Row:
 
 
 def draw_timeline(simulation: Simulation, plan: Plan | None = None) -> Figure:
-    """A layer forward on the left and backward on the right, one row a rank; waiting is left blank.
+    """A simulated iteration: above, the micro-batches of each pipeline stage; below, a layer of each unit.
 
-    The last layer replayed in each direction, with what is recomputed; of a tensor-parallel unit one row.
-    Each stage starts at 0. What reaches in from the layers before and after is faint.
+    The pipeline is drawn where it has several rows. The layer is the last that was replayed in each
+    direction, with what is recomputed, forward on the left and backward on the right; of a tensor-parallel
+    unit one row, waiting is blank, and what reaches in from the layers before and after is faint.
 
     Args:
         simulation: of the plan.
         plan: gives the title, and the replica and stage of rows; ``None``: neither.
     """
+    stages = pipeline_rows(simulation)
     panels = _panels(simulation)
     rows = _rows(simulation, panels, plan)
+    height = min(2.2 + 0.36 * (_places(rows)[-1] + 1), _MAX_HEIGHT)
+    if len(stages) > 1:
+        above = pipeline_height(stages)
+        figure = Figure(figsize=(_WIDTH, above + height), layout="constrained")
+        halves = figure.subfigures(2, 1, height_ratios=[above, height], squeeze=False)[:, 0]
+        draw_pipeline(halves[0], stages, simulation, plan)
+        _draw_layer(halves[1], panels, rows, height)
+    else:
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        _draw_layer(figure, panels, rows, height)
+    if plan is not None:
+        set_title(figure, plan_title(plan))
+    return figure
+
+
+def _draw_layer(
+    figure: Figure | SubFigure, panels: Sequence[_Panel], rows: Sequence[_Row], height: float
+) -> None:
+    """Draw a layer in each direction; stages whose layers take other times have scales of their own."""
     places = _places(rows)
-    height = min(2.2 + 0.36 * (places[-1] + 1), _MAX_HEIGHT)
-    figure = Figure(figsize=(16, height), layout="constrained")
-    widths = [max(end - start for start, end in windows) for _, _, windows in panels]
-    axes = figure.subplots(
-        1,
-        len(panels),
-        sharey=True,
-        squeeze=False,
-        width_ratios=[max(width, max(widths) / 4) for width in widths],
-    )[0]
+    scales = _Scales.of(panels, rows)
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False, width_ratios=scales.widths)[0]
     shown: set[str] = set()
-    for number, (one, (title, layers, windows), width) in enumerate(zip(axes, panels, widths, strict=True)):
-        scale, unit = (1e3, "ms") if width < 1 else (1.0, "s")
-        one.set_title(title)
-        one.set_xlabel(unit)
-        one.set_xlim(0, width * scale or 1)
+    for number, (one, (title, layers, windows)) in enumerate(zip(axes, panels, strict=True)):
+        one.set_title(title, fontsize=10, loc="left")
+        one.set_xlabel(scales.names[number])
+        one.set_xlim(0, scales.ends[number])
         for place, row in zip(places, rows, strict=True):
+            unit_s = scales.unit_s(windows[row.section])
             shown |= _draw_row(
-                one, row.panels[number], place, windows[row.section], scale, layers[row.section]
+                one, row.panels[number], place, windows[row.section], unit_s, layers[row.section]
             )
-    axes[0].set_yticks(places, [row.label for row in rows], fontsize=8)
+        one.spines[["top", "right", "left"]].set_visible(False)
+        one.tick_params(axis="y", length=0)
+    step = every_nth(len(rows), height - 2.2, _LINE)
+    axes[0].set_yticks(places[::step], [row.label for row in rows[::step]], fontsize=8)
     axes[0].set_ylim(places[-1] + 0.5, places[0] - 0.5 - _HEADING * bool(rows[0].heading))
     for number, (place, row) in enumerate(zip(places, rows, strict=True)):
         if row.heading and (number == 0 or row.heading != rows[number - 1].heading):
             top = place - 0.5 - _HEADING / 4
-            axes[0].text(0, top, row.heading, fontsize=9, fontweight="bold", va="center")
-    if plan is not None:
-        figure.suptitle(plan_title(plan))
-    for one in axes:
-        one.spines[["top", "right", "left"]].set_visible(False)
-        one.tick_params(axis="y", length=0)
+            for one, (_, _, windows) in zip(axes, panels, strict=True):
+                begin, end = windows[row.section]
+                text = row.heading if one is axes[0] else ""
+                if scales.differ:
+                    text = f"{text} ({spell_time(end - begin)})" if text else spell_time(end - begin)
+                one.text(0, top, text, fontsize=9, fontweight="bold", va="center")
     handles = [Patch(color=colour, label=name) for name, colour in _COLOURS.items() if name in shown]
     if handles:
-        figure.legend(
-            handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False
+        add_legend(figure, handles)
+
+
+@dataclass(frozen=True)
+class _Scales:
+    """The axes of the panels.
+
+    Args:
+        differ: whether each stage's layer takes the whole width, for they take very different times.
+        widths: of the panels, relative to each other.
+        ends: of their axes.
+        names: of their axes.
+        unit: of time, in which axes count unless scales differ.
+    """
+
+    differ: bool
+    widths: list[float]
+    ends: list[float]
+    names: list[str]
+    unit: TimeUnit
+
+    @classmethod
+    def of(cls, panels: Sequence[_Panel], rows: Sequence[_Row]) -> _Scales:
+        """The scales of some panels; those without headings, which would tell the times, are one for all."""
+        used = {row.section for row in rows}
+        times = [[end - start for start, end in windows] for _, _, windows in panels]
+        longest = [max(own) for own in times]
+        shortest = [min(own[section] for section in used) for own in times]
+        differ = bool(rows[0].heading) and any(
+            most > _ALIKE * least for most, least in zip(longest, shortest, strict=True)
         )
-    return figure
+        unit = time_unit(max(longest))
+        return cls(
+            differ,
+            [max(most, max(longest) / 4) or 1 for most in longest],
+            [100.0 if differ else most / unit.seconds or 1 for most in longest],
+            ["per cent of the stage's time of a layer" if differ else unit.word] * len(panels),
+            unit,
+        )
+
+    def unit_s(self, window: tuple[float, float]) -> float:
+        """Seconds of one unit of the axis, for a stage whose layer takes a window of time."""
+        return ((window[1] - window[0]) / 100 or 1.0) if self.differ else self.unit.seconds
 
 
 #: A title, of each section the layer that is shown (in which ways), and in which time it does it.
@@ -138,7 +205,7 @@ def _places(rows: Sequence[_Row]) -> list[float]:
 def _heading(rank: RankTimeline, replica: int, has_replicas: bool, has_stages: bool) -> str:
     """Replica and stage, where there are several, and the GPU."""
     words = [f"replica {replica}"] * has_replicas + [f"stage {rank.stage}"] * has_stages
-    return ": ".join(filter(None, (", ".join(words), rank.device)))
+    return wrap(": ".join(filter(None, (", ".join(words), rank.device))), _LETTERS, 1)
 
 
 def _rows(simulation: Simulation, panels: Sequence[_Panel], plan: Plan | None) -> list[_Row]:
@@ -146,7 +213,7 @@ def _rows(simulation: Simulation, panels: Sequence[_Panel], plan: Plan | None) -
     units: dict[tuple[int, int], list[RankTimeline]] = {}
     for rank in simulation.ranks:
         units.setdefault((rank.stage, rank.unit), []).append(rank)
-    replica_of = _replicas(plan)
+    replica_of = replicas_of_units(plan)
     stages: dict[int, set[int]] = {}
     if plan is not None:
         for stage, unit in units:
@@ -189,24 +256,11 @@ def _rows(simulation: Simulation, panels: Sequence[_Panel], plan: Plan | None) -
     return rows
 
 
-def _replicas(plan: Plan | None) -> dict[int, int]:
-    """The replica of each member of the plan, by the member's number."""
-    if plan is None:
-        return {}
-    of_lead = {
-        member.lead: number
-        for number, replica in enumerate(plan.replicas)
-        for stage in replica.stages
-        for member in stage.members
-    }
-    return {number: of_lead[member.lead] for number, member in enumerate(plan.members)}
-
-
 def _label(ranks: Sequence[RankTimeline]) -> str:
     first, last = ranks[0], ranks[-1]
     if first is last:
-        return f"{first.rank}: {first.name}"
-    return f"{first.rank}-{last.rank}: {first.name}-{last.name.rpartition('/')[2]}"
+        return wrap(f"{first.rank}: {first.name}", lines=1)
+    return wrap(f"{first.rank}-{last.rank}: {first.name}-{last.name.rpartition('/')[2]}", lines=1)
 
 
 def _draw_row(
@@ -214,7 +268,7 @@ def _draw_row(
     spans: Sequence[Span],
     place: float,
     window: tuple[float, float],
-    scale: float,
+    unit_s: float,
     layer: tuple[tuple[str, int], ...],
 ) -> set[str]:
     """Bars of one row; what they show."""
@@ -222,7 +276,7 @@ def _draw_row(
     for span in spans:
         start, end = max(span.start_s, window[0]), min(span.end_s, window[1])
         key = (span.lane, _what(span), (span.way, span.layer) in layer)
-        bars.setdefault(key, []).append(((start - window[0]) * scale, (end - start) * scale))
+        bars.setdefault(key, []).append(((start - window[0]) / unit_s, (end - start) / unit_s))
     for (lane, what, own), ranges in bars.items():
         top, height = _LANES[lane]
         axes.broken_barh(

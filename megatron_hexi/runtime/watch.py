@@ -34,6 +34,7 @@ from megatron_hexi.runtime.heartbeats import Fault
 from megatron_hexi.runtime.liveness import FAILED, Liveness, clock_time
 from megatron_hexi.runtime.rounds import lost_after_s
 from megatron_hexi.runtime.waiting import waits_begun
+from megatron_hexi.speaker import ENDED_S, say_error, under_torchrun
 
 #: Seconds that a rank has to find by itself what another one has told.
 _GRACE_S = 1.0
@@ -164,7 +165,7 @@ class Watch:
         # torch keeps what hooks print until they return, which this one does not.
         sys.stderr = sys.__stderr__ or sys.stderr
         if isinstance(error, HexiError):
-            self._print("error", str(error))
+            say_error(f"hexi: error: [rank {self._rank}] {error}")
             self.tell(str(error), error.exit_code)
             self._exit(error.exit_code)
         self._claim()
@@ -187,9 +188,22 @@ class Watch:
     def _end(self, fault: Fault, code: int) -> None:
         """End the process for what happened on another rank."""
         if self._last_words.acquire(blocking=False):
-            self._print("error", self._words(fault))
-            self._others.tell(fault)
+            if fault.code == FAILED:  # where each of them was says what they waited for
+                self._print("error", self._words(fault))
+                self._others.tell(fault)
+            else:
+                speaks = say_error(f"hexi: error: [rank {self._rank}] {self._words(fault)}")
+                self._others.tell(fault)
+                if not speaks and under_torchrun() and self._is_ended():
+                    code = 0  # torchrun names all others beside the one at fault
             self._exit(code)
+
+    def _is_ended(self) -> bool:
+        """Wait for torchrun to end this rank, as `speaker.await_end` does; whether it has."""
+        until = time.monotonic() + ENDED_S
+        while self._terminated_at is None and time.monotonic() < until:
+            self._receive_signal()
+        return self._terminated_at is not None
 
     def _words(self, fault: Fault) -> str:
         if fault.code != FAILED:  # a mistake of the user's: where the others were does not matter

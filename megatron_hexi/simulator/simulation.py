@@ -80,7 +80,7 @@ class PipelineSpan:
     Args:
         replica: number of the replica.
         stage: number of its stage.
-        way: ``forward`` or ``backward``.
+        way: ``forward``, ``backward``, or ``turn`` for both of a replica's last ministage.
         micro_batch: number among those of the replica.
         lane: number among the stage's domains that take whole micro-batches, by the first of these; 0 where
             all share each.

@@ -34,6 +34,10 @@ VARIABLES = (
     ("MASTER_ADDR, MASTER_PORT", "where rank 0 is reached"),
     ("GROUP_RANK, GROUP_WORLD_SIZE", "number of the node, and of nodes, under `megatron_hexi.elastic`"),
     ("TORCHELASTIC_USE_AGENT_STORE", "whether torchrun or rank 0 hosts the job's store"),
+    (
+        "TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_ERROR_FILE, SLURM_STEP_ID",
+        "who of a node's ranks says what is wrong, and where torchrun reads it",
+    ),
     ("SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_GTIDS", "in place of the first four variables"),
     (
         "HEXI_HOSTS, SLURMD_NODENAME",

@@ -100,21 +100,21 @@ OPTIONS = {
         "num_attention_heads = 0; write a whole number above 0",
     ),
     "a config that is cut off": ("--model cut.json", "cut.json"),
-    "no tokens": ("--seq-length 0", "seq_length = 0; write a whole number above 0"),
-    "a negative length": ("--seq-length -5", "seq_length = -5; write a whole number above 0"),
+    "no tokens": ("--seq-length 0", "--seq-length 0: write a whole number above 0"),
+    "a negative length": ("--seq-length -5", "--seq-length -5: write a whole number above 0"),
     "10^15 tokens": (f"--seq-length {10**15}", "--seq-length 1000000000000000: is too large"),
     "a length in words": ("--seq-length long", "--seq-length': 'long' is not a whole number"),
-    "a batch of 0": ("--global-batch-size 0", "global_batch_size = 0; write a whole number above 0"),
+    "a batch of 0": ("--global-batch-size 0", "--global-batch-size 0: write a whole number above 0"),
     "a batch of 10^12": (f"--global-batch-size {10**12}", "--global-batch-size 1000000000000: is too large"),
-    "a batch that is no multiple": ("--micro-batch-size 3", "global_batch_size = 8; give a multiple of"),
+    "a batch that is no multiple": ("--micro-batch-size 3", "--global-batch-size 8: give a multiple of"),
     "heads that do not divide": (
         "--tensor-model-parallel-size 3",
-        "tensor_parallel = 3; give a number that divides",
+        "--tensor-model-parallel-size 3: give a number that divides",
     ),
-    "units larger than a node": ("--tensor-model-parallel-size 8", "tensor_parallel = 8"),
+    "units larger than a node": ("--tensor-model-parallel-size 8", "--tensor-model-parallel-size 8"),
     "more stages than layers": (
         "--pipeline-model-parallel-size 99",
-        "pipeline_parallel = 99; the model has",
+        "--pipeline-model-parallel-size 99: the model has",
     ),
     "more stages than GPUs": (
         "--pipeline-model-parallel-size 16",
@@ -142,12 +142,12 @@ OPTIONS = {
         "--data-parallel-size -1: give a number above 0, or auto",
     ),
     "10^99 replicas": (f"--data-parallel-size {10**99}", "give a number above 0, or auto"),
-    "more replicas than GPUs": ("--data-parallel-size 16 --global-batch-size 16", "data_parallel = 16"),
+    "more replicas than GPUs": ("--data-parallel-size 16 --global-batch-size 16", "--data-parallel-size 16"),
     "more replicas than micro-batches": (
         "--data-parallel-size 3 --global-batch-size 2",
-        "data_parallel = 3: an iteration has 2 micro-batches",
+        "--data-parallel-size 3: an iteration has 2 micro-batches",
     ),
-    "an unknown precision": ("--precision int4", "precision = 'int4'; use bf16, fp16, fp32"),
+    "an unknown precision": ("--precision int4", "--precision int4: use bf16, fp16, fp32"),
     "a precision for estimates alone": ("--precision fp8", "training in fp8 is refused by the runtime today"),
     "a precision that a GPU lacks": (
         "--cluster v100.yaml",
@@ -157,7 +157,7 @@ OPTIONS = {
     "a kernel that one GPU lacks": ("--kernel flash-attn-3", "flash-attn-3"),
     "an unknown recomputation": (
         "--recompute-granularity some",
-        "recompute = 'some'; use none, selective, full",
+        "--recompute-granularity some: use none, selective, full",
     ),
     "an unknown option": ("--sequence-length 5", "No such option: --sequence-length"),
     "a cluster file that is a plan": ("--cluster plan.yaml", "plan.yaml"),
@@ -200,7 +200,7 @@ REPLAYS = {
         "workload.head_dim: the plan is for",
     ),
     "a unit on two nodes": ("wide.yaml --cluster odd.yaml", "on two nodes"),
-    "another batch": ("plan.yaml --cluster cluster.yaml --micro-batch-size 5", "global_batch_size = 8"),
+    "another batch": ("plan.yaml --cluster cluster.yaml --micro-batch-size 5", "--global-batch-size 8"),
 }
 
 

@@ -238,7 +238,8 @@ def test_what_is_no_run_folder(folder, monkeypatch, capsys, path):
 def test_the_doctor_waits_for_no_checkout(folder, monkeypatch, capsys, path):
     before = snapshot(folder)
     result = call_hexi(monkeypatch, capsys, ["doctor", "--local", "--json", "--megatron", path])
-    assert "pretrain_gpt.py: not there" in result.out
+    said = "pretrain_gpt.py: not there" if path == "folder" else "no such folder"
+    assert said in result.out
     assert snapshot(folder) == before
 
 
@@ -266,3 +267,48 @@ def test_a_name_that_is_no_text_stays_on_its_line(folder, monkeypatch, capsys, n
     error = refused(monkeypatch, capsys, folder, ("show", name))
     assert error.count("\n") == len(error.splitlines()) == 1
     assert "\x1b" not in error
+
+
+#: Commands that write a file, an ending that promises another kind, and what is written.
+MISNAMED = {
+    "plan": (("plan", "cluster.yaml", *JOB), "-o", "out.json", "YAML is written here", ".yaml"),
+    "proportion": (
+        (
+            *("proportion", "--speeds", "1,1", "--seq-length", "64"),
+            *("--num-attention-heads", "2", "--kv-channels", "8"),
+        ),
+        *("-o", "out.png", "YAML is written here", ".yaml"),
+    ),
+    "probe": (("probe",), "-o", "out.JSON", "YAML is written here", ".yaml"),
+    "report": (
+        ("report", "run.yaml", "--record", "record.jsonl"),
+        *("-o", "out.pdf", "HTML is written here", ".html"),
+    ),
+    "simulate": (("simulate", "plan.yaml", *HERE), "--trace", "out.gz", "JSON is written here", ".json"),
+    "launch": (("launch", "plan.yaml", *HERE), "-o", "out.yaml", "text is written here", ".txt"),
+    "place": (
+        ("place", "plan.yaml", "--cluster", "cluster.yaml"),
+        *("-o", "out.csv", "text is written here", ".txt"),
+    ),
+    "arguments": (
+        ("arguments", "config.json", "--plan", "plan.yaml", "--checkpoints", "folder"),
+        *("-o", "out.html", "text is written here", ".txt"),
+    ),
+}
+
+
+@pytest.mark.parametrize("command", MISNAMED)
+def test_a_name_that_promises_another_kind_of_file_is_refused(folder, monkeypatch, capsys, command):
+    words, option, name, said, ending = MISNAMED[command]
+    monkeypatch.setattr("megatron_hexi.probe.probe", None)
+    error = refused(monkeypatch, capsys, folder, [*words, option, name])
+    assert f"{name}: {said}" in error
+    assert f"end it in {ending}" in error
+
+
+def test_a_name_without_a_known_ending_is_fine(folder, monkeypatch, capsys):
+    for name in ("plan", "plan.v2", "plan.yml"):
+        words = ["proportion", "--speeds", "1,1", "--seq-length", "64", "--num-attention-heads", "2"]
+        result = call_hexi(monkeypatch, capsys, [*words, "--kv-channels", "8", "-o", name])
+        assert result.code == 0
+        assert Path(name).exists()

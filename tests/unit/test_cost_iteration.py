@@ -232,7 +232,7 @@ def test_jobs_and_clusters_that_differ_are_refused():
         estimate(plan, job, cluster([("a", "PLAIN", 3)]))
     with pytest.raises(PlanError, match=r"workload.seq_length: the plan is for 4096, the job has 8192"):
         estimate(plan, tiny_job(seq_length=8192), known)
-    with pytest.raises(PlanError, match=r"the plan has 1, the job has data_parallel = 2"):
+    with pytest.raises(PlanError, match=r"the plan has 1, the job --data-parallel-size 2"):
         estimate(plan, tiny_job(data_parallel=2), known)
     three = dataclasses.replace(plan, replicas=(Replica(plan.replicas[0].stages, 3),))
     with pytest.raises(PlanError, match=r"replicas take 3 micro-batches of 1, .* the global batch has 1"):

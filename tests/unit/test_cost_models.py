@@ -222,12 +222,15 @@ def test_unreadable_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"seq_length": 0}, "seq_length = 0; write a whole number above 0"),
-        ({"tensor_parallel": 3}, "tensor_parallel = 3; give a number that divides the heads, 4"),
-        ({"pipeline_parallel": 3}, "pipeline_parallel = 3; the model has 2 layers; give 2 or fewer"),
-        ({"micro_batch_size": 3}, "global_batch_size = 8; give a multiple of micro_batch_size = 3"),
-        ({"recompute": "some"}, "recompute = 'some'; use none, selective, full"),
-        ({"precision": "int8"}, "precision = 'int8'; use bf16, fp16, fp32"),
+        ({"seq_length": 0}, "--seq-length 0: write a whole number above 0"),
+        ({"tensor_parallel": 3}, "--tensor-model-parallel-size 3: give a number that divides the heads, 4"),
+        (
+            {"pipeline_parallel": 3},
+            "--pipeline-model-parallel-size 3: the model has 2 layers; give 2 or fewer",
+        ),
+        ({"micro_batch_size": 3}, "--global-batch-size 8: give a multiple of --micro-batch-size 3"),
+        ({"recompute": "some"}, "--recompute-granularity some: use none, selective, full"),
+        ({"precision": "int8"}, "--precision int8: use bf16, fp16, fp32"),
     ],
 )
 def test_impossible_jobs_are_refused(changes, said):

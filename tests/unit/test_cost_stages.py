@@ -350,7 +350,7 @@ def test_domains_share_samples():
     assert three.attention_s == pytest.approx(3 * one.attention_s)
     assert three.memory.activations == 3 * one.memory.activations
     assert one.idle_s > 0 == three.idle_s
-    with pytest.raises(PlanError, match="micro_batch_size = 2: domains of the plan share 4 samples; give 4"):
+    with pytest.raises(PlanError, match="--micro-batch-size 2: domains of the plan share 4 samples; give 4"):
         estimate(plan, dataclasses.replace(job, micro_batch_size=2), known)
 
 
@@ -363,7 +363,7 @@ def test_what_does_not_fit_the_plan_is_refused():
     with pytest.raises(ClusterError, match=re.escape("has 2 GPUs, the plan is for 3 (3 ranks)")):
         estimate(plan, job, cluster([("a", "PLAIN", 2)]))
     with pytest.raises(
-        PlanError, match="pipeline_parallel = 2: the plan has stages with layers of their own"
+        PlanError, match="--pipeline-model-parallel-size 2: the plan has stages with layers of their own"
     ):
         estimate(plan, dataclasses.replace(job, pipeline_parallel=2), cluster([("a", "PLAIN", 3)]))
 

@@ -118,9 +118,9 @@ NAMED = ("--cluster", "CLUSTER", "--model")
         (["--cluster", "absent.yaml", "--model", "llama3-8b"], "absent.yaml: cannot be read"),
         ([*NAMED, "llama-8b"], "did you mean llama3-8b"),
         ([*NAMED, "gpt-3b"], "workload.kv_heads: the plan is for 8, the job has 32"),
-        ([*NAMED, "llama3-8b", "--recompute-granularity", "all"], "recompute = 'all'; use none"),
-        ([*NAMED, "llama3-8b", "--precision", "int4"], "precision = 'int4'; use bf16"),
-        ([*NAMED, "llama3-8b", "--micro-batch-size", "3"], "global_batch_size = 8"),
+        ([*NAMED, "llama3-8b", "--recompute-granularity", "all"], "--recompute-granularity all: use none"),
+        ([*NAMED, "llama3-8b", "--precision", "int4"], "--precision int4: use bf16"),
+        ([*NAMED, "llama3-8b", "--micro-batch-size", "3"], "--global-batch-size 8"),
         ([*NAMED, "llama3-8b", "--pipeline-model-parallel-size", "2"], "the plan is for 16 (8 ranks"),
     ],
 )

@@ -131,7 +131,7 @@ def test_what_it_adds_is_pinned_within_the_ranges_that_the_package_asks_for():
 
 def test_the_base_s_torch_is_kept():
     (install,) = [rest for rest in of_kind("RUN") if "/wheels/*.whl" in rest]
-    assert '"$(echo /wheels/*.whl)[plan,train,pictures]"' in install
+    assert '"$(echo /wheels/*.whl)[plan,train,pictures,convert]"' in install
     assert "--constraint /etc/megatron-hexi/base.txt" in install
     pattern = re.search(r"'(\^\([^']+\))'", install)
     assert pattern is not None

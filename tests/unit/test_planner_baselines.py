@@ -331,7 +331,7 @@ def test_flags_that_are_not_fixed_are_the_best_of_all(fixed, memory):
 
 def test_flags_that_no_unit_can_have_are_refused():
     request = Request(tiny_job(tensor_parallel=4), frozenset(["tensor_parallel"]))
-    with pytest.raises(ClusterError, match=r"tensor_parallel = 4.*give smaller sizes"):
+    with pytest.raises(ClusterError, match=r"--tensor-model-parallel-size 4.*give smaller sizes"):
         find_baselines(request, cluster([("a", "PLAIN", 2)]))
 
 

@@ -230,7 +230,7 @@ def test_what_is_free_is_as_jobs_have_it_by_default():
 @pytest.mark.parametrize(
     ("terms", "fixed", "words"),
     [
-        ({"data_parallel": 5}, (), r"data_parallel = 5: cluster test has 4 GPUs, for 4 replicas"),
+        ({"data_parallel": 5}, (), r"--data-parallel-size 5: cluster test has 4 GPUs, for 4 replicas"),
         ({"data_parallel": 3, "tensor_parallel": 2}, ("tensor_parallel",), r"for 2 replicas of 2 or more"),
         ({"data_parallel": 3}, (), r"an iteration has 2 micro-batches .*; give 2 or fewer, or auto"),
         (
@@ -238,7 +238,7 @@ def test_what_is_free_is_as_jobs_have_it_by_default():
             ("micro_batch_size",),
             r"an iteration has 1 micro-batches \(global batch 2 / micro-batch 2\)",
         ),
-        ({"tensor_parallel": 4}, ("tensor_parallel",), "tensor_parallel = 4 GPUs on one node"),
+        ({"tensor_parallel": 4}, ("tensor_parallel",), "--tensor-model-parallel-size 4: .* on one node"),
     ],
 )
 def test_numbers_that_no_layout_has_are_refused(terms, fixed, words):

@@ -106,7 +106,7 @@ def test_every_gpu_is_in_one_unit_at_most(seed):
 
 
 def test_a_cluster_without_a_single_unit_is_refused():
-    with pytest.raises(ClusterError, match=r"tensor_parallel = 4.*give smaller"):
+    with pytest.raises(ClusterError, match=r"--tensor-model-parallel-size 4.*give smaller"):
         fleet_of([("a", "PLAIN", 3), ("b", "PLAIN", 2)], tensor_parallel=4)
 
 

@@ -51,9 +51,10 @@ def test_a_job_that_goes_on_cuts_off_what_a_killed_one_left(path):
     assert path.read_bytes() == b""
 
 
-def test_a_folder_is_made(tmp_path):
-    open_record(tmp_path / "new" / "record.jsonl")
-    assert (tmp_path / "new" / "record.jsonl").read_bytes() == b""
+def test_a_folder_that_is_not_there_is_refused_as_by_every_command(tmp_path):
+    with pytest.raises(HexiError, match=r"the folder .*new is not there; make it first"):
+        open_record(tmp_path / "new" / "record.jsonl")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("text", ["notes of mine", '{"iteration": 1}\n', "\n"])

@@ -208,8 +208,8 @@ def test_picture_has_a_title_and_a_hue_for_each_kind_of_gpu(two_replicas):
         assert drawn == [named[0]] * 4 + [named[1]] * 3
 
 
-def test_picture_of_stages_with_other_tensor_parallel_sizes_has_all_heads_and_kinds_by_nodes():
-    """A unit of two ranks holds 8 heads on each, one of four 4; node names tell kinds without a cluster."""
+def test_picture_of_stages_has_their_layers_and_kinds_by_nodes():
+    """Node names tell kinds without a cluster."""
 
     def stage(name, ranks, heads, layers):
         member = Member(ranks, 4096, (0, heads))
@@ -219,13 +219,22 @@ def test_picture_of_stages_with_other_tensor_parallel_sizes_has_all_heads_and_ki
     workload = replace(WORKLOAD, layers=2, tensor_parallel=0)
     plan = Plan(workload, (Replica(stages),), provenance=Provenance(cluster="mixed"))
     figure = draw_plan(plan, holdings(plan))
-    heads = figure.axes[1]
-    assert heads.get_xlim() == (0, 16)
-    drawn = [path.get_extents() for bars in heads.collections for path in bars.get_paths()]
-    assert [(bar.x0, bar.x1) for bar in drawn] == [(0, 16), (0, 16)]
-    labels = [label.get_text() for label in heads.get_yticklabels()]
-    assert labels == ["replica 0, stage 0 (layers 0): fast-0", "replica 0, stage 1 (layers 1): slow-1"]
+    (layers,) = figure.axes  # a unit alone in its stage divides neither tokens nor heads
+    assert layers.get_xlim() == (0, 2)
+    drawn = [path.get_extents() for bars in layers.collections for path in bars.get_paths()]
+    assert sorted((bar.x0, bar.x1) for bar in drawn) == [(0, 1), (1, 2)]
+    assert [label.get_text() for label in layers.get_yticklabels()] == ["replica 0"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fast", "slow"]
+
+
+def test_picture_of_units_of_several_ranks_has_all_their_heads():
+    member = [Member((2 * n, 2 * n + 1), 2048, (4 * n, 4 * n + 4)) for n in range(2)]
+    stage = Stage((Domain((Group(((0, 4096),), tuple(member), name="node/0"),)),), layers=(0, 2))
+    plan = Plan(replace(WORKLOAD, layers=2, tensor_parallel=2), (Replica((stage,)),))
+    heads = draw_plan(plan, holdings(plan)).axes[-1]
+    drawn = [path.get_extents() for bars in heads.collections for path in bars.get_paths()]
+    assert [(bar.x0, bar.x1) for bar in drawn] == [(0, 8), (8, 16)]
+    assert [label.get_text() for label in heads.get_yticklabels()] == ["replica 0, stage 0: node"]
 
 
 def test_picture_counts_whole_tokens_and_heads(two_replicas):
@@ -275,3 +284,18 @@ def test_powers_on_logarithmic_axes_stay_mathematics(tmp_path):
     drawn = (tmp_path / "log.svg").read_text()
     assert "cost in $ of $" in drawn
     assert r"$\mathdefault{10^{-8}}$" in drawn
+
+
+def test_the_table_lists_stages_in_order_whatever_their_ranks():
+    def stage(rank, layers):
+        group = Group(((0, 4096),), (Member((rank,), 4096, (0, 16)),))
+        return Stage((Domain((group,)),), layers=layers)
+
+    stages = (stage(2, (0, 1)), stage(0, (1, 2)), stage(1, (2, 3)))
+    plan = Plan(replace(WORKLOAD, layers=3), (Replica(stages),))
+    lines = [line.split("│")[1:5] for line in text_of(plan).splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in line[:3]] for line in lines] == [
+        ["0", "0", "2"],
+        ["1", "1", "0"],
+        ["2", "2", "1"],
+    ]

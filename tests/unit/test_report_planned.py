@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from matplotlib.colors import to_hex
@@ -12,7 +14,7 @@ from megatron_hexi.cost import ceiling_tokens_per_s, estimate
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, proportional_plan
 from megatron_hexi.report.comparison import compare, comparison_dict, comparison_report
 from megatron_hexi.report.comparison_picture import draw_comparison
-from megatron_hexi.report.planned import planned_dict, planned_report
+from megatron_hexi.report.planned import host_lines, planned_dict, planned_report
 from megatron_hexi.report.shares import find_shares, spell_layout, spell_nodes, spell_recomputed
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.planned import baseline, make_planned
@@ -304,3 +306,20 @@ def test_the_picture_has_a_bar_a_result_and_all_phases(raced):
     assert f"{raced.cost.tokens_per_s:,.0f}" in words
     lines = [float(line.get_path().get_extents().xmin) for line in speeds.lines]
     assert lines == pytest.approx([comparison.ceiling_tokens_per_s, raced.cost.tokens_per_s * 1.25])
+
+
+def test_host_memory_that_nobody_measured_is_said_to_be_assumed_with_its_size():
+    """H100s have 200 GiB each by the catalogue; a device that offloads nothing has no line."""
+    nodes = (("fast", "H100-SXM-80GB", 1), ("slow", "A100-SXM-80GB", 1))
+    known = cluster(nodes)
+
+    def rank(device, size):
+        return SimpleNamespace(device=device, host_memory=SimpleNamespace(total=size * 2**30))
+
+    ranks = [rank("H100-SXM-80GB", 40), rank("H100-SXM-80GB", 61.26), rank("A100-SXM-80GB", 0)]
+    planned: Any = SimpleNamespace(cost=SimpleNamespace(ranks=ranks))
+    (line,) = host_lines(planned, known)
+    host = known.ranks[0].device.host
+    assert line.startswith("note: host memory beside H100-SXM-80GB: 61.3 of 200 GiB a GPU are used")
+    assert host.estimate
+    assert "both are assumed: say under host: in the cluster file what is there" in line

@@ -287,7 +287,7 @@ def test_the_command_writes_the_page_and_prints_its_figures(hexi, tmp_path):
 def test_without_json_the_figures_are_printed_as_a_table(hexi):
     code, out, err = hexi("--record", "record.jsonl", "-o", "report.html")
     assert (code, err) == (0, "wrote report.html\n")
-    assert "4 iterations: 3 s each, 2,731 tokens/s, idle share 23.3%" in out
+    assert "4 iterations, of which 3 are timed: 3 s each, 2,731 tokens/s, idle share 23.3%" in out
     rows = [
         [cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if "GPU " in line
     ]

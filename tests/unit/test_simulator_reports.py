@@ -131,8 +131,8 @@ def test_the_picture_shows_a_layer_in_both_directions(tmp_path):
     found, _, _ = simulated(recompute="selective")
     figure = draw_timeline(found)
     forward, backward = figure.axes
-    assert forward.get_title() == "layer 2, forward"
-    assert backward.get_title() == "layer 1, backward (what is recomputed first)"
+    assert forward.get_title(loc="left") == "layer 2, forward"
+    assert backward.get_title(loc="left") == "layer 1, backward (what is recomputed first)"
     assert [label.get_text() for label in forward.get_yticklabels()] == [
         "0: a-0/0",
         "1: a-0/1",
@@ -161,7 +161,9 @@ def test_the_picture_has_a_title_and_a_heading_for_each_stage_of_unequal_replica
     known = cluster([("a", "PLAIN", 6)])
     figure = draw_timeline(simulate(plan, job, known), plan)
     assert figure.get_suptitle() == plan_title(plan)
-    forward = figure.axes[0]
+    pipeline, forward, _ = figure.axes
+    labels = [label.get_text() for label in pipeline.get_yticklabels()]
+    assert labels == [f"replica {replica}, stage {stage}: PLAIN" for replica in (0, 1) for stage in (0, 1)]
     assert [text.get_text().partition(":")[0] for text in forward.texts] == [
         f"replica {replica}, stage {stage}" for replica in (0, 1) for stage in (0, 1)
     ]
@@ -190,7 +192,7 @@ def test_any_simulation_can_be_drawn(tmp_path, changes):
     found, _, _ = simulated(**changes)
     figure = draw_timeline(found)
     units = {(rank.stage, rank.unit) for rank in found.ranks}
-    assert len(figure.axes[0].get_yticklabels()) == len(units)
+    assert len(figure.axes[-2].get_yticklabels()) == len(units)
     save_picture(figure, tmp_path / "timeline.svg")
     text = (tmp_path / "timeline.svg").read_text()
     assert "</svg>" in text

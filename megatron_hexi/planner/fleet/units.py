@@ -16,6 +16,7 @@ from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import Job, ceiling_tokens_per_s
 from megatron_hexi.cost.memory import ModelPart
 from megatron_hexi.errors import ClusterError
+from megatron_hexi.plan.flags import spell_flag
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,12 @@ def find_units(job: Job, cluster: Cluster, gpus: Collection[int] | None = None) 
     stacks = _stacks(job, cluster, runs)
     if not stacks:
         there = sum(map(len, runs))
+        width, depth = (
+            spell_flag(name, getattr(job, name)) for name in ("tensor_parallel", "pipeline_parallel")
+        )
         raise ClusterError(
-            f"cluster {cluster.name} has {there} units of tensor_parallel = {job.tensor_parallel} GPUs on "
-            f"one node, too few for pipeline_parallel = {job.pipeline_parallel}; give smaller sizes"
+            f"{width}: cluster {cluster.name} has {there} groups of as many GPUs on one node, too few for "
+            f"{depth}; give smaller sizes"
         )
     found = {_device_key(cluster, stack): stack for stack in stacks}
     kinds = {key: _kind(job, cluster, stack) for key, stack in found.items()}

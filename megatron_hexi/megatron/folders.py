@@ -1,0 +1,122 @@
+"""Folders that a training saves in and loads from, looked at before anything is allocated.
+
+Megatron finds out late: a file in place of ``--save`` at the first checkpoint, a missing iteration once the
+model is there, and both with a traceback on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_hexi.errors import CheckpointError, HexiError
+
+#: Folders that Megatron makes where they are missing, by the names of their arguments.
+_WRITTEN = ("save", "tensorboard_dir", "data_cache_path", "wandb_save_dir")
+#: Folders that weights are loaded from, in the order in which Megatron looks for them.
+_READ = ("load", "pretrained_checkpoint")
+#: Megatron's own name of the file that says which iteration is the last.
+_TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_(\d{7})")
+
+
+def check_folders(args: Namespace) -> None:
+    """Refuse folders that cannot be written in, or that hold no checkpoint to load.
+
+    Args:
+        args: Megatron's arguments, not yet checked.
+
+    Raises:
+        HexiError: what a folder is made of is a file, or is closed to this user.
+        CheckpointError: ``--load`` holds no checkpoint, or not the iteration that is asked for.
+    """
+    for name in _WRITTEN:
+        path = getattr(args, name, None)
+        if path and "://" not in path:
+            _check_written(f"--{name.replace('_', '-')} {path}", Path(path))
+    if args.hexi_plan is not None:
+        _check_loaded(args)
+
+
+def loaded_folder(args: Namespace) -> tuple[str, str] | None:
+    """The option and the folder that a job loads its weights from; ``None``: it begins anew."""
+    given = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in _READ if getattr(args, name)]
+    last = given[-1] if given else None
+    return next((pair for pair in given if tracked_iteration(pair[1]) is not None), last)
+
+
+def saved_iterations(folder: Path) -> list[int]:
+    """The iterations that a folder of checkpoints holds, ascending."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := _ITERATION.fullmatch(name)))
+
+
+def tracked_iteration(folder: str) -> int | str | None:
+    """The iteration that Megatron would load, or ``release``; another text of the tracker file as it is.
+
+    ``None``: there is no such file, and so no checkpoint.
+    """
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    path = get_checkpoint_tracker_filename(folder)
+    if not os.path.isfile(path):
+        return None
+    text = Path(path).read_bytes()[:80].decode(errors="replace").strip()
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
+def others_hint(folder: Path, without: int | str | None = None) -> str:
+    """Which other iterations a folder holds, and how to load one: the remedy of errors."""
+    others = [iteration for iteration in saved_iterations(folder) if iteration != without]
+    if not others:
+        return "it holds no other; leave --load out to begin anew"
+    listed = ", ".join(map(str, others[-8:]))
+    return f"it holds {listed} too: add --ckpt-step {others[-1]} to go on from there"
+
+
+def _check_written(what: str, path: Path) -> None:
+    there = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
+    if not os.path.isdir(there):
+        raise HexiError(
+            f"{what}: {'' if there == path else f'{there} '}is a file, not a folder; give another"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise HexiError(f"{what}: nothing can be written in {there}; give another folder, or change its mode")
+
+
+def _check_loaded(args: Namespace) -> None:
+    source = loaded_folder(args)
+    if source is None or any("://" in (getattr(args, name) or "") for name in _READ):
+        return
+    what, folder = " ".join(source), Path(source[1])
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise CheckpointError(f"{what}: is a file; give the folder that --save wrote")
+    if args.non_persistent_ckpt_type is not None:
+        return  # the newest checkpoint may lie elsewhere
+    iteration, said = tracked_iteration(source[1]), f"{_TRACKER} says"
+    if args.ckpt_step is not None:
+        iteration, said = args.ckpt_step, "--ckpt-step"
+    elif iteration is None and source[0] == "--load" and _is_first_start(args):
+        return
+    if iteration is None:
+        raise CheckpointError(
+            f"{what}: holds no checkpoint (no file {_TRACKER}); give the folder that --save wrote, or leave "
+            f"{source[0]} out to begin anew"
+        )
+    name = iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
+    if isinstance(iteration, str) and name != "release":
+        raise CheckpointError(f"{what}: {said} {name!r}, which is no iteration; {others_hint(folder)}")
+    if not os.path.isdir(folder / name):
+        raise CheckpointError(
+            f"{what}: {said} {iteration}, and there is no folder {name}; {others_hint(folder, iteration)}"
+        )
+
+
+def _is_first_start(args: Namespace) -> bool:
+    """Whether the training is to save where it loads from, as one that can be started again does."""
+    return None not in (args.save, args.load) and Path(args.save).absolute() == Path(args.load).absolute()

@@ -1,0 +1,40 @@
+"""``python -m megatron_hexi.torchrun …`` in place of ``torchrun …``: a failed job ends as its ranks did.
+
+torchrun ends with exit code 1 and a traceback of its own, whatever its ranks said. This ends with the exit
+code of the rank that failed first, and without a traceback where that rank has said why in one line.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from megatron_hexi.errors import EXIT_NO_PLAN, EXIT_USER_ERROR, user_errors
+
+#: Exit codes of ranks that have said why.
+_SAID = (EXIT_USER_ERROR, EXIT_NO_PLAN)
+
+
+def main() -> None:
+    """Run torchrun on the command line's words.
+
+    Raises:
+        SystemExit: with the exit code of the rank that failed first, or 128 and the signal that ended it.
+    """
+    with user_errors():
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import main as torchrun
+
+    # Its report of who failed, which is printed below where a rank has not said why.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    try:
+        torchrun()
+    except ChildFailedError as problem:
+        _, failure = problem.get_first_failure()
+        if failure.exitcode not in _SAID:
+            print(problem, file=sys.stderr)
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+
+
+if __name__ == "__main__":
+    main()
