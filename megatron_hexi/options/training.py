@@ -98,7 +98,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         ),
         Supported(
             "--fp16, --loss-scale, --initial-loss-scale",
-            "tests/megatron/test_fp16.py::test_scale_steps_and_losses_are_those_of_one_rank",
+            "tests/megatron/test_fp16.py::test_scale_steps_and_losses_are_those_of_one_rank[domain-of-two-groups]",
             "with the loss scale and the skipped steps of one rank",
         ),
         given("--fp8-format", "its rows are not padded to what fp8 needs yet", name="fp8"),
