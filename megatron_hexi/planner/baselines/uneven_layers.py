@@ -227,7 +227,7 @@ def _deal_again(found: Candidate, dealt: Sequence[int], layers: int) -> list[int
         return None
     pipeline = max(found.timing.pipelines, key=lambda one: one.phases.total)
     ways = ((np.asarray(pipeline.there) + np.asarray(pipeline.back)) / 2).tolist()
-    return moved_layers(seconds, following, ways, pipeline.micro_batches)
+    return moved_layers(seconds, following, ways, int(found.timing.micro_batches[0]))
 
 
 def spell_uneven(candidate: Candidate) -> str:
