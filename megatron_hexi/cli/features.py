@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_hexi.cluster import PlannerRules
+from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import spell_flag
 
 #: Fields of `PlannerRules`, each of them an option.
@@ -43,5 +44,15 @@ class PlanFeatures:
 
     @property
     def rules(self) -> PlannerRules:
-        """Return what plans may use, as far as the command line says it."""
+        """Return what plans may use, as far as the command line says it.
+
+        Raises:
+            HexiError: a feature is asked for and what it needs refused.
+        """
+        for name in ("ministages", "offload"):
+            if getattr(self, name) and self.unequal_stages is False:
+                raise HexiError(
+                    f"{spell_flag(name, True)} and {spell_flag('unequal_stages', False)}: the first needs "
+                    "stages with layers of their own; leave out one of them"
+                )
         return PlannerRules(**{name: getattr(self, name) for name in FEATURES})

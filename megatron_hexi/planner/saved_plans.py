@@ -40,6 +40,11 @@ class SavedPlans:
     def best(self, plan: Candidate, found: list[Candidate]) -> Candidate:
         """The best of a plan and of what saves memory, from it and from others of those found."""
         starts = [plan, *best_of_each_kind(found, plan)[: _STARTS - 1]]
+        # Samples in place of tokens are worth most where all layers are on all GPUs.
+        whole = (one for one in found if all(len(replica.stages) == 1 for replica in one.plan.replicas))
+        shallow = min(whole, key=order_of, default=plan)
+        if shallow not in starts and shallow.job.pipeline_parallel == 1:
+            starts.append(shallow)
         changed = list(map(self._savings.best, starts))
         if plan.job.recompute != "none" or recomputes(plan.plan):
             alone = map(self._savings.made_to_fit, self._one_stage(min(changed, key=order_of).iteration_s))

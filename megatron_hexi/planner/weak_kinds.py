@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, ceiling_tokens_per_s
+from megatron_hexi.errors import HexiError
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.notes import gpus_of
@@ -65,7 +66,10 @@ def weak_kinds(
         if shares[name] > _SMALL:
             break
         nodes = [number for number, node in enumerate(cluster.nodes) if node.device.name == name]
-        plan = search(cluster.without(nodes))
+        try:
+            plan = search(cluster.without(nodes))
+        except HexiError:  # what is left has no units of a fixed size
+            continue
         if plan is not None:
             found.append(WeakKind(name, used.count(name), _on_all(plan, cluster, set(nodes))))
     return found, len(found)

@@ -38,4 +38,7 @@ def make_planned(job, cluster, speeds, *, gap=0.25, baselines=(), notes=(), gpus
     bound = Bound(cost.iteration_s / (1 + gap), "every GPU computes at its best rate")
     told = Estimate(cost.iteration_s, cost.tokens_per_s, bound.iteration_s, gap, cost.memory_gib)
     plan = replace(plan, estimate=told)
+    for one in baselines:
+        if one.trial is not None:  # as far as anybody reads it, the plan's
+            one.trial.plan, one.trial.job = plan, job
     return Planned(plan, job, cost, bound, tuple(baselines), trials=7, planning_s=0.5, notes=tuple(notes))

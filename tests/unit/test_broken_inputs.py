@@ -124,6 +124,10 @@ OPTIONS = {
         "--context-parallel-size 5 --tensor-model-parallel-size 2",
         "--context-parallel-size 5 --tensor-model-parallel-size 2: take 10 GPUs, cluster",
     ),
+    "a feature without what it needs": (
+        "--ministages --no-unequal-stages",
+        "--ministages and --no-unequal-stages: the first needs stages with layers of their own",
+    ),
     "no context-parallel size": (
         "--context-parallel-size 0",
         "--context-parallel-size 0: give a number above 0, or leave it out",

@@ -14,6 +14,7 @@ from megatron_hexi import planner
 from megatron_hexi.cli import main as cli
 from megatron_hexi.cli import output
 from megatron_hexi.cli.output import PICTURE_FORMATS, check_outputs, progress_bar
+from megatron_hexi.cluster import PlannerRules
 from megatron_hexi.errors import HexiError, NothingFitsError
 from megatron_hexi.plan import plan_digest, read_plan
 from megatron_hexi.planner import CHOSEN
@@ -100,6 +101,15 @@ def test_plan_as_json_is_one_document(hexi, asked):
     told = read_plan("plan.yaml").estimate
     assert told
     assert document["iteration_s"] == told.iteration_s
+
+
+def test_features_and_the_context_parallel_size_reach_the_planner(hexi, asked):
+    words = ("--no-offload", "--unequal-replicas", "--context-parallel-size", 2)
+    assert hexi("plan", "cluster.yaml", *JOB, *words, "-o", "plan.yaml").code == 0
+    ((request, _, _),) = asked
+    assert request.rules == PlannerRules(offload=False, unequal_replicas=True)
+    assert request.context_parallel == 2
+    assert request.fixed == {"recompute"}
 
 
 def test_every_option_reaches_the_planner(hexi, asked):

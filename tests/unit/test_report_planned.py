@@ -1,5 +1,6 @@
 """Reports of a fresh plan: who gets what by kind of GPU, how far from the best, the baselines beside it."""
 
+import dataclasses
 import io
 
 import pytest
@@ -8,12 +9,12 @@ from matplotlib.patches import Rectangle
 from rich.console import Console
 
 from megatron_hexi.cost import ceiling_tokens_per_s, estimate
-from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage
+from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, proportional_plan
 from megatron_hexi.report.comparison import compare, comparison_dict, comparison_report
 from megatron_hexi.report.comparison_picture import draw_comparison
 from megatron_hexi.report.planned import planned_dict, planned_report
-from megatron_hexi.report.shares import find_shares, spell_layout, spell_nodes
-from tests.support.costs import cluster, tiny_job
+from megatron_hexi.report.shares import find_shares, spell_layout, spell_nodes, spell_recomputed
+from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.planned import baseline, make_planned
 
 FOUR = cluster([("fast", "DOUBLE", 2), ("slow", "PLAIN", 2)])
@@ -236,11 +237,35 @@ def test_the_document_of_a_comparison(raced):
     assert results["usp"]["layout"] == "2 groups of 2"
     ours = results["hexi"]
     assert ours["tokens_per_s"] == document["plan"]["tokens_per_s"]
+    for name in ("tokens_per_s_per_gpu", "model_tflops_per_gpu", "mfu"):
+        assert ours[name] == document["plan"][name]
+        assert results["usp"][name] / ours[name] == pytest.approx(
+            results["usp"]["tokens_per_s"] / ours["tokens_per_s"]
+        )
+    assert ours["recompute"] == results["usp"]["recompute"] == "none"
+    assert results["ulysses"]["recompute"] is None
     assert ours["share_of_ceiling"] == pytest.approx(ours["tokens_per_s"] / document["ceiling_tokens_per_s"])
     assert ours["speed_up"] == pytest.approx(1.25)
     assert (
         "2 x DOUBLE (67% of tokens, 2 heads each) + 2 x PLAIN (33% of tokens, 2 heads each)" in ours["layout"]
     )
+
+
+@pytest.mark.parametrize(
+    ("recompute", "stages", "said"),
+    [
+        ("none", 2, "none"),
+        ("full", 1, "full"),
+        ("selective", 2, "selective"),
+        (1, 2, "full: 2 of 4 layers"),
+        (3, 1, "full: 3 of 4 layers"),
+        (2, 2, "full"),
+    ],
+)
+def test_what_is_recomputed_is_counted_over_all_stages(recompute, stages, said):
+    model = dataclasses.replace(TINY, layers=4)
+    job = tiny_job(model=model, recompute=recompute, pipeline_parallel=stages)
+    assert spell_recomputed(proportional_plan(job.workload(), [[[1.0]]]), job) == said
 
 
 def test_without_a_uniform_layout_nothing_is_compared_to_it():

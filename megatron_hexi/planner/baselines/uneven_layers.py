@@ -29,8 +29,8 @@ from megatron_hexi.planner.layouts.layout import Layout, Part, build_domain
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.request import Request
 
-#: Pipelines that are timed, the most promising by their GPUs' best rates.
-_TIMED = 8
+#: Pipelines that are timed, the most promising by their GPUs' best rates; on up to so many GPUs, and on more.
+_TIMED, _FEW_GPUS, _TIMED_OF_MANY = 8, 128, 2
 #: Times that layers are dealt by what a plan takes.
 _ROUNDS = 2
 
@@ -40,16 +40,25 @@ class _Choice:
     """Flags, and the GPUs that they are used on.
 
     Args:
-        units: GPUs of each tensor-parallel unit, [stages][units].
+        all_units: GPUs of each tensor-parallel unit, in the order of ranks; the first ones are used.
+        each: units of a stage.
+        depth: stages.
         width: GPUs of a unit.
         replicas: data-parallel size.
         least_s: seconds of an iteration at the GPUs' best rates.
     """
 
-    units: tuple[tuple[tuple[int, ...], ...], ...]
+    all_units: Sequence[tuple[int, ...]]
+    each: int
+    depth: int
     width: int
     replicas: int
     least_s: float
+
+    @property
+    def units(self) -> list[Sequence[tuple[int, ...]]]:
+        """Those of each stage."""
+        return [self.all_units[stage * self.each : (stage + 1) * self.each] for stage in range(self.depth)]
 
 
 class UnevenLayers:
@@ -76,7 +85,8 @@ class UnevenLayers:
         """Return the fastest that fits, of those that may be faster; ``None`` where there is none."""
         choices = sorted(self._choices(), key=lambda choice: choice.least_s)
         found: Candidate | None = None
-        for choice in choices[:_TIMED]:
+        few = len(self._cluster.ranks) <= _FEW_GPUS
+        for choice in choices[: _TIMED if few else _TIMED_OF_MANY]:
             if choice.least_s >= faster_than:
                 break
             one = self._settled(choice)
@@ -91,13 +101,14 @@ class UnevenLayers:
             depths = [job.pipeline_parallel]
         counts = [job.data_parallel] if "data_parallel" in request.fixed else divisors(self._micro_batches)
         widest = max(len(node.ranks) for node in self._cluster.nodes)
-        seen = set()
         for width, nodes in itertools.product(request.widths(widest), self._orders()):
             units = [
                 tuple(ranks[first : first + width])
                 for ranks in (self._cluster.nodes[node].ranks for node in nodes)
                 for first in range(0, len(ranks) - width + 1, width)
             ]
+            rates = [sum(self._rates[id(self._cluster.ranks[gpu].device)] for gpu in unit) for unit in units]
+            together = np.cumsum([0.0, *rates])
             for depth, replicas in itertools.product(depths, counts):
                 each = len(units) // (depth * replicas) * replicas
                 if request.context_parallel is not None:
@@ -106,26 +117,20 @@ class UnevenLayers:
                         continue
                 if depth == 1 or not each or self._micro_batches % replicas:
                     continue
-                stages = tuple(tuple(units[stage * each : (stage + 1) * each]) for stage in range(depth))
-                if (stages, replicas) not in seen:
-                    seen.add((stages, replicas))
-                    yield _Choice(stages, width, replicas, self._least_s(stages, depth, replicas))
+                # All work at the best rates, while pipelines fill and drain.
+                fill = 1 + (depth - 1) * replicas / self._micro_batches
+                least_s = job.global_batch_size * job.seq_length / float(together[depth * each]) * fill
+                yield _Choice(units, each, depth, width, replicas, least_s)
 
     def _orders(self) -> list[list[int]]:
         """Orders of the nodes: fast ones first, slow ones first, and those of each model alone."""
         nodes = self._cluster.nodes
         speed = {number: self._rates[id(node.device)] for number, node in enumerate(nodes)}
         fast = sorted(speed, key=lambda number: (-speed[number], number))
-        orders = [fast, fast[::-1]]
+        alike = all(node.device is nodes[0].device for node in nodes)
+        orders = [fast] if alike else [fast, fast[::-1]]
         orders += ([n for n in fast if nodes[n].device is nodes[first].device] for first in fast)
         return [list(order) for order in dict.fromkeys(map(tuple, orders))]
-
-    def _least_s(self, stages: Sequence[Sequence[tuple[int, ...]]], depth: int, replicas: int) -> float:
-        """All work at the best rates, while pipelines fill and drain."""
-        job, ranks = self._request.job, self._cluster.ranks
-        rate = sum(self._rates[id(ranks[gpu].device)] for stage in stages for unit in stage for gpu in unit)
-        fill = 1 + (depth - 1) * replicas / self._micro_batches
-        return job.global_batch_size * job.seq_length / rate * fill
 
     def _settled(self, choice: _Choice) -> Candidate | None:
         """Return it with the least recomputation that fits; ``None`` where none does, or heads do not."""
@@ -152,7 +157,7 @@ class UnevenLayers:
         """Groups of the units of a replica's stage, by their places: the largest, and those inside nodes."""
         size = len(choice.units[0]) // choice.replicas
         heads = self._job(choice).workload().local_heads
-        node = min(len(node.ranks) for node in self._cluster.nodes) // choice.width
+        node = max(1, min(len(node.ranks) for node in self._cluster.nodes) // choice.width)
         degrees = [degree for degree in divisors(size) if heads % degree == 0]
         inside = max((degree for degree in degrees if degree <= node), default=1)  # units wider than a node
         return [groups(tuple(range(size)), degree, False) for degree in sorted({inside, degrees[-1]})]
@@ -222,7 +227,7 @@ def _deal_again(found: Candidate, dealt: Sequence[int], layers: int) -> list[int
         return None
     pipeline = max(found.timing.pipelines, key=lambda one: one.phases.total)
     ways = ((np.asarray(pipeline.there) + np.asarray(pipeline.back)) / 2).tolist()
-    return moved_layers(seconds, following, ways, pipeline.micro_batches)
+    return moved_layers(seconds, following, ways, int(found.timing.micro_batches[0]))
 
 
 def spell_uneven(candidate: Candidate) -> str:

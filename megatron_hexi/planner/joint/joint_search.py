@@ -26,7 +26,7 @@ _NEAR, _NEARLY_EXACT = 1.1, 1.03
 #: Sets of replicas that take longer than this factor of the best's time are left alone.
 _FAR = 1.5
 #: Plans that are put together; so many for pipelines and for one stage, of one replica and of several.
-_FINALISTS, _RIVALS = 12, (5, 2)
+_FINALISTS, _RIVALS = 12, (4, 2)
 #: So many of the best get the last small changes, as long as they differ by less than this factor.
 _POLISHED, _TIED = 2, 1.01
 
@@ -133,10 +133,10 @@ class JointSearch:
         return found
 
     def _of_one_width(self, part: ReplicaColumns, shards: int, most_s: float) -> Iterator[Packed]:
-        """The best single replicas whose stages all have one tensor-parallel size, two of each size."""
+        """The best single replica whose stages all have one tensor-parallel size, for each size."""
         for width in self._timer.widths:
             columns = part.find(1, shards, width, whole=False)
-            yield from itertools.islice(_best(part, columns, range(1, 2), most_s), 2)
+            yield from itertools.islice(_best(part, columns, range(1, 2), most_s), 1)
 
     def _replicas(self, part: ReplicaColumns, shards: int) -> range:
         """Numbers of replicas of a class; none where another is fixed, or there is no batch for them."""

@@ -1,0 +1,82 @@
+"""What is said of GPUs that a plan leaves out, and of those that bring little."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_hexi.cost import CostModel, Job, read_model
+from megatron_hexi.planner import Request, find_plan
+from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.notes import left_out
+from megatron_hexi.planner.weak_kinds import spell_weak, weak_kinds
+from tests.support.costs import cluster, tiny_job
+from tests.support.fleets import read_text
+
+WEAK = """\
+name: weak
+nodes:
+- {name: h100, gpu: H100-SXM-80GB, gpus: 4}
+- {name: l40s, gpu: L40S-48GB, gpus: 1}
+network: {bandwidth_gb_s: 25}
+"""
+
+
+def candidate(known, gpus):
+    """A plan for some GPUs of a node."""
+    planned = find_plan(Request(tiny_job()), cluster([("a", "PLAIN", len(gpus))]))
+    plan = replace(planned.plan, gpus=tuple(gpus))
+    return Candidate(plan, planned.job, CostModel(planned.job, known).timing(plan))
+
+
+def test_left_out_gpus_are_named_with_what_was_tried():
+    known = cluster([("a", "PLAIN", 4)])
+    few, more = candidate(known, [0]), candidate(known, [0, 1])
+    (note,) = left_out(few, known, [few, more])
+    longer = more.iteration_s / few.iteration_s - 1
+    assert note == (
+        "3 of 4 GPUs left out (a-0/1, a-0/2, a-0/3): the fastest plan with more GPUs that was tried takes "
+        f"{longer:.1%} longer"
+    )
+    (note,) = left_out(more, known, [few, more])
+    assert note.endswith("no plan with them was found that fits and keeps to what is fixed")
+    whole = candidate(known, [0, 1, 2, 3])
+    assert left_out(whole, known, [few, more]) == ()
+
+
+@pytest.fixture(scope="module")
+def weak():
+    known, request = read_text(WEAK), Request(Job(read_model("gpt-3b"), 32768, global_batch_size=64))
+    return known, request, find_plan(request, known)
+
+
+def test_gpus_that_bring_little_are_named(weak):
+    known, request, planned = weak
+    alone = find_plan(request, known.without([1]))
+    assert planned.cost.iteration_s <= alone.cost.iteration_s * (1 + 1e-9)
+    brings = alone.cost.iteration_s / planned.cost.iteration_s - 1
+    note = f"the 1 L40S-48GB bring {brings:.1%}: without them {alone.cost.tokens_per_s:,.0f} tokens/s"
+    assert 0 < brings < 0.06
+    assert note in planned.notes
+
+
+@pytest.mark.slow
+def test_a_plan_without_some_nodes_is_one_of_the_whole_cluster(weak):
+    known, request, planned = weak
+    best = Candidate(planned.plan, planned.job, CostModel(planned.job, known).timing(planned.plan))
+
+    def search(part):
+        found = find_plan(request, part)
+        return Candidate(found.plan, found.job, CostModel(found.job, part).timing(found.plan))
+
+    kinds, _ = weak_kinds(request, known, best, search)
+    assert [kind.name for kind in kinds] == ["L40S-48GB"]
+    for kind in kinds:
+        assert kind.without.plan.gpus == (0, 1, 2, 3)
+        assert kind.without.iteration_s == pytest.approx(search(known.without([1])).iteration_s)
+    assert spell_weak([], best) == ()
+
+
+def test_a_cluster_of_one_kind_has_no_weak_one():
+    known = cluster([("a", "PLAIN", 2)])
+    best = candidate(known, [0, 1])
+    assert weak_kinds(Request(tiny_job()), known, best, lambda part: None) == ([], 0)
