@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -19,7 +20,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
         for name, one in stored.items()
         if isinstance(one, TensorStorageMetadata)
     }
-    torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+    load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 

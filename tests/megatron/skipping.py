@@ -21,5 +21,5 @@ def main() -> None:
     def prepare_grads(self: Any) -> bool:
         return bool(prepare(self)) or next(steps) in skipped
 
-    FP32Optimizer.prepare_grads = prepare_grads  # type: ignore[method-assign]
+    FP32Optimizer.prepare_grads = prepare_grads
     pretrain_gpt.main()
