@@ -75,7 +75,8 @@ def read_rows() -> tuple[Row, ...]:
 def _row(document: dict[str, Any]) -> Row:
     """Return a row of its JSON, whose lists are tuples but for a default, which is a list in Megatron too."""
     lists = {name: tuple(document[name]) for name in ("flags", "choices", "versions") if name in document}
-    return Row(**document | lists)
+    fields: dict[str, Any] = document | lists
+    return Row(**fields)
 
 
 def parse_words(words: Sequence[Word], source: str) -> Parsed:

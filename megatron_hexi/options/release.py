@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-#: The release series whose options are recorded, oldest first.
+#: The release series whose options are recorded, as of the last release of each, oldest first.
 VERSIONS = ("0.17", "0.18", "0.19")
 
 

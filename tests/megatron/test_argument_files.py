@@ -37,4 +37,5 @@ def test_printed_lines_start(name: str, forks: Forks, tmp_path: Path, monkeypatc
     flags = json.loads(done.out)["launch"]["flags"]
     own = ("--num-workers", "0", "--distributed-backend", "gloo")
     log = forks.train(tmp_path, ranks=2, args=[*flags, *own])
-    assert len(log.losses) == 3
+    stated = "--train-iters 3" in FILES[name] or "--train-samples 12" in FILES[name]
+    assert len(log.losses) == (3 if stated else 10)

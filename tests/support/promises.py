@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job, read_model
@@ -42,8 +43,8 @@ class Case:
 
     text: str
     cluster: Cluster
-    job: dict[str, object]
-    fixed: dict[str, object]
+    job: dict[str, Any]
+    fixed: dict[str, Any]
 
     def request(self, count: int) -> Request:
         """With so many of the numbers fixed.
@@ -124,7 +125,7 @@ def plan_case(case: Case) -> list[Kept]:
             margin = MARGIN if full <= 1 - MARGIN + 1e-9 else 0.0
             seconds, layout = planned.cost.iteration_s, str(planned.plan.job)
         best, _ = find_faster(request, case.cluster.with_memory_margin(margin), FOREVER_S)
-        found.append(Kept(count, seconds, margin > 0, best and best.iteration_s, layout))
+        found.append(Kept(count, seconds, margin > 0, None if best is None else best.iteration_s, layout))
     return found
 
 

@@ -59,6 +59,7 @@ def test_gpus_that_bring_little_are_named(weak):
     assert note in planned.notes
 
 
+@pytest.mark.slow
 def test_a_plan_without_some_nodes_is_one_of_the_whole_cluster(weak):
     known, request, planned = weak
     best = Candidate(planned.plan, planned.job, CostModel(planned.job, known).timing(planned.plan))
@@ -70,7 +71,7 @@ def test_a_plan_without_some_nodes_is_one_of_the_whole_cluster(weak):
     kinds, _ = weak_kinds(request, known, best, search)
     assert [kind.name for kind in kinds] == ["L40S-48GB"]
     for kind in kinds:
-        assert set(kind.without.plan.gpus) <= {0, 1, 2, 3}
+        assert kind.without.plan.gpus == (0, 1, 2, 3)
         assert kind.without.iteration_s == pytest.approx(search(known.without([1])).iteration_s)
     assert spell_weak([], best) == ()
 

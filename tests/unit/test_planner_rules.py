@@ -100,10 +100,13 @@ def test_equal_replicas_are_the_best_column_taken_several_times():
 
     slow, fast = column(1, 4.0), column(2, 1.5)
     packed = packing.pack([slow, fast], 8, (4,), range(1, 5), equal=True)
+    assert packed is not None
     assert (packed.columns, packed.micro_batches, packed.seconds) == ((fast, fast), (4, 4), 6.0)
     # Three replicas cannot have equal shares of eight, nor does the fleet hold two pairs and a third.
     assert packing.pack([slow, fast], 8, (4,), range(3, 4), equal=True) is None
-    assert packing.pack([slow, fast], 8, (4,), range(4, 5), equal=True).columns == (slow,) * 4
+    four = packing.pack([slow, fast], 8, (4,), range(4, 5), equal=True)
+    assert four is not None
+    assert four.columns == (slow,) * 4
     assert packing.pack([slow, fast], 8, (4,), range(1, 5), most_s=5.0, equal=True) is None
 
 

@@ -70,6 +70,7 @@ def test_it_is_a_valid_plan_that_fits_and_the_planner_s_is_no_slower(found):
 def test_layers_are_dealt_as_well_as_any_neighbouring_numbers():
     known = read_text(MIXED)
     best, _ = best_uneven(Request(replace(JOB, pipeline_parallel=2), frozenset({"pipeline_parallel"})), known)
+    assert best is not None
     (layers,) = layers_of(best.plan)
     assert layers[0] != layers[1]
     model, (replica,) = CostModel(best.job, known), best.plan.replicas

@@ -29,8 +29,8 @@ from megatron_hexi.planner.layouts.layout import Layout, Part, build_domain
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.request import Request
 
-#: Pipelines that are timed, the most promising by their GPUs' best rates.
-_TIMED = 8
+#: Pipelines that are timed, the most promising by their GPUs' best rates; on up to so many GPUs, and on more.
+_TIMED, _FEW_GPUS, _TIMED_OF_MANY = 8, 128, 2
 #: Times that layers are dealt by what a plan takes.
 _ROUNDS = 2
 
@@ -85,7 +85,8 @@ class UnevenLayers:
         """Return the fastest that fits, of those that may be faster; ``None`` where there is none."""
         choices = sorted(self._choices(), key=lambda choice: choice.least_s)
         found: Candidate | None = None
-        for choice in choices[:_TIMED]:
+        few = len(self._cluster.ranks) <= _FEW_GPUS
+        for choice in choices[: _TIMED if few else _TIMED_OF_MANY]:
             if choice.least_s >= faster_than:
                 break
             one = self._settled(choice)
@@ -226,7 +227,7 @@ def _deal_again(found: Candidate, dealt: Sequence[int], layers: int) -> list[int
         return None
     pipeline = max(found.timing.pipelines, key=lambda one: one.phases.total)
     ways = ((np.asarray(pipeline.there) + np.asarray(pipeline.back)) / 2).tolist()
-    return moved_layers(seconds, following, ways, pipeline.micro_batches)
+    return moved_layers(seconds, following, ways, int(found.timing.micro_batches[0]))
 
 
 def spell_uneven(candidate: Candidate) -> str:
