@@ -71,7 +71,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training took.
+    """Time and memory of a training.
 
     Args:
         cell: which one.

@@ -139,6 +139,6 @@ def machine_of(gpu: str) -> Cluster:
 
 
 def read_runs(path: Path) -> list[Row]:
-    """What earlier calls measured, in order."""
+    """Runs that a file of results holds, in order."""
     runs: list[dict[str, Any]] = json.loads(path.read_text())
     return runs

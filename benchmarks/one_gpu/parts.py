@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -21,7 +22,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how large.
+    """The device, the folder and the size of a run.
 
     Args:
         gpu: the catalogue's name of the GPU.
@@ -121,8 +122,37 @@ def json_rows(module: str, words: Sequence[str], deadline: Deadline) -> Iterator
         raise RuntimeError(said[-3000:])
 
 
+def print_rows(
+    description: str | None, kinds: Sequence[Callable[[Any, bool], Iterator[Row]]], seconds: float
+) -> int:
+    """Print the rows of some kinds of work, a JSON object a line, until the time is over: a module's main.
+
+    Args:
+        description: the module's documentation.
+        kinds: each is called with a device and whether sizes are tiny.
+        seconds: that it takes at most, unless the command line says otherwise.
+
+    Returns:
+        The exit code, 0.
+    """
+    import torch
+
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default %(default)s")
+    parser.add_argument("--seconds", type=float, default=seconds, help="at most (default %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="one small shape of each kind")
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    for kind in kinds:
+        for row in kind(torch.device(options.device), options.tiny):
+            print(json.dumps(row), flush=True)
+            if time.monotonic() > end:
+                return 0
+    return 0
+
+
 def versions() -> Row:
-    """What runs: the device and the libraries, and when."""
+    """The device, the versions of libraries and the date of a run."""
     import torch  # takes seconds, which predicting need not spend
 
     found: Row = {"device": "cpu", "cudnn": torch.backends.cudnn.version()}

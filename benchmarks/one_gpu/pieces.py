@@ -6,11 +6,8 @@ one kernel call of the same area; and with blocks so small that the GPU waits, t
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -19,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.blocks import measure
-from benchmarks.one_gpu.parts import Deadline, Row, Setting, json_rows
+from benchmarks.one_gpu.parts import Deadline, Row, Setting, json_rows, print_rows
 from megatron_hexi.plan import Workload, proportional_plan
 from megatron_hexi.probe.clock import clock_for, steady_seconds
 from megatron_hexi.runtime.call_rows import Rows
@@ -83,28 +80,5 @@ def _made(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, device=device, dtype=_BF16)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Print rows until the time is over.
-
-    Args:
-        words: the command line's; ``None``: the process's own.
-
-    Returns:
-        0.
-    """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu.pieces", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default %(default)s")
-    parser.add_argument("--seconds", type=float, default=60, help="that it may take (default %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="one small shape of each kind")
-    options = parser.parse_args(words)
-    device, end = torch.device(options.device), time.monotonic() + options.seconds
-    for kind in (copies_and_sums, blocks):
-        for row in kind(device, options.tiny):
-            print(json.dumps(row), flush=True)
-            if time.monotonic() > end:
-                return 0
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(print_rows(__doc__, (copies_and_sums, blocks), seconds=60))

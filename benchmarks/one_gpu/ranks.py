@@ -39,7 +39,7 @@ _APART = {
 
 @dataclass(frozen=True)
 class Ended:
-    """How the ranks of a job ended.
+    """Exit codes and logs of the ranks of a job.
 
     Args:
         codes: exit code of each; ``None`` of one that was killed because it was late.

@@ -6,17 +6,14 @@ the GPU's multiprocessors; the cost model's rates are held against these.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from benchmarks.one_gpu.parts import Deadline, Row, Setting, json_rows
+from benchmarks.one_gpu.parts import Deadline, Row, Setting, json_rows, print_rows
 from megatron_hexi.probe.clock import clock_for, steady_seconds
 from megatron_hexi.probe.compute import attention
 from megatron_hexi.probe.sizes import Sizes, sizes_for
@@ -114,28 +111,5 @@ def _rounded(rates: dict[str, float]) -> dict[str, float]:
     return {name: float(f"{rate:.4g}") for name, rate in rates.items()}
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Print rows until the time is over.
-
-    Args:
-        words: the command line's; ``None``: the process's own.
-
-    Returns:
-        0.
-    """
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.one_gpu.sweep", description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default %(default)s")
-    parser.add_argument("--seconds", type=float, default=120, help="that it may take (default %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="one small shape of each kind")
-    options = parser.parse_args(words)
-    device, end = torch.device(options.device), time.monotonic() + options.seconds
-    for kind in (products, grouped_products, attentions):
-        for row in kind(device, options.tiny):
-            print(json.dumps(row), flush=True)
-            if time.monotonic() > end:
-                return 0
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(print_rows(__doc__, (products, grouped_products, attentions), seconds=120))
