@@ -50,7 +50,7 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Refused(
             "--mlp-chunks-for-training",
             lambda args: (
-                args.mlp_chunks_for_training > 1
+                getattr(args, "mlp_chunks_for_training", 1) > 1
                 and args.transformer_impl == "transformer_engine"
                 and args.gradient_accumulation_fusion
             ),

@@ -124,7 +124,7 @@ def test_a_platform_that_is_not_there_is_one_line_and_no_traceback(tmp_path: Pat
     ("options", "message"),
     [
         (("--distributed-backend", "nccl"), "--distributed-backend nccl: needs a GPU"),
-        (("--fim-data",), "--fim-data: "),
+        (("--fim-data",), "--fim-data does not work with megatron_hexi.pretrain_gpt: "),
     ],
 )
 def test_a_user_error_is_one_line_and_no_traceback(
