@@ -309,9 +309,9 @@ def test_replays(refused, case):
     ("options", "said"),
     [
         pytest.param("--seq-length 8388608", "GiB", id="too long"),
-        pytest.param("--model gpt-70b", "GiB", id="too large"),
+        pytest.param("--model gpt-70b --no-offload", "GiB", id="too large"),
         pytest.param(
-            *("--model gpt-70b --data-parallel-size auto", "GiB"),
+            *("--model gpt-70b --no-offload --data-parallel-size auto", "GiB"),
             marks=pytest.mark.slow,
             id="too large for any replicas",
         ),

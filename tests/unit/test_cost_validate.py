@@ -61,7 +61,8 @@ def test_time_and_memory_are_printed(hexi, plan_of, cluster):
     code, out, err = hexi(plan, "--cluster", cluster, *ARGUMENTS)
     assert (code, err) == (0, "")
     assert out.startswith(f"{plan}: a valid plan for 8 ranks\n")
-    assert re.search(r"predicted: [\d.]+ s an iteration, [\d,]+ tokens/s \(\d+% of the ceiling\)", out)
+    assert re.search(r"predicted: [\d.]+ s an iteration, [\d,]+ tokens/s \([\d,]+ a GPU, .*MFU [\d.]+%", out)
+    assert re.search(r"\d+% of the ceiling", out)
     for word in ("exposed", "attention", "weights", "usable", "h100-0/0", "a100-0/0"):
         assert word in out
 

@@ -257,7 +257,7 @@ def test_a_kernel_that_the_shipped_image_lacks_is_not_asked_for():
     """Training takes the plan's where it is installed, and warns where it is not."""
     plan = proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]])
     kernels = {"H100-SXM-80GB": "flash-attn-3", "A100-SXM-80GB": "flash-attn-2"}
-    flags = megatron_flags([], [], dataclasses.replace(plan, job=JobTerms(kernel=kernels)), "plan.yaml")
+    flags = megatron_flags(_MODEL, [], dataclasses.replace(plan, job=JobTerms(kernel=kernels)), "plan.yaml")
     assert flags[2:4] == ("--hexi-kernel", "A100-SXM-80GB=flash-attn-2")
     only = dataclasses.replace(plan, job=JobTerms(kernel={"H100-SXM-80GB": "flash-attn-3"}))
-    assert "--hexi-kernel" not in megatron_flags([], [], only, "plan.yaml")
+    assert "--hexi-kernel" not in megatron_flags(_MODEL, [], only, "plan.yaml")

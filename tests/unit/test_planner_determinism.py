@@ -88,9 +88,12 @@ def described(plan, known):
             (sorted(map(name, one.ranks)), one.tokens, one.heads[1] - one.heads[0]) for one in group.members
         )
 
+    def domains(domain):
+        return domain.samples, sorted(map(members, domain.groups))
+
     def stages(replica):
         return [
-            (str(stage.layers), str(stage.recompute), sorted(map(members, stage.domain.groups)))
+            (str(stage.layers), str(stage.recompute), sorted(map(domains, stage.domains)))
             for stage in replica.stages
         ]
 
