@@ -56,10 +56,10 @@ def find_torch() -> Torch | None:
             nccl = ".".join(map(str, torch.cuda.nccl.version()[:3]))
     cudnn, folder = None, ""
     if torch.backends.cudnn.is_available():
-        from megatron_hexi.runtime.kernels.cudnn import cudnn_version, torchs_cudnn
+        from megatron_hexi.runtime.kernels.cudnn import UNKNOWN_FOLDER, cudnn_version, torchs_cudnn
 
         cudnn = cudnn_version()
-        folder = torchs_cudnn() if cudnn is None else ""
+        folder = "" if cudnn is not None else torchs_cudnn() or UNKNOWN_FOLDER
     return Torch(
         cuda=torch.version.cuda,
         cudnn=None if cudnn is None else str(cudnn),

@@ -99,3 +99,16 @@ def test_where_torch_only_warns_kernels_stay_as_they_are():
             assert select_kernel("auto", CUDA, torch.bfloat16, 128).name == "cudnn"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_cudnn_that_torch_refuses_is_left_to_other_kernels(monkeypatch):
+    """torch raises where the library that was loaded is older than the one that it was built with."""
+
+    def refuse():
+        raise RuntimeError("cuDNN version incompatibility")
+
+    with gpu(HOPPER):
+        monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
+        assert select_kernel("auto", CUDA, torch.bfloat16, 128).name == "aten-flash"
+        with pytest.raises(PlatformError, match=r"export LD_LIBRARY_PATH=[^:]+:"):
+            select_kernel("cudnn", CUDA, torch.bfloat16, 128)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import os
+import subprocess
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,3 +238,21 @@ def test_a_user_error_is_one_line_and_exit_code_2(
         raise PlatformError("no")
     assert stop.value.code == 2
     assert capsys.readouterr().err == "hexi: error: [rank 3] no\n"
+
+
+def test_packages_for_gpus_cannot_be_imported_on_the_cpu(tmp_path):
+    """Where they are installed, Megatron would take their kernels for tensors of the CPU."""
+    for package in ("transformer_engine", "apex"):
+        (tmp_path / f"{package}.py").write_text("")
+    program = """
+from importlib.util import find_spec
+from megatron_hexi.platform.cpu import cpu_platform
+
+platform = cpu_platform()
+for is_hidden in (True, False):
+    platform.install() if is_hidden else platform.remove()
+    for package in ("transformer_engine", "apex"):
+        assert (find_spec(package) is None) is is_hidden, (package, is_hidden)
+"""
+    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
+    subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, check=True)

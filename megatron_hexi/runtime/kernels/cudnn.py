@@ -22,6 +22,8 @@ _ANY_QUERIES = 91501
 #: The first release without NaN in the gradient of queries on Hopper where the last tile of keys is half
 #: full and no causal mask hides it (https://github.com/pytorch/pytorch/issues/196678).
 _HALF_TILES = 92600
+#: In a remedy, where torch's cuDNN is not among the installed packages.
+UNKNOWN_FOLDER = "FOLDER_OF_TORCHS_CUDNN"
 
 
 class CudnnKernel(KernelOnOffer):
@@ -43,7 +45,7 @@ class CudnnKernel(KernelOnOffer):
         if cudnn_version() is None:
             return (
                 "another cuDNN than torch's was loaded, as Transformer Engine does with the system's; "
-                f"export LD_LIBRARY_PATH={torchs_cudnn()}:$LD_LIBRARY_PATH"
+                f"export LD_LIBRARY_PATH={torchs_cudnn() or UNKNOWN_FOLDER}:$LD_LIBRARY_PATH"
             )
         if is_deterministic():
             return "its backward is not deterministic"
