@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
+from functools import partial
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.planner.joint import Candidate, JointSearches
@@ -13,8 +16,8 @@ from megatron_hexi.planner.savings import Savings, recomputes, spell_savings
 
 #: Layouts that are changed to save memory; where none fits, of those for GPUs with so many times the memory.
 _ROOMIER, _STARTS = (2.0, 4.0), 3
-#: On so many GPUs one stage of all layers is looked at.
-_ALONE = 128
+#: On so many GPUs plans for roomier ones, and one stage of all layers, are looked at where some plan fits.
+_FEW_GPUS = 128
 
 
 class SavedPlans:
@@ -46,27 +49,52 @@ class SavedPlans:
         if shallow not in starts and shallow.job.pipeline_parallel == 1:
             starts.append(shallow)
         changed = list(map(self._savings.best, starts))
-        if plan.job.recompute != "none" or recomputes(plan.plan):
-            alone = map(self._savings.made_to_fit, self._one_stage(min(changed, key=order_of).iteration_s))
-            changed += [one for one in alone if one is not None]
+        is_short_of_memory = plan.job.recompute != "none" or recomputes(plan.plan)
+        if is_short_of_memory and len(self._cluster.ranks) <= _FEW_GPUS:
+            faster_than = min(changed, key=order_of).iteration_s
+            changed += self._fitting(self._roomier(_ROOMIER[0], self._request, faster_than))
+            changed += self._fitting(self._one_stage(faster_than))
         best = min((one for one in changed if spell_savings(one.plan)), key=order_of, default=plan)
         return plan if best.iteration_s >= plan.iteration_s else best
 
     def made_to_fit(self) -> Candidate | None:
-        """The best of what would fit if GPUs had more memory, made to fit; ``None``: nothing is found."""
-        for times in _ROOMIER:
-            plans = self._searches.plans(self._request, self._cluster, times * self._memory)
-            tried = map(self._savings.made_to_fit, sorted(plans, key=order_of)[:_STARTS])
-            best = min((one for one in tried if one is not None), key=order_of, default=None)
-            if best is not None:
-                return best
+        """Return the best of what would fit if GPUs had more memory, made to fit; ``None``: nothing is found.
+
+        What saves memory turns the order of plans around: with rows on the host, narrow tensor-parallel units
+        may beat the wide ones that come closest to fitting without. So each size is searched by itself too.
+        """
+        best: Candidate | None = None
+        roomier = itertools.product(_ROOMIER, self._of_each_width())
+        for search in [*(partial(self._roomier, *choice) for choice in roomier), self._one_stage]:
+            fitting = self._fitting(search(math.inf if best is None else best.iteration_s))
+            best = min([*fitting, *([best] if best else [])], key=order_of, default=None)
+        if best is not None:
+            return best
         return first_plan(self._searches, self._request, self._cluster)  # whatever the advice finds
+
+    def _fitting(self, overdrawn: list[Candidate]) -> list[Candidate]:
+        """Return what plans that overdraw memory become, of those that can be made to fit and are faster."""
+        tried = map(self._savings.made_to_fit, overdrawn)
+        return [changed for changed in tried if changed is not None]
+
+    def _roomier(self, times: float, request: Request, faster_than: float) -> list[Candidate]:
+        """Return the best plans for GPUs with so many times the memory, of those that may be faster."""
+        plans = self._searches.plans(request, self._cluster, times * self._memory, faster_than)
+        return sorted(plans, key=order_of)[:_STARTS]
+
+    def _of_each_width(self) -> list[Request]:
+        """Return the request, and with each tensor-parallel size fixed where it leaves a choice."""
+        request = self._request
+        widths = request.widths(max(len(node.ranks) for node in self._cluster.nodes))
+        fixed = request.fixed | {"tensor_parallel"}
+        one_width = (replace(request, job=request.with_width(width), fixed=fixed) for width in widths)
+        return [request, *one_width] if len(widths) > 1 else [request]
 
     def _one_stage(self, faster_than: float) -> list[Candidate]:
         """All layers on all GPUs, if these had more memory: such a stage's last ministage runs only once."""
         job, alone = self._request.job, frozenset({"pipeline_parallel", "data_parallel"})
         is_ruled_out = any(getattr(job, name) != 1 for name in alone & self._request.fixed)
-        if is_ruled_out or len(self._cluster.ranks) > _ALONE:
+        if is_ruled_out or len(self._cluster.ranks) > _FEW_GPUS:
             return []
         job = replace(job, pipeline_parallel=1, data_parallel=1)
         one = replace(self._request, job=job, fixed=self._request.fixed | alone)

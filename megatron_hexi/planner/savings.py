@@ -32,7 +32,8 @@ _MINISTAGES: Final = (2, 4, 8, 16)
 _SHARES: Final = 16
 #: Samples of a micro-batch, as multiples of the least that gives each unit of the largest stage one.
 _SAMPLES: Final = (1, 2, 4)
-#: Communication inside domains that is worth avoiding: this part of an iteration.
+#: Communication inside domains, and pipelines that fill and drain, are worth shortening from this part of an
+#: iteration on.
 _WORTH_IT: Final = 0.02
 
 
@@ -68,8 +69,13 @@ class Savings:
         base = self._written_out(candidate)
         if base is None:
             return candidate
-        changed = self._saving(base, LeastMemory(base, self._hosts)) if recomputes(base.plan) else ()
-        chosen = min([candidate, *changed], key=order_of)
+        bases = []
+        if base.timing.phases.bubble > _WORTH_IT * base.iteration_s:
+            bases = [base, *self._with_equal_layers(base)]
+        elif recomputes(base.plan):
+            bases = [base]
+        changed = (self._saving(each, LeastMemory(each, self._hosts)) for each in bases)
+        chosen = min([candidate, *itertools.chain.from_iterable(changed)], key=order_of)
         return min([chosen, *self._by_samples(chosen)], key=order_of)
 
     def made_to_fit(self, candidate: Candidate) -> Candidate | None:
@@ -122,15 +128,21 @@ class Savings:
         if not self._rules.allow("ministages"):
             return
         layers = min(int(np.min(section.part.layers)) for section in base.timing.sections)
+        has_pipelines = any(len(replica.stages) > 1 for replica in base.plan.replicas)
         for count in sorted({count for count in (*_MINISTAGES, layers) if 1 < count <= layers}):
             first = next(filter(self._allows, _TURNS), None)
-            if first is None or self._is_slower(base, count, first):
-                return  # more ministages take longer
+            if first is None:
+                return
+            if self._is_slower(base, count, first):
+                if has_pipelines:
+                    continue  # with more ministages pipelines fill and drain sooner
+                return
             on_device = list(self._climbed(base, least, count, _TURNS))
             yield from on_device
-            if any(one.fits and not recomputes(one.plan) for one in on_device):
+            is_whole = any(one.fits and not recomputes(one.plan) for one in on_device)
+            if is_whole and not has_pipelines:
                 return
-            if on_host:
+            if on_host and not is_whole:
                 yield from self._climbed(base, least, count, _TURNS_OFFLOADED)
 
     def _climbed(
@@ -187,6 +199,17 @@ class Savings:
     def _allows(self, rung: Rung) -> bool:
         """Whether the request leaves it to the planner."""
         return "recompute" not in self._request.fixed or rung.recompute == self._request.job.recompute
+
+    def _with_equal_layers(self, base: Candidate) -> Iterator[Candidate]:
+        """The plan with as many layers in each stage of a replica, which can be cut into most ministages."""
+
+        def equal(place: tuple[int, int], stage: Stage) -> Stage:
+            counts = apportion(base.job.model.layers, [1.0] * len(base.plan.replicas[place[0]].stages))
+            return replace(stage, layers=(sum(counts[: place[1]]), sum(counts[: place[1] + 1])))
+
+        plan = _with_stages(base.plan, equal)
+        if plan != base.plan:
+            yield self._timed(plan, base.job)
 
     # Shares of the optimizer's state
 

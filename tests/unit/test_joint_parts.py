@@ -110,8 +110,9 @@ def test_replicas_are_packed_as_well_as_can_be(seed):
 # Thin links
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("stages", [2, 4, 8, 16])
-def test_pipelines_over_thin_links_take_what_was_expected(monkeypatch, stages):
+def test_pipelines_over_thin_links_take_what_was_expected(monkeypatch, stages, tied):
     # Stages of one GPU and of two on nodes of four: some borders lie between nodes.
     found, run = [], Assembly.run
 
@@ -123,7 +124,9 @@ def test_pipelines_over_thin_links_take_what_was_expected(monkeypatch, stages):
 
     monkeypatch.setattr(Assembly, "run", told)
     known = cluster([(name, "PLAIN", 4) for name in "abcd"], 0.2)
-    model = dataclasses.replace(TINY, layers=16, tied_embeddings=False)
+    # Tied embeddings are summed between both ends of a pipeline, over the thinnest link.
+    vocabulary = 2**15 if tied else TINY.vocab_size
+    model = dataclasses.replace(TINY, layers=16, tied_embeddings=tied, vocab_size=vocabulary)
     job = tiny_job(model=model, seq_length=2**14, global_batch_size=32, pipeline_parallel=stages)
     find_plan(Request(job, frozenset({"data_parallel", "pipeline_parallel"})), known)
     assert found
@@ -131,15 +134,20 @@ def test_pipelines_over_thin_links_take_what_was_expected(monkeypatch, stages):
         assert 0.8 < seconds / expected < 1.15
 
 
-def test_of_stages_that_share_a_node_every_second_border_lies_between_nodes():
+def test_stages_that_fill_nodes_have_borders_between_nodes_where_a_node_ends():
     known = cluster([("a", "PLAIN", 4), ("b", "PLAIN", 4)], 1)
     pools = Pools.of(known, [1.0, 1.0])
-    pair, node = Shape((2,), 1), Shape((4,), 1)
-    inside = pools.seconds_between(pair, pair, 1e9, alike=2)
-    outside = pools.seconds_between(node, node, 1e9, alike=2)
+    single, pair, node = Shape((1,), 1), Shape((2,), 1), Shape((4,), 1)
+    assert pools.crossings(single, 8) == [False, False, False, True, False, False, False]
+    assert pools.crossings(pair, 4) == [False, True, False]
+    assert pools.crossings(node, 2) == [True]
+    inside = pools.seconds_between(pair, pair, 1e9, 0)
+    outside = pools.seconds_between(node, node, 1e9, 1)
     assert inside < outside / 4
-    mixed = pools.seconds_between(pair, pair, 1e9, alike=4)
-    assert mixed == pytest.approx((inside + 2 * outside) / 2, rel=1e-3)  # two GPUs send what four would
+    maybe = pools.seconds_between(pair, pair, 1e9, 0.25)
+    assert maybe == pytest.approx(
+        0.75 * inside + 0.25 * 2 * outside, rel=1e-3
+    )  # two GPUs send what four would
 
 
 def test_replicas_with_other_layers_wait_for_each_other_as_in_the_cost_model():

@@ -9,6 +9,7 @@ get whole layers, exactly: the least time of the slowest stage, by bisection ove
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -116,7 +117,7 @@ class PipelineSearch:
             took: layers that each stage had in a plan, and the seconds that they took: its table is scaled
                 to these. Empty: there is no plan yet.
         """
-        seconds, tables, ways, last = [], [], [], len(shapes) - 1
+        seconds, tables, ways, last = [], [], self._ways(shapes), len(shapes) - 1
         for place, shape in enumerate(shapes):
             under_way = min(micro_batches, last + 1 - place)
             table = self._tables.table(shape, under_way, place == 0, place == last, shards, timed)
@@ -128,8 +129,6 @@ class PipelineSearch:
                 factor = planned / table.seconds[layers - 1]
                 if not factor:  # by its table it does not fit so
                     return None
-            if place < last:
-                ways.append(self._between(shape, shapes[place + 1], self._bytes, shapes.count(shape)))
             seconds.append(table.seconds * factor)
             tables.append(table)
         is_timed = timed or all(len(shape.kinds) == 1 for shape in shapes)
@@ -153,6 +152,17 @@ class PipelineSearch:
             pipe = Pipe(stages, tuple(ways), micro_batches, is_timed)
             best = pipe if best is None or pipe.seconds < best.seconds else best
         return best
+
+    def _ways(self, shapes: Sequence[Shape]) -> list[float]:
+        """Return the seconds that activations are under way over each border, [p - 1]."""
+        ways: list[float] = []
+        for shape, run in itertools.groupby(shapes):
+            alike = len(list(run))
+            crossings = [float(crosses) for crosses in self._pools.crossings(shape, alike)]
+            ways += [self._between(shape, shape, self._bytes, crossing) for crossing in crossings]
+            if len(ways) < len(shapes) - 1:
+                ways.append(self._between(shape, shapes[len(ways) + 1], self._bytes, 0.5))
+        return ways
 
     def _times(self) -> Floats:
         """The grid: from what all GPUs could do together to what one of the slowest takes."""
@@ -193,12 +203,17 @@ class PipelineSearch:
     def _stage_layers(
         self, shape: Shape, under_way: int, is_first: bool, is_last: bool, shards: int, alike: int
     ) -> Floats | None:
-        """What a stage carries, [times]. Arguments as of `StageTables.table` and `Pools.seconds_between`."""
+        """Return the layers that a stage carries, [times].
+
+        Arguments as of `StageTables.table`; `alike` is how many such stages follow each other.
+        """
         table = self._tables.table(shape, under_way, is_first, is_last, shards, False)
         if table is None:
             return None
         # To another block's stage the way is taken to be as long as to one of the same.
-        way = 0.0 if is_last else self._between(shape, shape, self._bytes, alike)
+        crossings = self._pools.crossings(shape, alike) or [True]
+        crossing = sum(crossings) / len(crossings)
+        way = 0.0 if is_last else self._between(shape, shape, self._bytes, crossing)
         carried = np.searchsorted(table.seconds, self._grid - 2 * way, side="right")
         return np.where(carried == 0, _NEVER, carried)
 

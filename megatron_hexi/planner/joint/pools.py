@@ -152,15 +152,22 @@ class Pools:
             found += whole * cards.way_out(pool.size, pool.size) + cards.way_out(rest, pool.size)
         return found
 
-    def seconds_between(self, first: Shape, second: Shape, size: float, alike: int) -> float:
-        """How long bytes take from one stage to the next, roughly: the thinnest of all links together.
+    def crossings(self, shape: Shape, alike: int) -> list[bool]:
+        """Return which borders between so many stages of one shape lie between nodes, [alike - 1].
+
+        Stages that are parts of a node fill it one after the other.
+        """
+        size, gpus = self.pools[shape.kinds[0]].size, sum(shape.counts)
+        return [gpus >= size or (place + 1) * gpus % size == 0 for place in range(alike - 1)]
+
+    def seconds_between(self, first: Shape, second: Shape, size: float, crossing: float) -> float:
+        """Return how long bytes take from one stage to the next, roughly, over all of their links.
 
         Args:
-            first: the one stage.
-            second: the next.
+            first: the sender's shape.
+            second: the receiver's.
             size: bytes.
-            alike: stages that follow each other and are like the first. Where a node has several but not all
-                of them, of two neighbouring borders one is taken to lie between nodes.
+            crossing: how likely the stages are on different nodes, from 0 to 1, where one has room for both.
         """
         gpus, pool = sum(first.counts), self.pools[first.kinds[0]]
         together = gpus + sum(second.counts)
@@ -168,9 +175,9 @@ class Pools:
             return self._seconds_outside(first, second, size)
         node = self.cluster.nodes[pool.nodes[0]]
         inside = size / (min(gpus, sum(second.counts)) * node.bandwidth) + node.latency_s
-        if alike * gpus <= pool.size:
+        if not crossing:
             return inside
-        return (inside + self._seconds_outside(first, second, size)) / 2
+        return (1 - crossing) * inside + crossing * self._seconds_outside(first, second, size)
 
     def _seconds_outside(self, first: Shape, second: Shape, size: float) -> float:
         """Between stages on different nodes."""

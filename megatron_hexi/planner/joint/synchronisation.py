@@ -39,8 +39,10 @@ class Synchronisation:
             shards: replicas that hold the same.
         """
         last = len(stages) - 1
+        # Tied embeddings are summed between both ends.
+        ends = {0: stages[last].shape, last: stages[0].shape} if last else {}
         return max(
-            self._stage(stage.shape, stage.layers, place == 0, place == last, shards)
+            self._stage(stage.shape, stage.layers, place == 0, place == last, shards, ends.get(place))
             for place, stage in enumerate(stages)
         )
 
@@ -82,15 +84,29 @@ class Synchronisation:
             (self._ring(shape, shards, float(params * size)), cover) for size, cover in self._turns(shape)
         ]
 
-    def _stage_seconds(self, shape: Shape, layers: int, is_first: bool, is_last: bool, shards: int) -> float:
-        """A stage's part, as `cost.stage.exposed_synchronisation` charges it."""
+    def _stage_seconds(
+        self, shape: Shape, layers: int, is_first: bool, is_last: bool, shards: int, end: Shape | None
+    ) -> float:
+        """Return a stage's part, as `cost.stage.exposed_synchronisation` charges it.
+
+        Args:
+            shape: what it runs on.
+            layers: how many it has.
+            is_first: whether it has the embedding.
+            is_last: whether it has the output matrix.
+            shards: replicas that hold the same.
+            end: of the first and last stage the other end of the pipeline, which holds tied embeddings too.
+        """
         job, part = self._timer.job(shape.width), ModelPart(layers, 0, is_first, is_last, 1)
         params, owners = int(part_params(job, part)), shape.units * shards
+        shared = job.model.vocab_params(shape.width) if end and job.model.tied_embeddings else 0
         owned = params / owners if job.distributed_optimizer else params
         speeds = (device_speeds(self._pools.pools[kind].device, job) for kind in shape.kinds)
         shown = max(optimizer_seconds(each, job, params, owned) for each in speeds)
         for size, cover in self._turns(shape):
-            seconds = self._ring(shape, shards, float(params * size))
+            seconds = self._ring(shape, shards, float((params - shared) * size))
+            if end and shared:
+                seconds += self._ring_of_ends(shape, end, shards, float(shared * size))
             shown += max(seconds / layers, seconds - layers * cover) if cover else seconds
         return shown
 
@@ -109,6 +125,16 @@ class Synchronisation:
         gpus = self._pools.some_gpus(shape)
         if shards > 1:
             gpus = self._with_others(gpus, shards)
+        return self._rings.seconds(np.array(gpus[:: shape.width]), size, shape.width, 1 / units)
+
+    def _ring_of_ends(self, shape: Shape, end: Shape, shards: int, size: float) -> float:
+        """Return the seconds of one pass over the first and last stage of a pipeline and its copies."""
+        gpus = self._pools.some_gpus(shape)
+        if shape.kinds == end.kinds:
+            gpus = self._with_others(gpus, 2 * shards)
+        else:
+            gpus = gpus + self._pools.some_gpus(end)
+        units = (shape.units + end.units) * shards
         return self._rings.seconds(np.array(gpus[:: shape.width]), size, shape.width, 1 / units)
 
     def _with_others(self, gpus: Sequence[int], shards: int) -> list[int]:
