@@ -69,7 +69,7 @@ def run(folder: Path, tokens: int, iterations: int) -> dict[str, Any]:
 def train(found: Path) -> None:
     """One rank: our own entry point, which notes when each iteration begins."""
     from megatron_hexi import pretrain_gpt
-    from megatron_hexi.megatron.replanning import Replanner
+    from megatron_hexi.replan.training.replanning import Replanner
     from megatron_hexi.runtime.waiting import waits_begun
 
     begun: list[float] = []

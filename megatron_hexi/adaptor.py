@@ -19,7 +19,7 @@ with user_errors():
     platform = select_platform(requested_platform(sys.argv[1:]))
     platform.install()  # before the next import, which imports Megatron
 
-    from megatron_hexi.megatron.patches import all_patches
+    from megatron_hexi.patch_list import all_patches
 
     #: What is replaced in Megatron.
     patches = PatchSet(all_patches(platform))

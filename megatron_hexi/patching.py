@@ -34,6 +34,13 @@ MEGATRON_MODULES = (
     "model_provider",
 )
 
+_STEP = (
+    *("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
+    *("forward_backward_func", "iteration"),
+)
+#: Parameters of `megatron.training.training:train_step`, which several patches wrap, by version.
+STEP_PARAMETERS = {"<0.19": _STEP, ">=0.19": (*_STEP, "pg_collection", "p2p_communicator")}
+
 #: Stands for "the holder had no such attribute of its own" (a class that inherits it).
 _INHERITED = object()
 

@@ -216,8 +216,8 @@ def simulate(
     if scenario is not None:
         _play(scenario, replayed, asked, job, machines, files if as_json else None, picture)
         return
-    from megatron_hexi import simulator
-    from megatron_hexi.report.timeline import timeline_dict, timeline_report
+    from megatron_hexi.lab import simulator
+    from megatron_hexi.lab.simulator.timeline import timeline_dict, timeline_report
 
     with progress_bar() as tell:
         found = simulator.simulate(
@@ -231,7 +231,7 @@ def simulate(
         write_text_atomically(trace, json.dumps(simulator.chrome_trace(found), allow_nan=False))
         say(f"wrote {trace}")
     if picture is not None:
-        from megatron_hexi.report.timeline_picture import draw_timeline
+        from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 
         write_picture(draw_timeline(found, replayed), picture)
     if as_json:
@@ -250,9 +250,9 @@ def _play(
     picture: Path | None,
 ) -> None:
     """Play a scenario; with `files`, a document that begins with them."""
+    from megatron_hexi.lab.scenario import play_scenario, read_scenario
+    from megatron_hexi.lab.scenario.report import scenario_dict, scenario_report
     from megatron_hexi.planner import CHOSEN, Request
-    from megatron_hexi.report.scenario import scenario_dict, scenario_report
-    from megatron_hexi.scenario import play_scenario, read_scenario
 
     scenario, events = read_scenario(path, machines)
     fixed = frozenset(name for name in CHOSEN if getattr(stated, name, None) is not None)
@@ -263,7 +263,7 @@ def _play(
             progress=tell and (lambda done, total: tell("playing", done, total)),
         )
     if picture is not None:
-        from megatron_hexi.report.scenario_picture import draw_scenario
+        from megatron_hexi.lab.scenario.picture import draw_scenario
 
         write_picture(draw_scenario(played), picture)
     if files is not None:

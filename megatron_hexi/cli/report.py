@@ -60,11 +60,12 @@ def report(
     cost = estimate(planned, job, machines) if job and machines else None
     run = describe_run(told, planned, cost)
     # Bring matplotlib: not before the input was found to be right.
-    from megatron_hexi import simulator
+    from megatron_hexi.lab import simulator
+    from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
     from megatron_hexi.report.run_page import run_page
     from megatron_hexi.report.run_tables import run_report
 
-    simulation = None
+    timeline, simulated_s = None, None
     if job and machines:
         with progress_bar() as tell:
             simulation = simulator.simulate(
@@ -73,7 +74,8 @@ def report(
                 machines,
                 progress=tell and (lambda done, total: tell("replaying", done, total)),
             )
-    page = run_page(run, planned, _title(plan, job, machines), cost, simulation)
+        timeline, simulated_s = draw_timeline(simulation, planned), simulation.iteration_s
+    page = run_page(run, planned, _title(plan, job, machines), cost, timeline, simulated_s)
     write_text_atomically(out, page)
     say(f"wrote {out}")
     if as_json:

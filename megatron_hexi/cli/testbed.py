@@ -10,8 +10,8 @@ import typer
 
 from megatron_hexi.cli.options import AsJson, ClusterPath
 from megatron_hexi.cli.output import print_json, print_report
-from megatron_hexi.report.testbed import testbed_report
-from megatron_hexi.testbed.command import run_testbed
+from megatron_hexi.lab.testbed.command import run_testbed
+from megatron_hexi.lab.testbed.report import testbed_report
 
 commands = typer.Typer(
     help="Emulate a mixed cluster on this machine.",

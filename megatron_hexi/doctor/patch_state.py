@@ -21,7 +21,7 @@ def find_patches() -> tuple[PatchState, ...]:
         return ()
     import torch
 
-    from megatron_hexi.megatron.patches import all_patches
+    from megatron_hexi.patch_list import all_patches
     from megatron_hexi.platform import select_platform
 
     platform = select_platform("cuda" if torch.cuda.is_available() else "cpu")

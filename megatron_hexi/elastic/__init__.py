@@ -1,5 +1,7 @@
-"""Launches a job that outlives its nodes: ``python -m megatron_hexi.elastic``.
+"""A job that outlives its nodes: ``python -m megatron_hexi.elastic``.
 
-`agent`: PyTorch's elastic agent, one a node, which starts the node's ranks again. `ranks`: what a rank runs,
-and the process that ranks are forked from. What ranks do at each start is `megatron_hexi.megatron.surviving`.
+- `launcher`: PyTorch's elastic agent, one on each node, which starts the node's ranks again
+- `training`: a rank's part in a round, from one start of the ranks to the next
+- `planning`: the planner, run as a process by rank 0, for the nodes that are present; no torch
+- `store`, `copies`: the keys, and the copies of the training's state, that outlive a round
 """

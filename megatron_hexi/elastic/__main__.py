@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_hexi.elastic.agent import Launch, run_agent
-from megatron_hexi.elastic.ranks import ENTRY
+from megatron_hexi.elastic.launcher.agent import Launch, run_agent
+from megatron_hexi.elastic.launcher.ranks import ENTRY
 from megatron_hexi.errors import HexiError, user_errors
 from megatron_hexi.text_file import read_text
 

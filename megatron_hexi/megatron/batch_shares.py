@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.plan import Plan
-from megatron_hexi.runtime.rounds import in_round
 
 _FLAG = "--hexi-batch-shares"
 #: What takes the same rows in every batch, or times that depend on the plan alone; by argument.

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import PlanError, set_fault_listener, user_errors
 from megatron_hexi.megatron.process_groups import GroupOptions
 from megatron_hexi.megatron.session import (
@@ -44,7 +45,6 @@ from megatron_hexi.runtime import (
     start_watch,
     stop_watch,
 )
-from megatron_hexi.runtime.rounds import in_round
 
 #: The job's store, which may end with the last object that knows it.
 _kept: dist.Store | None = None

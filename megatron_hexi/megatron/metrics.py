@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from megatron_hexi.megatron.onlookers import Onlooker
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import STEP_PARAMETERS, Patch
 from megatron_hexi.regular_file import check_output
 from megatron_hexi.text_file import append_line
 
@@ -120,17 +120,12 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-#: Of the two functions of Megatron that a step is measured and told by, by version.
-_STEP = (
-    *("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
-    *("forward_backward_func", "iteration"),
-)
-STEP_PARAMETERS = {"<0.19": _STEP, ">=0.19": (*_STEP, "pg_collection", "p2p_communicator")}
 _LOG = (
     *("loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag"),
     *("skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad", "max_attention_logit"),
     *("pg_collection", "is_first_iteration"),
 )
+#: Parameters of `megatron.training.training:training_log`, by version.
 LOG_PARAMETERS = {
     "<0.18": _LOG,
     ">=0.18": (*_LOG, "seqlen_squared_sum_in_batch", "total_real_tokens_in_batch"),

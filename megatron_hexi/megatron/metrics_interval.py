@@ -25,7 +25,7 @@ _FASTEST = 2.5e15
 #: The default is no larger: jobs so small that it would be are no jobs to wait for.
 _LEAST_OFTEN = 100
 #: Measured iterations that re-planning needs between two looks: a new speed shows in so many
-#: (`replan.history.WINDOW`).
+#: (`replan.planning.history.WINDOW`).
 LOOKED_AT = 5
 
 

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 
+from megatron_hexi.elastic.store import in_round
+from megatron_hexi.elastic.training.round import check_surviving, take_part
 from megatron_hexi.errors import HexiError, PlanError
 from megatron_hexi.megatron.batch_shares import check_batch_shares
 from megatron_hexi.megatron.kernel_choice import choose_kernel
 from megatron_hexi.megatron.metrics_interval import set_metrics_interval
-from megatron_hexi.megatron.replan_arguments import check_replanning
 from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
-from megatron_hexi.megatron.surviving import check_surviving, take_part
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.options.plan_job import PER_TOKEN, hold_job, take_shares
 from megatron_hexi.plan import plan_digest, read_plan
 from megatron_hexi.record import open_record
-from megatron_hexi.runtime.rounds import in_round
+from megatron_hexi.replan.arguments import check_replanning
 
 
 def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.megatron.goodput import log_words as round_log_words
+from megatron_hexi.elastic.training.goodput import log_words as round_log_words
 from megatron_hexi.megatron.metrics import LOG_PARAMETERS
 from megatron_hexi.megatron.onlookers import Onlooker
 from megatron_hexi.megatron.recording import Recorder

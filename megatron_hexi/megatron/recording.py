@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.megatron.goodput import present_round
+from megatron_hexi.elastic.training.goodput import present_round
 from megatron_hexi.megatron.session import Session
 from megatron_hexi.record import Interval, Start, append_to_record
 

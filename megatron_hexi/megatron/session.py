@@ -1,6 +1,6 @@
 """What this process trains by: the plan that was given, and all that was derived from it.
 
-One object, replaced whole: so a plan is swapped between two iterations (`replanning`).
+One object, replaced whole: so a plan is swapped between two iterations (`replan.training`).
 """
 
 from __future__ import annotations

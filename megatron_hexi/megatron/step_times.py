@@ -12,10 +12,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron_hexi.megatron.metrics import STEP_PARAMETERS
 from megatron_hexi.megatron.metrics_interval import is_measured
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.patching import Patch
+from megatron_hexi.patching import STEP_PARAMETERS, Patch
 from megatron_hexi.runtime.waiting import StepMeter, Wait, waiting
 
 #: Of this process, as Megatron's own timers are.

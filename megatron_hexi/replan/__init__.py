@@ -1,5 +1,7 @@
-"""Re-planning while a job runs: what ranks measured -> rates -> the plan cut anew -> whether it is worth it.
+"""Plans that follow the ranks' speeds while a job runs: ``--hexi-replan-interval``.
 
-The half that plans. It runs as a process of its own beside rank 0 (`advisor`); the training half, which
-measures and swaps, is `megatron.replanning`. No torch here.
+- `training`: measures, and swaps plans between two iterations
+- `planning`: a process next to rank 0: measured times -> speeds -> the plan cut anew -> whether it pays;
+  no torch
+- `arguments`: which jobs can be re-planned
 """

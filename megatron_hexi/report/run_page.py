@@ -21,8 +21,6 @@ from megatron_hexi.report.pictures import draw_plan, read_as_written
 from megatron_hexi.report.run import Run
 from megatron_hexi.report.run_pictures import draw_course, draw_memory, draw_ranks
 from megatron_hexi.report.tables import spell_range
-from megatron_hexi.report.timeline_picture import draw_timeline
-from megatron_hexi.simulator import Simulation
 
 _TEMPLATE = "run.html.j2"
 _TABLE = "The numbers are in the table below."
@@ -48,7 +46,8 @@ def run_page(
     plan: Plan,
     title: str,
     cost: IterationCost | None = None,
-    simulation: Simulation | None = None,
+    timeline: Figure | None = None,
+    simulated_s: float | None = None,
 ) -> str:
     """The page.
 
@@ -57,7 +56,8 @@ def run_page(
         plan: that it was trained by.
         title: of the page.
         cost: what the cost model says of it, if it was asked.
-        simulation: a replay, if there is one.
+        timeline: a simulated iteration of the plan, drawn; ``None``: it was not simulated.
+        simulated_s: the seconds that it takes.
     """
     rows = holdings(plan)
     gpus = [rank.device for rank in cost.ranks] if cost else []
@@ -67,11 +67,11 @@ def run_page(
         "memory": _picture("memory", draw_memory(run.ranks), f"Memory of each rank. {_TABLE}"),
         "course": _picture("course", draw_course(run), _course_alt(run)),
     }
-    if simulation is not None:
+    if timeline is not None:
         alt = (
             "A simulated iteration: micro-batches by stage, and what each rank computes and sends in a layer."
         )
-        pictures["timeline"] = _picture("timeline", draw_timeline(simulation, plan), alt)
+        pictures["timeline"] = _picture("timeline", timeline, alt)
     page = Environment(
         loader=PackageLoader("megatron_hexi.report"),
         autoescape=True,
@@ -94,7 +94,7 @@ def run_page(
         pictures=pictures,
         last_loss=next((loss for loss in reversed(run.losses) if loss is not None), None),
         phases=None if cost is None else phases_line(cost),
-        simulated_s=None if simulation is None else simulation.iteration_s,
+        simulated_s=simulated_s,
         version=megatron_hexi.__version__,
     )
 

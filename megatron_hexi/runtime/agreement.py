@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hexi.elastic.store import in_round, round_store
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.model import Workload
 from megatron_hexi.plan.schedule import Schedule
-from megatron_hexi.runtime.rounds import in_round, round_store
 
 #: What a rank without a plan posts.
 NO_PLAN = ""

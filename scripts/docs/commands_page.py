@@ -9,7 +9,7 @@ import typer
 
 from megatron_hexi.cli.main import app
 from megatron_hexi.errors import EXIT_NO_PLAN, EXIT_USER_ERROR
-from megatron_hexi.testbed.lab import UntrueError
+from megatron_hexi.lab.testbed.lab import UntrueError
 from scripts.docs.markdown import GENERATED_FROM, code, definitions, one_line, paragraphs, slug
 
 _HEAD = f"""\

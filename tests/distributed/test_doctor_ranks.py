@@ -16,7 +16,7 @@ import pytest
 from megatron_hexi.doctor.facts import Facts
 from megatron_hexi.doctor.gather import Job, answer, joined, receive_facts, send_facts
 from megatron_hexi.errors import HexiError
-from megatron_hexi.testbed.ports import free_port
+from megatron_hexi.lab.testbed.ports import free_port
 from tests.support.processes import serve
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_hexi.lab.testbed.isolation import find_isolation
 from megatron_hexi.plan import Workload, proportional_plan, write_plan
-from megatron_hexi.testbed.isolation import find_isolation
 from tests.megatron.launch import TINY_GPT, environment
 from tests.support.testbed import pair
 
@@ -35,7 +35,7 @@ time.sleep(300)
 HOLD_QUOTAS = """\
 import sys, time
 from megatron_hexi.cluster import read_cluster
-from megatron_hexi.testbed.quotas import rank_quotas
+from megatron_hexi.lab.testbed.quotas import rank_quotas
 with rank_quotas(read_cluster(sys.argv[1])) as quotas:
     print(quotas[0].cgroup, flush=True)
     time.sleep(300)

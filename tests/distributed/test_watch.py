@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hexi.testbed.isolation import find_isolation
+from megatron_hexi.lab.testbed.isolation import find_isolation
 from tests.megatron.launch import environment
 from tests.support.testbed import pair
 

@@ -16,8 +16,8 @@ from typing import Self
 import psutil
 import torch.distributed as dist
 
-from megatron_hexi.runtime.copies import CopyBoard
-from megatron_hexi.testbed.ports import free_port
+from megatron_hexi.elastic.copies import CopyBoard
+from megatron_hexi.lab.testbed.ports import free_port
 from tests.megatron.launch import environment, read_metrics
 from tests.support.links import HERE, Links
 

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from megatron_hexi.lab.testbed.ports import free_port
 from megatron_hexi.plan import Plan, write_plan
-from megatron_hexi.testbed.ports import free_port
 from tests.megatron.launch import REPOSITORY, TrainingLog, environment, read_metrics
 
 #: What a rank runs unless told otherwise.

@@ -16,7 +16,7 @@ def main() -> None:
     """Train."""
     plans = itertools.cycle(json.loads(Path(sys.argv.pop(1)).read_text()))
     from megatron_hexi import pretrain_gpt
-    from megatron_hexi.megatron import replanning
+    from megatron_hexi.replan.training import replanning
 
     class Scripted:
         """In place of the planner."""

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_hexi import patching
 from megatron_hexi.errors import PatchError
-from megatron_hexi.megatron.patches import all_patches
+from megatron_hexi.patch_list import all_patches
 from megatron_hexi.patching import PatchSet
 from megatron_hexi.platform import select_platform
 from tests.megatron.launch import REPOSITORY, environment

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_hexi.errors import HexiError, user_errors
+from megatron_hexi.lab.testbed.ports import free_port
 from megatron_hexi.runtime.watch import start_watch
-from megatron_hexi.testbed.ports import free_port
 
 #: The collective before which it happens.
 _AT = 20

@@ -12,8 +12,8 @@ import yaml
 
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.errors import HexiError
+from megatron_hexi.lab.scenario import read_scenario
 from megatron_hexi.plan import read_plan
-from megatron_hexi.scenario import read_scenario
 from tests.support.stage_layouts import stage_layout
 from tests.unit.test_malformed_plans import GOOD
 

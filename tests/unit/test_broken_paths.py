@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hexi.testbed import command
+from megatron_hexi.lab.testbed import command
 from tests.support.refusals import refused, snapshot, write_good_files
 from tests.support.shell import call_hexi
 
@@ -196,7 +196,7 @@ def test_what_cannot_be_written(folder, monkeypatch, capsys, writer, kind):
     words, read = WRITERS[writer]
     path, said = UNWRITABLE[kind]
     monkeypatch.setattr("megatron_hexi.planner.find_plan", None)  # any work would fail
-    monkeypatch.setattr("megatron_hexi.simulator.simulate", None)
+    monkeypatch.setattr("megatron_hexi.lab.simulator.simulate", None)
     error = refused(monkeypatch, capsys, folder, words_with(words, path.replace("INPUT", read)))
     assert said in error
 

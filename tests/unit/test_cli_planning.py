@@ -275,7 +275,7 @@ def test_progress_is_for_terminals_only(monkeypatch):
 
 
 def test_what_is_not_asked_for_is_not_imported():
-    heavy = "matplotlib", "ortools", "torch", "megatron_hexi.planner", "megatron_hexi.simulator"
+    heavy = "matplotlib", "ortools", "torch", "megatron_hexi.planner", "megatron_hexi.lab.simulator"
     code = f"import sys, megatron_hexi.cli.main; print([name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"

@@ -9,10 +9,8 @@ from contextlib import ExitStack
 import pytest
 import torch.distributed as dist
 
-from megatron_hexi.elastic import keeper as keeping
-from megatron_hexi.elastic.keeper import Keeper
-from megatron_hexi.runtime import copies as copies_module
-from megatron_hexi.runtime.copies import (
+from megatron_hexi.elastic import copies as copies_module
+from megatron_hexi.elastic.copies import (
     CopyBoard,
     FoundCopy,
     complete_copy,
@@ -22,6 +20,8 @@ from megatron_hexi.runtime.copies import (
     pull,
     serve_files,
 )
+from megatron_hexi.elastic.launcher import keeper as keeping
+from megatron_hexi.elastic.launcher.keeper import Keeper
 
 ROUND = "0123abcd"
 

@@ -17,11 +17,11 @@ from megatron_hexi.cost import CostModel, Job, Phases, find_shortage, read_model
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline, Passing
 from megatron_hexi.errors import ClusterError
+from megatron_hexi.lab.simulator import simulate
+from megatron_hexi.lab.simulator.ministages import replay_ministages
 from megatron_hexi.mesh import sweeps
 from megatron_hexi.mesh.deal import deal
 from megatron_hexi.plan import read_plan
-from megatron_hexi.simulator import simulate
-from megatron_hexi.simulator.ministages import replay_ministages
 from tests.support.plans import examples
 
 SECONDS = st.integers(1, 50).map(float)

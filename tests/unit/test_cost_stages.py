@@ -17,6 +17,8 @@ from megatron_hexi.cost.layer_bytes import token_activation_bytes
 from megatron_hexi.cost.memory import FRAGMENTATION, RESERVE_BYTES
 from megatron_hexi.cost.pipeline import Pipeline
 from megatron_hexi.errors import ClusterError, PlanError
+from megatron_hexi.lab.simulator import chrome_trace, simulate
+from megatron_hexi.lab.simulator.pipeline import replay_pipeline
 from megatron_hexi.plan import (
     Domain,
     Group,
@@ -30,8 +32,6 @@ from megatron_hexi.plan import (
     validate_plan,
     write_plan,
 )
-from megatron_hexi.simulator import chrome_trace, simulate
-from megatron_hexi.simulator.pipeline import replay_pipeline
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import examples
 

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from matplotlib.colors import to_hex
 
+from megatron_hexi.lab.simulator import simulate
+from megatron_hexi.lab.simulator.pipeline_picture import pipeline_rows
+from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 from megatron_hexi.plan import (
     Domain,
     Plan,
@@ -22,10 +25,7 @@ from megatron_hexi.report.comparison_picture import draw_comparison
 from megatron_hexi.report.holdings import holdings
 from megatron_hexi.report.labels import wrap
 from megatron_hexi.report.pictures import draw_plan
-from megatron_hexi.report.pipeline_picture import pipeline_rows
-from megatron_hexi.report.timeline_picture import draw_timeline
 from megatron_hexi.report.units import spell_time, time_unit
-from megatron_hexi.simulator import simulate
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.planned import baseline, make_planned
 from tests.support.readable import assert_readable, drawn_texts

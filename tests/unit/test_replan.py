@@ -14,12 +14,12 @@ import pytest
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel, Job, read_model
 from megatron_hexi.errors import HexiError
+from megatron_hexi.lab.testbed.throttle import Throttle, parse_throttle, speed_at
 from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, dump_plan, validate_plan
 from megatron_hexi.plan.layout import causal_segments
-from megatron_hexi.replan.advisor import Advisor
-from megatron_hexi.replan.history import WINDOW, RankHistory
-from megatron_hexi.replan.recut import recut
-from megatron_hexi.testbed.throttle import Throttle, parse_throttle, speed_at
+from megatron_hexi.replan.planning.advisor import Advisor
+from megatron_hexi.replan.planning.history import WINDOW, RankHistory
+from megatron_hexi.replan.planning.recut import recut
 
 TESTBED = Path(__file__).parents[2] / "scripts/testbed"
 CLUSTER = read_cluster(TESTBED / "four-equal.yaml")
@@ -164,7 +164,7 @@ def test_the_process_answers_line_by_line_and_says_what_is_wrong():
     for documents, key in (([opening, report], "reason"), ([wrong], "error")):
         text = "".join(json.dumps(document) + "\n" for document in documents)
         ended = subprocess.run(
-            [sys.executable, "-m", "megatron_hexi.replan.advisor"],
+            [sys.executable, "-m", "megatron_hexi.replan.planning.advisor"],
             input=text,
             capture_output=True,
             text=True,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.megatron.replan_arguments import check_replanning
 from megatron_hexi.plan import Domain, Group, Member, Plan, Replica, Stage, Workload
+from megatron_hexi.replan.arguments import check_replanning
 
 CLUSTER = str(Path(__file__).parents[2] / "scripts/testbed/four-equal.yaml")
 WORKLOAD = Workload(8, 2, 2, 4, layers=2)

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_hexi.errors import HexiError
-from megatron_hexi.megatron import replanning
-from megatron_hexi.megatron.replanning import Replanner
+from megatron_hexi.replan.training import replanning
+from megatron_hexi.replan.training.replanning import Replanner
 
 
 class Scripted:

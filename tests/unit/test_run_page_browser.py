@@ -9,10 +9,11 @@ import shutil
 import pytest
 
 from megatron_hexi.cost import estimate
+from megatron_hexi.lab.simulator import simulate
+from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 from megatron_hexi.record import read_record
 from megatron_hexi.report.run import describe_run
 from megatron_hexi.report.run_page import run_page
-from megatron_hexi.simulator import simulate
 from tests.support.costs import cluster
 from tests.support.records import JOB, PLAN, interval, start, write_record
 
@@ -51,7 +52,9 @@ def page(tmp_path_factory):
     machines = cluster([("fast", "DOUBLE", 1), ("slow", "PLAIN", 1)])
     cost = estimate(PLAN, JOB, machines)
     run = dataclasses.replace(describe_run(read_record(path), PLAN, cost), notes=("long" * 100,))
-    text = run_page(run, PLAN, "Run-of-a-model-" + "x" * 200, cost, simulate(PLAN, JOB, machines))
+    simulated = simulate(PLAN, JOB, machines)
+    replay = draw_timeline(simulated, PLAN), simulated.iteration_s
+    text = run_page(run, PLAN, "Run-of-a-model-" + "x" * 200, cost, *replay)
     (folder / "report.html").write_text(text)
     return (folder / "report.html").as_uri()
 

@@ -8,11 +8,12 @@ import pytest
 
 from megatron_hexi.cost import estimate
 from megatron_hexi.errors import HexiError
+from megatron_hexi.lab.simulator import simulate
+from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 from megatron_hexi.plan import Estimate, proportional_plan, write_plan
 from megatron_hexi.record import RankTimes, Round, read_record
 from megatron_hexi.report.run import Pace, describe_run
 from megatron_hexi.report.run_page import run_page
-from megatron_hexi.simulator import simulate
 from tests.support.costs import cluster
 from tests.support.html import Page
 from tests.support.records import GIB, JOB, PLAN, interval, start, write_record
@@ -169,9 +170,10 @@ def test_ranks_are_numbered_as_megatron_numbers_them(path):
 
 def page_of(record, plan=PLAN, *, predicted=False, title="A run"):
     cost = estimate(plan, JOB, MACHINES) if predicted else None
-    simulation = simulate(plan, JOB, MACHINES) if predicted else None
+    simulated = simulate(plan, JOB, MACHINES) if predicted else None
+    replay = (draw_timeline(simulated, plan), simulated.iteration_s) if simulated else ()
     run = describe_run(record, plan, cost)
-    return run, Page(run_page(run, plan, title, cost, simulation))
+    return run, Page(run_page(run, plan, title, cost, *replay))
 
 
 def test_every_number_of_the_tables_is_the_record_s(record):

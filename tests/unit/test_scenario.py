@@ -14,15 +14,15 @@ from rich.console import Console
 from megatron_hexi.cluster import cluster_from_yaml, read_cluster
 from megatron_hexi.cost import CostModel, estimate
 from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.lab.scenario import play_scenario, policies, read_scenario
+from megatron_hexi.lab.scenario.conditions import find_stretches
+from megatron_hexi.lab.scenario.picture import draw_scenario
+from megatron_hexi.lab.scenario.plans import Plans
+from megatron_hexi.lab.scenario.report import scenario_report, spell_duration
 from megatron_hexi.plan import proportional_plan, write_plan
 from megatron_hexi.planner import Request, find_plan
-from megatron_hexi.replan.history import WINDOW
+from megatron_hexi.replan.planning.history import WINDOW
 from megatron_hexi.report.pictures import save_picture
-from megatron_hexi.report.scenario import scenario_report, spell_duration
-from megatron_hexi.report.scenario_picture import draw_scenario
-from megatron_hexi.scenario import play_scenario, policies, read_scenario
-from megatron_hexi.scenario.conditions import find_stretches
-from megatron_hexi.scenario.plans import Plans
 from megatron_hexi.yaml_file import yaml_from_text
 from tests.support.costs import cluster, tiny_job
 from tests.support.shell import call_hexi, is_one_error_line

@@ -19,10 +19,10 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
+from megatron_hexi.lab.simulator import compare_with_model, simulate
+from megatron_hexi.lab.simulator.replay import replay_section
+from megatron_hexi.lab.simulator.work import layer_work
 from megatron_hexi.plan import Replica, backward_traffic, build_schedule, forward_traffic, proportional_plan
-from megatron_hexi.simulator import compare_with_model, simulate
-from megatron_hexi.simulator.replay import replay_section
-from megatron_hexi.simulator.work import layer_work
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import SPARSE, TORN, examples, plans
 

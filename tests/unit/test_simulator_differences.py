@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cost import Job, estimate, presets
 from megatron_hexi.errors import ClusterError, PlanError
+from megatron_hexi.lab.simulator import compare_with_model, iteration, simulate
 from megatron_hexi.plan import proportional_plan
-from megatron_hexi.simulator import compare_with_model, iteration, simulate
 from tests.support.costs import TINY, cluster, tiny_job
 from tests.support.plans import examples, plans
 from tests.unit.test_cost_network import cluster_of_three

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.simulator.engine import Engine
-from megatron_hexi.simulator.fair import fair_rates
-from megatron_hexi.simulator.program import Batch, Compute, Lap, Mark, Post, Program, Sum, Wait
-from megatron_hexi.simulator.routes import Routes, RouteTable
+from megatron_hexi.lab.simulator.engine import Engine
+from megatron_hexi.lab.simulator.fair import fair_rates
+from megatron_hexi.lab.simulator.program import Batch, Compute, Lap, Mark, Post, Program, Sum, Wait
+from megatron_hexi.lab.simulator.routes import Routes, RouteTable
 from tests.support.costs import cluster
 from tests.support.plans import examples
 

@@ -10,11 +10,11 @@ from matplotlib.colors import to_hex
 from rich.console import Console
 
 from megatron_hexi.cost import estimate
+from megatron_hexi.lab.simulator import Difference, chrome_trace, compare_with_model, simulate
+from megatron_hexi.lab.simulator.timeline import timeline_dict, timeline_report
+from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 from megatron_hexi.plan import proportional_plan
 from megatron_hexi.report.pictures import plan_title, save_picture
-from megatron_hexi.report.timeline import timeline_dict, timeline_report
-from megatron_hexi.report.timeline_picture import draw_timeline
-from megatron_hexi.simulator import Difference, chrome_trace, compare_with_model, simulate
 from megatron_hexi.text_file import write_text_atomically
 from tests.support.costs import TINY, cluster, tiny_job
 
@@ -101,7 +101,7 @@ def test_less_than_nothing_is_spelt():
 
 
 def test_a_part_of_the_layers_is_named(monkeypatch):
-    monkeypatch.setattr("megatron_hexi.simulator.iteration.MOST_MESSAGES", 0)
+    monkeypatch.setattr("megatron_hexi.lab.simulator.iteration.MOST_MESSAGES", 0)
     found, cost, differences = simulated(model=dataclasses.replace(TINY, layers=8))
     assert "through 3 of the 8 layers of each stage" in printed(timeline_report(found, cost, differences))
 

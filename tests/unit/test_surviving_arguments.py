@@ -6,8 +6,8 @@ from argparse import Namespace
 
 import pytest
 
+from megatron_hexi.elastic.training.round import check_surviving
 from megatron_hexi.errors import HexiError
-from megatron_hexi.megatron.surviving import check_surviving
 from tests.megatron.test_uneven_training import THREE_AND_ONE
 from tests.unit.test_replan_arguments import STAGES
 

@@ -11,11 +11,11 @@ from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import CostModel, Job
 from megatron_hexi.cost.job import job_of_plan
 from megatron_hexi.cost.megatron_arguments import model_from_arguments
+from megatron_hexi.elastic.planning import _COMMAND_LINE, survive
+from megatron_hexi.elastic.training.copying import TRACKER
+from megatron_hexi.elastic.training.round import newest_checkpoint
 from megatron_hexi.errors import HexiError
-from megatron_hexi.megatron.copying import TRACKER
-from megatron_hexi.megatron.surviving import newest_checkpoint
 from megatron_hexi.planner import CHOSEN, Request, find_plan
-from megatron_hexi.replan.survivors import _COMMAND_LINE, survive
 from megatron_hexi.text_file import read_text
 
 WORDS = [

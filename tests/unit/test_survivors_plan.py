@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from megatron_hexi.megatron import survivors_plan
-from megatron_hexi.megatron.survivors_plan import _plan_ahead, plan_for
-from megatron_hexi.runtime.rounds import TRAINING
+from megatron_hexi.elastic.store import TRAINING
+from megatron_hexi.elastic.training import round_plan
+from megatron_hexi.elastic.training.round_plan import _plan_ahead, plan_for
 
 PRESENT = [("a", 0), ("a", 1), ("b", 0), ("c", 0)]
 
@@ -61,9 +61,9 @@ def test_plans_for_each_loss_are_made_ahead(asked, planner, monkeypatch):
     script = (
         "import json, sys\n" + inspect.getsource(answers) + "print(*answers(json.load(sys.stdin)), sep='\\n')"
     )
-    monkeypatch.setattr(survivors_plan, "_COMMAND", (sys.executable, "-c", script))
-    monkeypatch.setattr(survivors_plan, "whole_store", lambda timeout: job)
-    monkeypatch.setattr(survivors_plan, "round_store", lambda timeout: now)
+    monkeypatch.setattr(round_plan, "_COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(round_plan, "whole_store", lambda timeout: job)
+    monkeypatch.setattr(round_plan, "round_store", lambda timeout: now)
     _plan_ahead(asked, PRESENT)
     for lost, ranks in (("a", [0]), ("b", [0, 1]), ("c", [0, 1, 2])):
         left = [place for place in PRESENT if place[0] != lost]

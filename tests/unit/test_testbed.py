@@ -14,16 +14,16 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from megatron_hexi.cluster import Curve, cluster_from_yaml, read_cluster
 from megatron_hexi.cost import Job, Model, compute
 from megatron_hexi.errors import ClusterError, PlatformError
-from megatron_hexi.testbed import quotas, truth
-from megatron_hexi.testbed.cycle import cycle_seconds
-from megatron_hexi.testbed.emulable import check_emulable
-from megatron_hexi.testbed.in_rank import load
-from megatron_hexi.testbed.in_rank.charge import Charger
-from megatron_hexi.testbed.in_rank.clock import Clock
-from megatron_hexi.testbed.in_rank.pacing import Pacing
-from megatron_hexi.testbed.job import Ended, _explain
-from megatron_hexi.testbed.lab import Lab, Quota, read_lab, write_lab
-from megatron_hexi.testbed.links import LinkMeasured
+from megatron_hexi.lab.testbed import quotas, truth
+from megatron_hexi.lab.testbed.cycle import cycle_seconds
+from megatron_hexi.lab.testbed.emulable import check_emulable
+from megatron_hexi.lab.testbed.in_rank import load
+from megatron_hexi.lab.testbed.in_rank.charge import Charger
+from megatron_hexi.lab.testbed.in_rank.clock import Clock
+from megatron_hexi.lab.testbed.in_rank.pacing import Pacing
+from megatron_hexi.lab.testbed.job import Ended, _explain
+from megatron_hexi.lab.testbed.lab import Lab, Quota, read_lab, write_lab
+from megatron_hexi.lab.testbed.links import LinkMeasured
 from megatron_hexi.yaml_file import read_yaml
 from tests.support.shell import call_hexi, is_one_error_line
 from tests.support.testbed import pair
@@ -150,7 +150,7 @@ def test_a_users_mistake_is_one_line(tmp_path, monkeypatch, capsys, words, said)
 
 
 def test_the_command_needs_no_torch():
-    modules = "megatron_hexi.cli.testbed, megatron_hexi.testbed.supervisor"
+    modules = "megatron_hexi.cli.testbed, megatron_hexi.lab.testbed.supervisor"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -230,7 +230,7 @@ class Time:
         self.now = self.busy = 0.0
         self.slept = []
         time = SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep)
-        monkeypatch.setattr("megatron_hexi.testbed.in_rank.clock.time", time)
+        monkeypatch.setattr("megatron_hexi.lab.testbed.in_rank.clock.time", time)
         monkeypatch.setattr(Clock, "_busy", lambda clock: self.busy)
 
     def sleep(self, seconds):
@@ -341,7 +341,7 @@ def test_the_guard_removes_groups_when_its_pipe_closes(tmp_path):
     root = tmp_path / "group"
     (root / "rank-0").mkdir(parents=True)
     guard = subprocess.Popen(
-        [sys.executable, "-m", "megatron_hexi.testbed.guard", str(root)], stdin=subprocess.PIPE
+        [sys.executable, "-m", "megatron_hexi.lab.testbed.guard", str(root)], stdin=subprocess.PIPE
     )
     assert guard.poll() is None
     assert root.exists()

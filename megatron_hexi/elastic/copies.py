@@ -1,0 +1,291 @@
+"""Copies of the training's state in the memory of nodes: files that outlive the ranks which wrote them.
+
+A copy is a checkpoint in Megatron's torch_dist format of which each node has the files of its own ranks, in a
+file system in memory, and those of one other node. The agent of a node (`launcher.keeper`) serves its files
+and fetches its neighbour's; what each holds stands in the job's store (`CopyBoard`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import threading
+import time
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPException
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+#: Of a rank's environment: iterations from copy to copy, this node's folder of them, and where it is served.
+COPY_INTERVAL_VARIABLE, COPIES_VARIABLE, COPIES_URL_VARIABLE = (
+    "HEXI_COPY_INTERVAL",
+    "HEXI_COPIES",
+    "HEXI_COPIES_URL",
+)
+_BLOCK, _PART = 1 << 20, ".part"
+_PULL_S = 60.0
+#: How long the next round waits until agents have said what they hold of the newest copy.
+_SAID_S = 2.0
+
+#: Bytes and SHA-256 of each file, by name.
+Files = dict[str, tuple[int, str]]
+
+
+def bare_name(name: str) -> str:
+    """A name that the job's store gives for something in a folder of copies.
+
+    Raises:
+        OSError: it could lead elsewhere, or to what is hidden: no name of a round, or of a file of a copy.
+    """
+    # Of torch's checkpoints, the one file whose name begins with a dot.
+    if name != ".metadata" and not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+        raise OSError(f"{name!r} is no bare name of a file; somebody else writes to the job's store")
+    return name
+
+
+def copy_folder(copies: Path, name: str, iteration: int) -> Path:
+    """Where a copy lies on a node, as Megatron names a checkpoint.
+
+    Args:
+        copies: the node's folder of copies.
+        name: of the round that made it.
+        iteration: that it was made after.
+
+    Raises:
+        OSError: the name is none of a round.
+    """
+    return copies / bare_name(name) / f"iter_{int(iteration):07d}"
+
+
+def list_files(folder: Path) -> Files:
+    """What is in a folder, but for links and what is no regular file; reads all of it."""
+    found: Files = {}
+    for path in sorted(path for path in folder.iterdir() if path.suffix != _PART and _is_plain(path)):
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+        found[path.name] = path.stat().st_size, digest.hexdigest()
+    return found
+
+
+def _is_plain(path: Path) -> bool:
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def pull(urls: Iterable[str], name: str, wanted: tuple[int, str], folder: Path) -> None:
+    """Fetch a file from the first node that has it as it should be; it appears whole or not at all.
+
+    Args:
+        urls: of folders that may have it.
+        name: of the file.
+        wanted: its bytes and SHA-256.
+        folder: where to put it.
+
+    Raises:
+        OSError: its name is no bare one, no node has it, or there is no room.
+    """
+    part = folder / f".{bare_name(name)}{_PART}"
+    reason = "no node has it"
+    for url in urls:
+        if not url.startswith("http://"):
+            reason = f"{url!r} is no node's address"
+            continue
+        digest = hashlib.sha256()
+        try:
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"{url}/{name}", timeout=_PULL_S) as source, part.open("wb") as target:
+                while block := source.read(_BLOCK):
+                    digest.update(block)
+                    target.write(block)
+        except (OSError, HTTPException) as problem:
+            reason = f"{url}: {problem}"
+            continue
+        if (part.stat().st_size, digest.hexdigest()) == tuple(wanted):
+            part.replace(folder / name)
+            return
+        reason = f"{url} has other bytes"
+    part.unlink(missing_ok=True)
+    raise OSError(f"{name}: {reason}")
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    """Files whose names are known: a round's is random, and nothing is listed."""
+
+    def send_head(self) -> Any:
+        """Serve a regular file that lies in the folder itself, and follow no links."""
+        folder, path = Path(os.path.realpath(self.directory)), Path(self.translate_path(self.path))
+        inside = folder / path.relative_to(self.directory)
+        if os.path.realpath(inside) == str(inside) and inside.is_file():
+            return super().send_head()
+        self.send_error(404)
+        return None
+
+    def list_directory(self, path: Any) -> None:
+        self.send_error(404)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def serve_files(folder: Path) -> int:
+    """Serve a folder by HTTP until the process ends; says at which port."""
+    server = ThreadingHTTPServer(("", 0), partial(_Handler, directory=str(folder)))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="hexi-copies", daemon=True).start()
+    return int(server.server_address[1])
+
+
+@dataclass(frozen=True)
+class FoundCopy:
+    """A copy that the nodes which are there hold together.
+
+    Args:
+        name: of the round that made it.
+        iteration: that it was made after.
+        files: of each file, its bytes, SHA-256 and the nodes that have it.
+    """
+
+    name: str
+    iteration: int
+    files: Mapping[str, tuple[int, str, Sequence[str]]]
+
+
+class CopyBoard:
+    """What the job's store knows of the copies of one round.
+
+    Args:
+        job: the store that rounds hand on.
+        name: of the round.
+    """
+
+    def __init__(self, job: dist.Store, name: str) -> None:
+        self._job, self._name = job, name
+        self._store = dist.PrefixStore(f"copies/{name}", job)
+
+    def announce(self, iteration: int, nodes: int) -> None:
+        """All ranks of so many nodes have written a copy."""
+        self._store.set("last", json.dumps([iteration, nodes]))
+        self._job.set("copies/round", self._name)
+
+    def last(self) -> tuple[int, int] | None:
+        """The newest copy's iteration, and how many nodes have written it."""
+        if not self._store.check(["last"]):
+            return None
+        iteration, nodes = json.loads(self._store.get("last"))
+        return iteration, nodes
+
+    def tell_own(self, iteration: int, number: int, url: str, files: Files) -> None:
+        """A node has written these files."""
+        self._store.set(f"{iteration}/own/{number}", json.dumps([url, files]))
+        self.tell_held(iteration, url, files)
+
+    def owns(self, iteration: int, nodes: int) -> list[tuple[str, Files]] | None:
+        """Where each node serves, and what it has written; ``None`` until all have told."""
+        keys = [f"{iteration}/own/{number}" for number in range(nodes)]
+        if not self._store.check(keys):
+            return None
+        found = [json.loads(text) for text in self._store.multi_get(keys)]
+        every = {name: file for _, files in found for name, file in files.items()}
+        self._store.set(f"{iteration}/all", json.dumps(every))
+        return [
+            (url, {name: (size, digest) for name, (size, digest) in files.items()}) for url, files in found
+        ]
+
+    def tell_held(self, iteration: int, url: str, names: Iterable[str]) -> None:
+        """A node holds these files."""
+        self._store.set(f"{iteration}/held/{url}", json.dumps(list(names)))
+
+    def tell_safe(self, iteration: int, number: int, nodes: int) -> None:
+        """A node, of so many, has what it should hold of another one."""
+        self._store.set(f"{iteration}/safe/{number}", "")
+        if self._store.check([f"{iteration}/safe/{other}" for other in range(nodes)]):
+            self._store.set("safe", str(iteration))
+
+    def safe(self) -> int | None:
+        """The newest copy that is on two nodes each."""
+        return int(self._store.get("safe")) if self._store.check(["safe"]) else None
+
+    def find(self, iteration: int, urls: Iterable[str]) -> FoundCopy | None:
+        """The copy, if the nodes at these places hold all of it."""
+        if not self._store.check([f"{iteration}/all"]):
+            return None
+        files = json.loads(self._store.get(f"{iteration}/all"))
+        holders: dict[str, list[str]] = {name: [] for name in files}
+        for url in urls:
+            if self._store.check([f"{iteration}/held/{url}"]):
+                for name in json.loads(self._store.get(f"{iteration}/held/{url}")):
+                    holders.get(name, []).append(url)
+        if not all(holders.values()):
+            return None
+        return FoundCopy(self._name, iteration, {n: (*files[n], holders[n]) for n in files})
+
+
+def find_newest(job: dist.Store, urls: Sequence[str]) -> FoundCopy | None:
+    """The newest copy that the nodes which are there can put together.
+
+    Args:
+        job: the store that rounds hand on.
+        urls: where the nodes that are there serve their files.
+    """
+    if not job.check(["copies/round"]):
+        return None
+    board = CopyBoard(job, job.get("copies/round").decode())
+    last = board.last()
+    assert last is not None, "its round is named after it"
+    deadline = time.monotonic() + _SAID_S
+    found = board.find(last[0], urls)
+    while found is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+        found = board.find(last[0], urls)
+    safe = board.safe()
+    return found or (None if safe is None else board.find(safe, urls))
+
+
+def complete_copy(found: FoundCopy, copies: Path, url: str, job: dist.Store) -> None:
+    """Fetch what this node lacks of a copy.
+
+    Args:
+        found: the copy.
+        copies: this node's folder of copies.
+        url: where it serves them.
+        job: the store that rounds hand on.
+
+    Raises:
+        OSError: a file cannot be had, or there is no room.
+    """
+    folder = copy_folder(copies, found.name, found.iteration)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (size, digest, urls) in found.files.items():
+        if url not in urls:
+            places = [f"{other}/{found.name}/{folder.name}" for other in urls]
+            pull(places, name, (size, digest), folder)
+    CopyBoard(job, found.name).tell_held(found.iteration, url, found.files)
+
+
+def drop_older(copies: Path, kept: Path) -> None:
+    """Remove earlier copies of this round, and those of others; ranks may be writing the next one already."""
+    for folder in kept.parent.glob("iter_*"):
+        if folder.name < kept.name:
+            shutil.rmtree(folder, ignore_errors=True)
+    for other in copies.iterdir():
+        if other.is_dir() and other != kept.parent:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def copies_folder() -> Path | None:
+    """This node's folder of copies; ``None`` where none are made."""
+    with suppress(KeyError):
+        return Path(os.environ[COPIES_VARIABLE])
+    return None

@@ -1,0 +1,318 @@
+"""The agent of one node: PyTorch's elastic agent, with what a job that re-plans needs of it.
+
+PyTorch finds the nodes that are there, numbers their ranks, starts these and, when one has ended or a node
+has come, all of them again. Ours differs in four things: ranks are forked from a process that has imported
+Megatron; what is wrong with the input (exit code 2) ends the job; a node that comes is taken in after a
+checkpoint, not at once; and each round of the ranks has a name of its own in the job's store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+    registry,
+)
+
+from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE, COPIES_VARIABLE, COPY_INTERVAL_VARIABLE
+from megatron_hexi.elastic.launcher.keeper import Keeper
+from megatron_hexi.elastic.launcher.ranks import WORDS_VARIABLE, run_rank
+from megatron_hexi.elastic.store import (
+    ADDRESS_VARIABLE,
+    BROKEN,
+    JOB_VARIABLE,
+    LOST_AFTER_VARIABLE,
+    NODE_VARIABLE,
+    ROUND_VARIABLE,
+    STORE_VARIABLE,
+    TRAINING,
+    WANTED,
+)
+
+#: Nodes that have not come so many seconds after the fewest that suffice are left out, and taken in later.
+_LAST_CALL_S = 1
+#: At the beginning of the job, all that can take part are waited for so long.
+_FIRST_CALL_S = 60
+#: Seconds between two signs of life of an agent, and how many may be missed.
+_SIGN_S, _MISSED = 1, 4
+#: Seconds until ranks that do not end by SIGTERM are killed: what the watch takes to say who was lost.
+_SHUTDOWN_S = 6
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What one node is told.
+
+    Args:
+        least: nodes that suffice.
+        most: nodes that can take part.
+        ranks: of this node.
+        host: where nodes meet.
+        port: likewise.
+        job: its name in the store.
+        node: this node in the cluster file.
+        address: at which other nodes reach this one.
+        max_losses: restarts after which the job ends.
+        lost_after_s: silence of a rank that counts as its loss.
+        wait_s: seconds for which fewer nodes than suffice are waited for.
+        ended: file that says that the training has ended well.
+        when_store_lost: a script for bash, run when the store is gone.
+        copy_interval: iterations from copy to copy of the state in memory; ``None``: none.
+        copy_folder: a file system in memory.
+        log_dir: folder of the ranks' output; ``None``: it is the agent's.
+        start_method: of `multiprocessing`.
+        entry: `ranks.ENTRY`, or a training script.
+        words: the ranks' arguments.
+    """
+
+    least: int
+    most: int
+    ranks: int
+    host: str
+    port: int
+    job: str
+    node: str
+    address: str
+    max_losses: int
+    lost_after_s: float
+    wait_s: float
+    ended: str | None
+    when_store_lost: str | None
+    copy_interval: int | None
+    copy_folder: str
+    log_dir: str | None
+    start_method: str
+    entry: str
+    words: tuple[str, ...]
+
+
+class PatientRendezvous(RendezvousHandler):
+    """A rendezvous that tells ranks of nodes that wait, where the agent would end the ranks at once.
+
+    Args:
+        inner: PyTorch's.
+    """
+
+    def __init__(self, inner: RendezvousHandler) -> None:
+        self._inner = inner
+        #: That the ranks which run now share with their agents.
+        self.round: dist.Store | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """As PyTorch's."""
+        self.round = None
+        return self._inner.next_rendezvous()
+
+    def num_nodes_waiting(self) -> int:
+        """How many nodes wait for ranks that do not train, or no longer; those that do are told instead."""
+        waiting = self._inner.num_nodes_waiting()
+        trains = waiting > 0 and self.round is not None and self.round.check([TRAINING])
+        if trains and self.round is not None and not self.round.check([BROKEN]):
+            self.round.set(WANTED, str(waiting))
+            return 0
+        return waiting
+
+    def get_backend(self) -> str:
+        """As PyTorch's."""
+        return self._inner.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        """As PyTorch's."""
+        return self._inner.use_agent_store
+
+    def is_closed(self) -> bool:
+        """As PyTorch's."""
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        """As PyTorch's."""
+        self._inner.set_closed()
+
+    def get_run_id(self) -> str:
+        """As PyTorch's."""
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        """As PyTorch's."""
+        return self._inner.shutdown()
+
+
+class NodeAgent(LocalElasticAgent):
+    """PyTorch's agent, which gives each round of ranks a name and does not repeat what cannot succeed.
+
+    Args:
+        launch: what this node was told.
+        rendezvous: where it meets the others.
+        store: of the job, whatever the round.
+        keeper: of this node's copies.
+    """
+
+    def __init__(
+        self, launch: Launch, rendezvous: PatientRendezvous, store: dist.Store, keeper: Keeper | None
+    ) -> None:
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=launch.ranks,
+            rdzv_handler=rendezvous,
+            entrypoint=run_rank,
+            max_restarts=launch.max_losses,
+            monitor_interval=0.1,
+        )
+        std = Std.ALL if launch.log_dir else Std.NONE
+        logs = DefaultLogsSpecs(log_dir=launch.log_dir, redirects=std, tee=std)
+        super().__init__(spec, logs, start_method=launch.start_method, shutdown_timeout=_SHUTDOWN_S)
+        self._launch, self._meeting, self._store_of_job = launch, rendezvous, store
+        self._keeper = keeper
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        group = cast(Any, worker_group)  # torch declares its fields as none
+        store, launch = group.store, self._launch
+        if group.group_rank == 0:
+            store.set("name", uuid.uuid4().hex)
+        name = store.get("name").decode()
+        self._meeting.round = dist.PrefixStore(name, self._store_of_job)
+        variables = {
+            STORE_VARIABLE: f"{launch.host}:{launch.port}",
+            JOB_VARIABLE: launch.job,
+            ROUND_VARIABLE: name,
+            NODE_VARIABLE: launch.node,
+            ADDRESS_VARIABLE: launch.address,
+            LOST_AFTER_VARIABLE: str(launch.lost_after_s),
+        }
+        if self._keeper is not None:
+            self._keeper.begin_round(name, group.group_rank)
+            variables |= {
+                COPY_INTERVAL_VARIABLE: str(launch.copy_interval),
+                COPIES_VARIABLE: str(self._keeper.folder),
+                COPIES_URL_VARIABLE: self._keeper.url,
+            }
+        worker_group.spec.args = (launch.entry, launch.words, variables)
+        processes = super()._start_workers(worker_group)
+        # When a rank has failed, torch gives the others of the node 30 seconds to end by SIGTERM. One that is
+        # stopped would use them all.
+        ranks = cast(Any, self._pcontext)._pc
+        ranks._join_procs_with_timeout = functools.partial(_join_soon, ranks._join_procs_with_timeout)
+        return processes
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown(timeout=_SHUTDOWN_S)  # torch's own takes 30 seconds, whatever it was given
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.FAILED:
+            if self._meeting.round is not None:  # the agent of a rank that is stopped learns it so
+                self._meeting.round.set(BROKEN, "")
+            if exit_code(result) == 2:
+                self._remaining_restarts = 0
+        return result
+
+
+def _join_soon(join: Callable[[float], None], timeout: float) -> None:
+    join(min(timeout, _SHUTDOWN_S))
+
+
+def exit_code(result: RunResult) -> int:
+    """The launcher's: 0, 2 where a rank found the input wrong, else 1."""
+    if not result.is_failed():
+        return 0
+    return 2 if any(failure.exitcode == 2 for failure in result.failures.values()) else 1
+
+
+def run_agent(launch: Launch) -> int:
+    """Run this node's ranks, round after round.
+
+    Returns:
+        The exit code.
+    """
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # PyTorch 2.14 shares an agent's store over all rounds, but tells its address to those of the first alone.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[WORDS_VARIABLE] = json.dumps(launch.words)
+    os.environ["HEXI_AGENT"] = str(os.getpid())
+    multiprocessing.set_forkserver_preload(["megatron_hexi.elastic.launcher.ranks"])
+    if launch.start_method == "forkserver":
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()  # imports while nodes meet
+    parameters = RendezvousParameters(
+        "c10d",
+        f"{launch.host}:{launch.port}",
+        launch.job,
+        launch.least,
+        launch.most,
+        local_addr=launch.address,
+        last_call_timeout=_LAST_CALL_S,
+        keep_alive_interval=_SIGN_S,
+        keep_alive_max_attempt=_MISSED,
+        join_timeout=launch.wait_s,
+    )
+    try:
+        handler = PatientRendezvous(registry.get_rendezvous_handler(parameters))
+    except RendezvousConnectionError:
+        return _say(f"no store at {launch.host}:{launch.port}; is a node or --keep-store running there?", 1)
+    store = dist.TCPStore(launch.host, launch.port, wait_for_workers=False)
+    try:
+        with contextlib.ExitStack() as stack:
+            keeper = None
+            if launch.copy_interval is not None:
+                keeper = stack.enter_context(_keeper(launch))
+            _wait_for_all(launch, dist.PrefixStore(f"hexi.{launch.job}", store))
+            result = NodeAgent(launch, handler, store, keeper).run()
+    except SignalException:  # this node is to end, the others go on
+        return 143
+    except RendezvousClosedError:
+        return _say("the job has ended", 0)
+    except RendezvousTimeoutError:
+        return _say(f"fewer than {launch.least} nodes have come within {launch.wait_s:g} s", 1)
+    except (RendezvousConnectionError, dist.DistError) as problem:
+        if launch.when_store_lost is not None:
+            subprocess.run(["bash", launch.when_store_lost], check=False)
+        return _say(f"the store at {launch.host}:{launch.port} is gone ({str(problem)[:200]})", 1)
+    handler.shutdown()
+    code = exit_code(result)
+    if code == 0 and launch.ended is not None:
+        Path(launch.ended).touch()
+    return code
+
+
+def _keeper(launch: Launch) -> Keeper:
+    folder = Path(launch.copy_folder)
+    return Keeper(folder, (launch.host, launch.port), f"hexi.{launch.job}", launch.address)
+
+
+def _wait_for_all(launch: Launch, job: dist.Store) -> None:
+    """At the beginning of a job, wait until all nodes have come, but not for ever."""
+    came, deadline = job.add("came", 1), time.monotonic() + _FIRST_CALL_S
+    while came < launch.most and not job.check(["rounds"]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        came = job.add("came", 0)
+
+
+def _say(message: str, code: int) -> int:
+    print(f"hexi: elastic: {message}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,123 @@
+"""Keeps this node's copies of the training's state, and those of the node before it."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Self
+
+import torch.distributed as dist
+
+from megatron_hexi.elastic.copies import (
+    CopyBoard,
+    copy_folder,
+    drop_older,
+    list_files,
+    pull,
+    serve_files,
+)
+
+_PREFIX = "hexi-copies-"
+_LOOK_S = 0.2
+_STORE_S = 10.0
+
+
+class Keeper:
+    """The part of a node's agent that holds copies; a context.
+
+    Args:
+        parent: a file system in memory.
+        store: where the job's store is, host and port.
+        job: what keys begin with.
+        address: at which other nodes reach this one.
+    """
+
+    def __init__(self, parent: Path, store: tuple[str, int], job: str, address: str) -> None:
+        _sweep(parent)
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        self._lock = (self.folder / "lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.url = f"http://{address}:{serve_files(self.folder)}"
+        self._store, self._job = store, job
+        self._round: tuple[str, int] | None = None
+        self._done: tuple[str, int] | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="hexi-keeper", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._round = None
+        self._stopped.set()
+        self._thread.join(_STORE_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def begin_round(self, name: str, number: int) -> None:
+        """Ranks start.
+
+        Args:
+            name: of their round.
+            number: of this node in it.
+        """
+        self._round = name, number
+
+    def _keep(self) -> None:
+        job: dist.Store | None = None
+        while not self._stopped.wait(_LOOK_S):
+            # The next look tries again; where the store is gone for good, the agent ends the node.
+            with suppress(OSError, RuntimeError):
+                if job is None:
+                    host, port = self._store
+                    limit = timedelta(seconds=_STORE_S)
+                    store = dist.TCPStore(host, port, wait_for_workers=False, timeout=limit)
+                    job = dist.PrefixStore(self._job, store)
+                if self._round is not None:
+                    self._take_care(job, *self._round)
+
+    def _take_care(self, job: dist.Store, name: str, number: int) -> None:
+        """Say what ranks here have written last, and fetch what those of the node before have."""
+        board = CopyBoard(job, name)
+        last = board.last()
+        if last is None or self._done == (name, last[0]):
+            return
+        iteration, nodes = last
+        folder = copy_folder(self.folder, name, iteration)
+        folder.mkdir(parents=True, exist_ok=True)  # a node without a part in the plan has written nothing
+        own = list_files(folder)
+        board.tell_own(iteration, number, self.url, own)
+        while (owns := board.owns(iteration, nodes)) is None:
+            if self._round != (name, number):
+                return
+            time.sleep(_LOOK_S)
+        before, files = owns[(number - 1) % nodes]
+        # Of each copy there is one description, on one of the nodes: all take it.
+        wanted = {file: (before, *files[file]) for file in files}
+        for url, others in owns:
+            wanted |= {file: (url, *others[file]) for file in others if not file.endswith(".distcp")}
+        for file, (url, size, digest) in wanted.items():
+            if file not in own:
+                pull([f"{url}/{name}/{folder.name}"], file, (size, digest), folder)
+        board.tell_held(iteration, self.url, own.keys() | wanted.keys())
+        board.tell_safe(iteration, number, nodes)
+        while board.safe() != iteration:
+            if self._round != (name, number):
+                return
+            time.sleep(_LOOK_S)
+        drop_older(self.folder, folder)
+        self._done = name, iteration
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what killed agents have left: nobody holds their lock."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError), (folder / "lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)

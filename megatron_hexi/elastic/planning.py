@@ -1,0 +1,120 @@
+"""``python -m megatron_hexi.elastic.planning``: the planner at the start of a round, for the nodes there are.
+
+It reads one JSON document and answers, for each set of nodes in it, with one: the plan, and on which GPU of
+which node each of its ranks is. While all nodes of the job's own plan are there, that one stays.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_hexi.cluster import Cluster, cluster_digest, read_cluster
+from megatron_hexi.cost import Job
+from megatron_hexi.cost.job import job_of_plan
+from megatron_hexi.cost.megatron_arguments import model_from_arguments, terms_from_arguments
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan, dump_plan, plan_from_yaml
+from megatron_hexi.planner import CHOSEN, Request, find_plan
+from megatron_hexi.yaml_file import yaml_from_text
+
+_COMMAND_LINE = Path("the job's command line")
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """What goes on.
+
+    Args:
+        plan: for the nodes that are there; `gpus` counts in the whole cluster.
+        ranks: for each of the plan's ranks, which of those that were started takes it.
+        left_out: nodes of the cluster file that are not there.
+    """
+
+    plan: Plan
+    ranks: tuple[int, ...]
+    left_out: tuple[str, ...]
+
+
+def survive(
+    plan: Plan, cluster: Cluster, present: Sequence[tuple[str, int]], words: Sequence[str]
+) -> Survivors:
+    """Plan for the nodes that are there.
+
+    Args:
+        plan: the job's own.
+        cluster: that it was made for.
+        present: of each rank that was started, its node in the cluster file and its number there.
+        words: Megatron's arguments.
+
+    Raises:
+        HexiError: a node that the cluster file does not have, or with another number of GPUs; two of one
+            name; nothing fits in memory.
+    """
+    starts, job = _starts(cluster, present), _job(plan, words)
+    if plan.provenance and plan.provenance.cluster_digest not in (None, cluster_digest(cluster)):
+        raise HexiError(f"--hexi-plan was made for another cluster than {cluster.name}; give its own file")
+    gpus = plan.gpus or tuple(range(plan.ranks))
+    numbers = sorted({cluster.ranks[gpu].node for gpu in starts})
+    if not starts.keys() >= set(gpus):
+        part = cluster.without(set(range(len(cluster.nodes))).difference(numbers))
+        own = [rank for number in numbers for rank in cluster.nodes[number].ranks]
+        found = find_plan(Request(job, frozenset(CHOSEN) - {"data_parallel"}), part).plan
+        gpus = tuple(own[gpu] for gpu in found.gpus or range(found.ranks))
+        plan = replace(found, gpus=gpus, job=plan.job)
+    absent = [node.name for number, node in enumerate(cluster.nodes) if number not in numbers]
+    return Survivors(plan, tuple(starts[gpu] for gpu in gpus), tuple(absent))
+
+
+def _starts(cluster: Cluster, present: Sequence[tuple[str, int]]) -> dict[int, int]:
+    """Which rank that was started has each GPU of the cluster."""
+    starts: dict[int, int] = {}
+    for rank, (name, local) in enumerate(present):
+        numbers = cluster.file.find_nodes(name)
+        if numbers is None or len(numbers) != 1:
+            known = ", ".join(node.name for node in cluster.nodes[:8])
+            raise HexiError(f"--node {name}: names no node of {cluster.name} ({known}); give one of these")
+        node = cluster.nodes[numbers[0]]
+        here = sum(other == name for other, _ in present)
+        if here != len(node.ranks):
+            raise HexiError(
+                f"--node {name}: {here} ranks were started there, {node.name} has {len(node.ranks)} GPUs; "
+                f"give --nproc-per-node {len(node.ranks)}, and each node's name once"
+            )
+        starts[node.ranks[local]] = rank
+    return starts
+
+
+def _job(plan: Plan, words: Sequence[str]) -> Job:
+    """What is trained: as the command line says, and else the plan. The batch stays whatever the ranks."""
+    text = shlex.join(words)
+    said = terms_from_arguments(text, _COMMAND_LINE).fields
+    taken = ("seq_length", "tensor_parallel", "data_parallel")
+    stated = {name: value for name, value in said.items() if name not in taken}
+    return job_of_plan(plan, model_from_arguments(text, _COMMAND_LINE), **stated)
+
+
+def main() -> None:
+    """Answer the document on standard input, a line for each of its sets of nodes that may be there."""
+    asked = json.loads(sys.stdin.read())
+    for present in asked["present"]:
+        print(json.dumps(_answer(asked, [(node, local) for node, local in present])), flush=True)
+
+
+def _answer(asked: dict[str, Any], present: list[tuple[str, int]]) -> dict[str, Any]:
+    try:
+        plan = plan_from_yaml(yaml_from_text(Path(asked["path"]), asked["plan"]))
+        found = survive(plan, read_cluster(asked["cluster"]), present, asked["words"])
+    except HexiError as problem:
+        return {"error": str(problem)}
+    places = [present[rank] for rank in found.ranks]
+    return {"plan": dump_plan(found.plan), "places": places, "left_out": found.left_out}
+
+
+if __name__ == "__main__":
+    main()

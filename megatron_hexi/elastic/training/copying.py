@@ -1,0 +1,254 @@
+"""What ranks do for copies of the state in memory: they write them between two iterations, and load them.
+
+A copy is written by Megatron's own way to save, into this node's memory in place of the folder of ``--save``:
+so it can be loaded by any number of ranks. docs/surviving.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+import logging
+import math
+import os
+import queue
+import shutil
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_hexi.elastic.copies import (
+    COPIES_URL_VARIABLE,
+    COPY_INTERVAL_VARIABLE,
+    CopyBoard,
+    FoundCopy,
+    bare_name,
+    complete_copy,
+    copies_folder,
+    copy_folder,
+    find_newest,
+)
+from megatron_hexi.elastic.store import ROUND_VARIABLE, round_store, whole_store
+from megatron_hexi.patching import Patch
+from megatron_hexi.text_file import write_text_atomically
+
+#: Megatron writes its name last into a folder of checkpoints.
+TRACKER = "latest_checkpointed_iteration.txt"
+_STORE = timedelta(seconds=60)
+_FETCH = timedelta(seconds=600)
+_OFF = "copies/off"
+#: A file system with less room than this is full.
+_FULL_BYTES = 1 << 20
+#: A copy that is on its way for longer is told of.
+_SLOW_S = 10.0
+
+
+class Copier:
+    """One rank's part in copies.
+
+    Args:
+        args: Megatron's arguments.
+        copies: this node's folder of them.
+    """
+
+    def __init__(self, args: Namespace, copies: Path) -> None:
+        self._args, self._copies = args, copies
+        self._every = int(os.environ[COPY_INTERVAL_VARIABLE])
+        self._name = os.environ[ROUND_VARIABLE]
+        self._round, self._job = round_store(_STORE), whole_store(_STORE)
+        self._board = CopyBoard(self._job, self._name)
+        self._nodes = int(os.environ["GROUP_WORLD_SIZE"])
+        self._off = self._job.check([_OFF])
+        self._written_at = 0.0
+        _write_without_a_server()
+        #: The iteration that the newest copy was made after.
+        self.copied: int | None = None
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether all ranks copy now: not at a checkpoint, nor before the last copy is on two nodes."""
+        if self._off or iteration % self._every or iteration % self._args.save_interval == 0:
+            return False
+        key = f"copies/{iteration}"
+        if self._args.rank == 0:
+            last = self._board.last()
+            ready = last is None or self._board.safe() == last[0]
+            if last is not None and not ready and time.monotonic() - self._written_at > _SLOW_S:
+                _say(f"iteration {iteration}: no copy, for that of iteration {last[0]} is still on its way")
+                self._written_at = math.inf  # once
+            self._round.set(key, "1" if ready else "")
+        return bool(self._round.get(key))
+
+    def copy(self, iteration: int, save: Callable[[], None]) -> None:
+        """Write a copy; a collective of all ranks.
+
+        Args:
+            iteration: that has just ended.
+            save: Megatron's way to save.
+        """
+        copy_folder(self._copies, self._name, iteration).mkdir(parents=True, exist_ok=True)
+        try:
+            with _saved_elsewhere(self._args, self._copies / self._name):
+                save()
+        except (OSError, RuntimeError):
+            if shutil.disk_usage(self._copies).free < _FULL_BYTES:  # the next round does without
+                self._job.set(_OFF, f"{self._copies} on {os.uname().nodename} is full")
+            raise
+        if self._args.rank == 0:
+            self._board.announce(iteration, self._nodes)
+        self.copied = iteration
+        self._written_at = time.monotonic()
+
+    def wait_until_safe(self, iteration: int, seconds: float) -> bool:
+        """Wait until a copy is on two nodes; whether it is."""
+        deadline = time.monotonic() + seconds
+        while self._board.safe() != iteration and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._board.safe() == iteration
+
+
+def _write_without_a_server() -> None:
+    """Megatron hands results to itself through a process of its own, which takes seconds to start."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
+@contextlib.contextmanager
+def _saved_elsewhere(args: Namespace, folder: Path) -> Iterator[None]:
+    """Let Megatron save there, without a word to people or to Weights & Biases."""
+    from megatron.training import global_vars
+
+    changed: dict[str, Any] = {"save": str(folder), "save_retain_interval": None, "log_progress": False}
+    before = {name: getattr(args, name) for name in changed if hasattr(args, name)}
+    writer = global_vars._GLOBAL_WANDB_WRITER
+    # Nodes save in different folders; what is saved of the arguments must be the same on all.
+    args.hexi_saved_as = {"save": args.save}
+    vars(args).update({name: changed[name] for name in before})
+    global_vars._GLOBAL_WANDB_WRITER = None
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        del args.hexi_saved_as
+        vars(args).update(before)
+        global_vars._GLOBAL_WANDB_WRITER = writer
+
+
+# At the start of a round
+
+
+def find_copy(job: dist.Store, present: list[str], checkpoint: int | None) -> dict[str, Any] | None:
+    """The newest copy that the nodes hold, where it is newer than the checkpoint; on rank 0.
+
+    Args:
+        job: the store that rounds hand on.
+        present: where their nodes serve copies; of each rank that was started.
+        checkpoint: its iteration; ``None``: there is none.
+    """
+    if job.check([_OFF]):
+        _say(f"no copies any more: {job.get(_OFF).decode()}")
+        return None
+    found = find_newest(job, list(dict.fromkeys(url for url in present if url)))
+    if found is None or found.iteration <= (checkpoint or 0):
+        return None
+    return {"name": found.name, "iteration": found.iteration, "files": dict(found.files)}
+
+
+def fetch_copy(store: dist.Store, told: dict[str, Any]) -> Path | None:
+    """Complete a copy on every node; all ranks that were started, with one result.
+
+    Args:
+        store: of the round.
+        told: by rank 0, as `find_copy` says.
+
+    Returns:
+        The folder to load from; ``None`` where a node could not: the checkpoint is loaded.
+    """
+    copies = copies_folder()
+    assert copies is not None, "agents of a job have the same options"
+    node, nodes = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
+    if os.environ["LOCAL_RANK"] == "0":
+        problem = ""
+        try:
+            found = FoundCopy(told["name"], told["iteration"], told["files"])
+            complete_copy(found, copies, os.environ[COPIES_URL_VARIABLE], whole_store(_STORE))
+            write_text_atomically(copies / told["name"] / TRACKER, str(told["iteration"]))
+        except (OSError, RuntimeError) as caught:
+            problem = str(caught)
+            _say(f"the copy of iteration {told['iteration']} cannot be had: {problem}; takes the checkpoint")
+        store.set(f"fetched/{node}", problem)
+    keys = [f"fetched/{number}" for number in range(nodes)]
+    store.wait(keys, _FETCH)
+    return None if any(store.multi_get(keys)) else copies / bare_name(told["name"])
+
+
+def _say(message: str) -> None:
+    print(f"hexi: elastic: {message}", file=sys.stderr, flush=True)
+
+
+_copier: Copier | None = None
+
+
+def copied_last() -> int | None:
+    """The iteration that this round's newest copy was made after."""
+    return None if _copier is None else _copier.copied
+
+
+def is_safe(iteration: int, seconds: float) -> bool:
+    """Wait until a copy is on two nodes; whether it is."""
+    return _copier is not None and _copier.wait_until_safe(iteration, seconds)
+
+
+def _copying(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.training import get_args, training
+
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def checkpoint_and_decide_exit(*words: Any, **named: Any) -> Any:
+        global _copier
+        ends = original(*words, **named)
+        copies = copies_folder()
+        if ends or copies is None:
+            return ends
+        _copier = _copier or Copier(get_args(), copies)
+        call = signature.bind(*words, **named).arguments
+        if _copier.is_due(call["iteration"]):
+            save = functools.partial(
+                training.save_checkpoint_and_time,
+                *(call[name] for name in _SAVED),
+                train_data_iterator=call["train_data_iterator"],
+            )
+            _copier.copy(call["iteration"], save)
+        return ends
+
+    return checkpoint_and_decide_exit
+
+
+_SAVED = (
+    *("iteration", "model", "optimizer", "opt_param_scheduler"),
+    *("num_floating_point_operations_so_far", "checkpointing_context"),
+)
+
+COPY_PATCHES = (
+    Patch(
+        target="megatron.training.training:checkpoint_and_decide_exit",
+        why="keeps copies of the state in memory under megatron_hexi.elastic --copy-interval",
+        build=_copying,
+        parameters=(
+            *("model", "optimizer", "opt_param_scheduler", "iteration"),
+            *("num_floating_point_operations_so_far", "checkpointing_context", "train_data_iterator"),
+        ),
+    ),
+)

@@ -1,0 +1,184 @@
+"""What an elastic job does between two iterations: counts those that are kept, takes in nodes that wait.
+
+The count is in the store that rounds hand on. Goodput is the seconds of iterations that no loss undid, of all
+seconds since the job began.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_hexi.elastic.store import TRAINING, WANTED, in_round, round_store, whole_store
+from megatron_hexi.elastic.training.copying import copied_last, is_safe
+from megatron_hexi.patching import STEP_PARAMETERS, Patch
+from megatron_hexi.record import Round
+from megatron_hexi.runtime import stop_watch
+
+#: Exit code of ranks that are to be started again, together with nodes that have come.
+_START_AGAIN = 75
+_STORE = timedelta(seconds=60)
+#: How long a node that has come waits for a copy to be on two nodes.
+_SAFE_S = 40.0
+
+
+def begin_round(
+    job: dist.Store, number: int, iteration: int | None, without: tuple[str, ...], in_memory: bool
+) -> Round:
+    """What a round goes on from, and what was lost.
+
+    Args:
+        job: the store that rounds hand on.
+        number: of the round, from 1.
+        iteration: of what is loaded; ``None``: there is none.
+        without: nodes that are not there.
+        in_memory: whether that is in memory.
+    """
+    begun = float(job.compare_set("begun", "", str(time.time())))
+    done = json.loads(job.get("done"))["iteration"] if job.check(["done"]) else 0
+    first = iteration or 0
+    part = _kept_s(job, iteration) / max(1e-9, time.time() - begun)
+    return Round(number, without, first, in_memory, max(0, done - first), min(1.0, part))
+
+
+def round_words(now: Round) -> str:
+    """What a round goes on from, for people."""
+    if now.number == 1:
+        return "begins" if now.resumed == 0 else f"goes on from iteration {now.resumed}"
+    again = f"{now.undone} iterations are done again" if now.undone else "no iteration is done again"
+    where = " in memory" if now.in_memory else ""
+    return f"goes on from iteration {now.resumed}{where}, {again}; goodput {now.goodput:.0%}"
+
+
+_round: Round | None = None
+
+
+def set_round(now: Round) -> None:
+    """Keep what this round is, for the record and the log."""
+    global _round
+    _round = now
+
+
+def present_round() -> Round | None:
+    """The round of an elastic job; ``None``: it is none."""
+    return _round
+
+
+def log_words() -> str:
+    """What Megatron's log line ends with in an elastic job."""
+    if _round is None or _steps is None:
+        return ""
+    absent = f" | without: {', '.join(_round.without)}" if _round.without else ""
+    return f" round: {_round.number}{absent} | goodput: {_steps.goodput():.1%} |"
+
+
+def _kept_s(job: dist.Store, iteration: int | None) -> float:
+    """Seconds of the iterations up to a checkpoint."""
+    key = f"kept/{iteration}"
+    return float(job.get(key)) if iteration is not None and job.check([key]) else 0.0
+
+
+class RoundSteps:
+    """One rank's part between iterations.
+
+    Args:
+        args: Megatron's arguments.
+        iteration: that the round begins after.
+    """
+
+    def __init__(self, args: Namespace, iteration: int) -> None:
+        self._leads = args.rank == 0
+        self._interval: int = args.save_interval
+        self._first = iteration
+        self._round, self._job = round_store(_STORE), whole_store(_STORE)
+        self._kept_s = _kept_s(self._job, iteration)
+        self._begun = float(self._job.get("begun"))
+
+    def before_step(self, iteration: int) -> None:
+        """Where state was just saved or copied: end the round if nodes wait. Rank 0 decides."""
+        saved = iteration % self._interval == 0
+        if iteration == self._first or not (saved or iteration == copied_last()):
+            return
+        if self._leads:
+            self._job.set(f"kept/{iteration}", str(self._kept_s))
+            waits = self._round.check([WANTED]) and (saved or is_safe(iteration, _SAFE_S))
+            self._round.set(f"waits/{iteration}", "1" if waits else "")
+        if self._round.get(f"waits/{iteration}"):
+            if self._leads:
+                self._say(f"iteration {iteration}: saved; starts again with a node that has come")
+            stop_watch()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(_START_AGAIN)
+
+    def after_step(self, iteration: int, seconds: float) -> None:
+        """Count an iteration.
+
+        Args:
+            iteration: its number, from 1.
+            seconds: that it took.
+        """
+        self._kept_s += seconds
+        if not self._leads:
+            return
+        if iteration == self._first + 1:
+            if self._job.check(["done"]):
+                away = time.time() - json.loads(self._job.get("done"))["at"]
+                self._say(
+                    f"iteration {iteration} has ended, {away:.1f} s after the last one before the restart"
+                )
+            self._round.set(TRAINING, "")
+        self._job.set("done", json.dumps({"iteration": iteration, "at": time.time()}))
+
+    def goodput(self) -> float:
+        """Seconds of iterations that no loss undid, of all seconds since the job began."""
+        return min(1.0, self._kept_s / max(1e-9, time.time() - self._begun))
+
+    @staticmethod
+    def _say(message: str) -> None:
+        print(f"hexi: elastic: {message}", file=sys.stderr, flush=True)
+
+
+_steps: RoundSteps | None = None
+
+
+def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.training import get_args
+
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        global _steps
+        if not in_round():
+            return original(*args, **kwargs)
+        iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+        if _steps is None:
+            _steps = RoundSteps(get_args(), iteration)
+        _steps.before_step(iteration)
+        begin = time.perf_counter()
+        result = original(*args, **kwargs)
+        _steps.after_step(iteration + 1, time.perf_counter() - begin)
+        return result
+
+    return train_step
+
+
+ROUND_PATCHES = (
+    Patch(
+        target="megatron.training.training:train_step",
+        why="counts iterations, and takes in nodes, under megatron_hexi.elastic",
+        build=_counted,
+        parameters=STEP_PARAMETERS,
+    ),
+)

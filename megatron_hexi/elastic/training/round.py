@@ -1,0 +1,228 @@
+"""A round of an elastic job: which nodes are there, the plan for them, and from where the job goes on.
+
+Ranks start as PyTorch's agents number them. Rank 0 hears from all where they are, has the planner
+(`megatron_hexi.elastic.planning`) plan for those nodes, and tells all; each rank then takes the number that
+the plan gives it. One on a GPU that the plan leaves out waits for the end. docs/surviving.md
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import time
+from argparse import Namespace
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_hexi.elastic.copies import COPIES_URL_VARIABLE
+from megatron_hexi.elastic.store import ADDRESS_VARIABLE, NODE_VARIABLE, in_round, round_store, whole_store
+from megatron_hexi.elastic.training.copying import TRACKER, fetch_copy, find_copy
+from megatron_hexi.elastic.training.goodput import begin_round, round_words, set_round
+from megatron_hexi.elastic.training.round_plan import PLANNER_TIMEOUT, plan_ahead, plan_for
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan, plan_from_yaml
+from megatron_hexi.record import Round
+from megatron_hexi.runtime import meeting, start_watch, stop_watch
+from megatron_hexi.text_file import read_text, write_text_atomically
+from megatron_hexi.yaml_file import yaml_from_text
+
+#: How long ranks of one round may come one after another.
+_COME = timedelta(seconds=120)
+_STORE = timedelta(seconds=30)
+_FINISHED, _ROUNDS = "finished", "rounds"
+
+
+def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
+    """Refuse a job that could not go on after a loss.
+
+    Raises:
+        HexiError: with the flag and the remedy.
+    """
+    what = "megatron_hexi.elastic"
+    if args.hexi_cluster is None:
+        raise HexiError(f"{what}: plans for the nodes that are left; give --hexi-cluster cluster.yaml too")
+    if args.save is None or not args.save_interval:
+        raise HexiError(f"{what}: goes on from checkpoints; give --save FOLDER and --save-interval N")
+    if args.ckpt_format != "torch_dist":
+        raise HexiError(
+            f"{what}: --ckpt-format {args.ckpt_format} is tied to its number of ranks; give torch_dist"
+        )
+    if getattr(args, "async_save", False):
+        raise HexiError(f"{what}: --async-save writes while a rank may be lost unseen; leave it out")
+    if getattr(args, "non_persistent_save_interval", None):
+        raise HexiError(
+            f"{what}: --non-persistent-save-interval leaves a lost node's part on it; leave it out, and "
+            "give a smaller --save-interval"
+        )
+    order = getattr(args, "dataloader_type", None)
+    if order not in (None, "single"):
+        reason = (
+            "the script's own loader says which samples a replica gets"
+            if order == "external"
+            else "the order of samples depends on the number of replicas"
+        )
+        raise HexiError(
+            f"{what}: --dataloader-type {order}: {reason}, which a loss may change, so that some would come "
+            "twice and others never; give --dataloader-type single"
+        )
+    for flag in ("--finetune", "--ckpt-step"):
+        if flag in given:
+            raise HexiError(f"{what}: {flag} would undo the training at every start; leave it out")
+    if args.load not in (None, args.save):
+        raise HexiError(
+            f"{what}: --load {args.load} is not --save {args.save}; to begin with other weights give "
+            "--pretrained-checkpoint FOLDER and no --load"
+        )
+    if not plan.is_repeated:
+        raise HexiError(
+            f"{what}: {args.hexi_plan} has stages with layers of their own, which are not planned anew; make "
+            "a plan with --pipeline-model-parallel-size N"
+        )
+
+
+def take_part(args: Namespace) -> Plan:
+    """Agree on who is there, and take the number of this rank in the plan for them.
+
+    Does not return on a rank that the plan leaves out, but ends the process when the training has ended.
+
+    Args:
+        args: Megatron's arguments; rank, number of ranks and what to load are changed in place.
+
+    Returns:
+        The plan of this round.
+
+    Raises:
+        HexiError: there is none for the nodes that are there; on every rank.
+        RuntimeError: a rank did not come.
+    """
+    store = round_store(_STORE)
+    started, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = [os.environ[NODE_VARIABLE], int(os.environ["LOCAL_RANK"])]
+    store.set(f"here/{started}", json.dumps([*place, os.environ.get(COPIES_URL_VARIABLE)]))
+    if started == 0:
+        keys = [f"here/{rank}" for rank in range(count)]
+        store.wait(keys, _COME)
+        present = [json.loads(text) for text in store.multi_get(keys)]
+        store.set("round", json.dumps(_lead(args, present)))
+    store.wait(["round"], _COME + PLANNER_TIMEOUT)
+    answer = json.loads(store.get("round"))
+    if "error" in answer:
+        raise HexiError(answer["error"])
+    copy = answer["copy"] and fetch_copy(store, answer["copy"])
+    if started == 0:
+        store.set("told", json.dumps(asdict(_tell(answer, in_memory=bool(copy)))))
+    told = json.loads(store.get("told"))
+    set_round(Round(**told | {"without": tuple(told["without"])}))
+    _take_number(args, store, answer["ranks"], started)
+    if copy or answer["resumes"] is not None:
+        args.load = str(copy or args.save)
+    return plan_from_yaml(yaml_from_text(Path(args.hexi_plan), answer["plan"]))
+
+
+def leave() -> None:
+    """Say that the training has ended well: nobody misses this rank, and those left out may end."""
+    if in_round():
+        if int(os.environ["RANK"]) == 0:
+            round_store(_STORE).set(_FINISHED, "")
+        stop_watch()
+
+
+def _take_number(args: Namespace, store: dist.Store, ranks: list[int], started: int) -> None:
+    if started not in ranks:
+        print(f"hexi: elastic: a GPU of {os.environ[NODE_VARIABLE]} has no part in the plan", file=sys.stderr)
+        while not store.check([_FINISHED]):
+            time.sleep(1)
+        sys.stdout.flush()
+        raise SystemExit(0)
+    args.rank, args.world_size = ranks.index(started), len(ranks)
+    if args.rank == 0:  # which keeps torch's store
+        with socket.socket() as free:
+            free.bind(("", 0))
+            store.set("keeper", f"{os.environ[ADDRESS_VARIABLE]} {free.getsockname()[1]}")
+    address, port = store.get("keeper").decode().split()
+    os.environ |= {"RANK": str(args.rank), "WORLD_SIZE": str(args.world_size)}
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    if args.world_size > 1:
+        start_watch(meeting(store), args.rank, args.world_size)
+
+
+# Rank 0
+
+
+def _lead(args: Namespace, present: list[tuple[str, int, str]]) -> dict[str, Any]:
+    """What all ranks are told of this round."""
+    begun = time.monotonic()
+    try:
+        iteration = newest_checkpoint(Path(args.save))
+    except HexiError as problem:
+        return {"error": str(problem)}
+    asked = {
+        "plan": read_text(args.hexi_plan),
+        "path": args.hexi_plan,
+        "cluster": args.hexi_cluster,
+        "words": sys.argv[1:],
+    }
+    places = [(node, local) for node, local, _ in present]
+    found = plan_for(whole_store(_STORE), asked, places)
+    if "error" in found:
+        return found
+    plan_ahead(asked, places)
+    copy = find_copy(whole_store(_STORE), [url for _, _, url in present], iteration)
+    nodes = list(dict.fromkeys(node for node, _, _ in present))
+    return {**found, "resumes": iteration, "copy": copy, "nodes": nodes, "took": time.monotonic() - begun}
+
+
+def _tell(answer: dict[str, Any], in_memory: bool) -> Round:
+    """Say what this round is."""
+    job = whole_store(_STORE)
+    iteration = answer["copy"]["iteration"] if in_memory else answer["resumes"]
+    now = begin_round(job, job.add(_ROUNDS, 1), iteration, tuple(answer["left_out"]), in_memory)
+    absent = f"; without {', '.join(now.without)}" if now.without else ""
+    print(
+        f"hexi: elastic: round {now.number}: {len(answer['ranks'])} ranks on {', '.join(answer['nodes'])}"
+        f"{absent}; planned in {answer['took']:.1f} s; {round_words(now)}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return now
+
+
+def newest_checkpoint(folder: Path) -> int | None:
+    """The iteration of the newest complete checkpoint; the tracker names it afterwards.
+
+    Megatron writes `metadata.json` last into a checkpoint, then the tracker, which a kill can leave empty.
+
+    Args:
+        folder: of ``--save``.
+
+    Returns:
+        ``None`` where there is none.
+
+    Raises:
+        HexiError: the tracker cannot be written.
+    """
+    complete = []
+    for path in folder.glob("iter_*"):
+        number = re.fullmatch(r"iter_(\d+)", path.name)
+        if number and _is_complete(path):
+            complete.append(int(number[1]))
+    tracker = folder / TRACKER
+    newest = max(complete, default=None)
+    if newest is not None and (not tracker.is_file() or tracker.read_bytes().strip() != str(newest).encode()):
+        write_text_atomically(tracker, str(newest))
+    return newest
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        json.loads((path / "metadata.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return (path / ".metadata").is_file()

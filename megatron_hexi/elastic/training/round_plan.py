@@ -1,0 +1,112 @@
+"""The plan of a round as rank 0 gets it: from the planner, a process of its own, or one that was made before.
+
+While a round trains, the planner looks ahead, at a low priority: a plan for each set of nodes that the loss
+of one node would leave. Plans are in the store that rounds hand on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_hexi.elastic.store import TRAINING, round_store, whole_store
+from megatron_hexi.text_file import read_text
+
+#: How long the planner may take.
+PLANNER_TIMEOUT = timedelta(seconds=300)
+_STORE = timedelta(seconds=60)
+_COMMAND = (sys.executable, "-m", "megatron_hexi.elastic.planning")
+_LEAST_NICE = 19
+
+#: The node in the cluster file, and the number there, of ranks that were started.
+Places = Sequence[tuple[str, int]]
+
+
+def plan_for(job: dist.Store, asked: dict[str, Any], present: Places) -> dict[str, Any]:
+    """The plan for the nodes that are there.
+
+    Args:
+        job: the store that rounds hand on.
+        asked: what `megatron_hexi.elastic.planning` reads, without ``present``.
+        present: of each rank that was started.
+
+    Returns:
+        ``plan``, ``left_out`` and, for each of its ranks, which of those that were started takes it
+        (``ranks``); or ``error``.
+    """
+    key = _key(asked, present)
+    if job.check([key]):
+        found = json.loads(job.get(key))
+    else:
+        document = json.dumps(asked | {"present": [present]})
+        limit = PLANNER_TIMEOUT.total_seconds()
+        try:
+            done = subprocess.run(_COMMAND, input=document, capture_output=True, text=True, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {
+                "error": f"the planner took more than {PLANNER_TIMEOUT} for the nodes that are there; give "
+                "fewer nodes"
+            }
+        if done.returncode != 0:
+            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            return {"error": f"the planner failed ({why}); is megatron-hexi[plan] installed on every node?"}
+        found = json.loads(done.stdout)
+        if "error" in found:
+            return found
+        job.set(key, json.dumps(found))
+    started = {(node, local): rank for rank, (node, local) in enumerate(present)}
+    ranks = [started[node, local] for node, local in found["places"]]
+    return {"plan": found["plan"], "left_out": found["left_out"], "ranks": ranks}
+
+
+def plan_ahead(asked: dict[str, Any], present: Places) -> None:
+    """Plan for the loss of each node, beside the training; returns at once.
+
+    Args:
+        asked: as for `plan_for`.
+        present: as for `plan_for`.
+    """
+    threading.Thread(target=_plan_ahead, args=(asked, present), name="hexi-ahead", daemon=True).start()
+
+
+def _plan_ahead(asked: dict[str, Any], present: Places) -> None:
+    # What fails here, the next round's planner says.
+    with suppress(OSError, RuntimeError, ValueError):
+        job, now = whole_store(_STORE), round_store(_STORE)
+        while not now.check([TRAINING]):
+            time.sleep(0.5)
+        nodes = list(dict.fromkeys(node for node, _ in present))
+        left = [[place for place in present if place[0] != lost] for lost in nodes] if len(nodes) > 1 else []
+        left = [places for places in left if not job.check([_key(asked, places)])]
+        if not left:
+            return
+        with subprocess.Popen(
+            ["nice", "-n", str(_LEAST_NICE), *_COMMAND],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        ) as planner:
+            assert planner.stdin is not None
+            assert planner.stdout is not None
+            planner.stdin.write(json.dumps(asked | {"present": left}))
+            planner.stdin.close()
+            for places, line in zip(left, planner.stdout, strict=False):
+                if "error" not in json.loads(line):
+                    job.set(_key(asked, places), line)
+
+
+def _key(asked: dict[str, Any], present: Places) -> str:
+    """Where in the store the plan for these nodes is."""
+    text = json.dumps([asked, read_text(asked["cluster"]), sorted(map(list, present))], sort_keys=True)
+    return f"plans/{hashlib.sha256(text.encode()).hexdigest()}"

@@ -1,0 +1,164 @@
+"""A scenario's events on a cluster: those that its file states, and those that are drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.errors import HexiError
+from megatron_hexi.lab.scenario.model import Scenario
+from megatron_hexi.yaml_file import Place, YamlFile
+from megatron_hexi.yaml_schema import short
+
+What = Literal["throttled", "congested", "lost"]
+#: More are a mean time in the wrong unit.
+_MOST = 20_000
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that holds from one time to another.
+
+    Args:
+        what: it is.
+        name: of what it happens to.
+        begin_s: since the start.
+        end_s: likewise.
+        factor: on speed or bandwidth; 0 for what is lost.
+        ranks: whose speed it changes.
+        links: whose bandwidth it changes, as `Cluster.at_bandwidths` names them.
+        nodes: that are lost.
+    """
+
+    what: What
+    name: str
+    begin_s: float
+    end_s: float
+    factor: float
+    ranks: tuple[int, ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
+    nodes: tuple[int, ...] = ()
+
+
+def find_events(scenario: Scenario, cluster: Cluster, source: YamlFile) -> tuple[Event, ...]:
+    """All events of a scenario, in the order in which they begin.
+
+    Args:
+        scenario: what the file says.
+        cluster: that it happens to.
+        source: the file, for errors.
+
+    Raises:
+        HexiError: a name that the cluster does not have, a time after the end, or too many events.
+    """
+    events = [*_stated(scenario, cluster, source)]
+    for event in _drawn(scenario, cluster):
+        events.append(event)
+        if len(events) > _MOST:
+            raise HexiError(
+                f"{source.where(('random',))}: draws more than {_MOST:,} events; write a "
+                "longer mean_time_between, or a shorter lasts"
+            )
+    return tuple(sorted(events, key=lambda event: (event.begin_s, event.end_s, event.what, event.name)))
+
+
+def _stated(scenario: Scenario, cluster: Cluster, source: YamlFile) -> Iterator[Event]:
+    known = _link_names(cluster)
+    for i, slow in enumerate(scenario.throttled):
+        times = _times(slow.at, slow.until, scenario, ("throttled", i), source)
+        ranks = _find_ranks(cluster, slow.gpus)
+        if not ranks:
+            _refuse(source, ("throttled", i, "gpus"), slow.gpus, "GPU, node or kind", cluster.rank_name(0))
+        yield Event("throttled", slow.gpus, *times, slow.speed, ranks=ranks)
+    for i, narrow in enumerate(scenario.congested):
+        times = _times(narrow.at, narrow.until, scenario, ("congested", i), source)
+        links = known.get(narrow.link, ())
+        if not links:
+            _refuse(source, ("congested", i, "link"), narrow.link, "link", " or ".join(list(known)[:2]))
+        yield Event("congested", narrow.link, *times, narrow.bandwidth, links=links)
+    for i, lost in enumerate(scenario.lost):
+        times = _times(lost.at, lost.until, scenario, ("lost", i), source)
+        nodes = cluster.file.find_nodes(lost.nodes)
+        if nodes is None:
+            _refuse(source, ("lost", i, "nodes"), lost.nodes, "node", cluster.nodes[0].name)
+        yield Event("lost", lost.nodes, *times, 0.0, nodes=tuple(nodes))
+
+
+def _drawn(scenario: Scenario, cluster: Cluster) -> Iterator[Event]:
+    """Each GPU, link and node draws from a stream of its own: other events change nothing of it."""
+    drawn, lasts_s = scenario.random, scenario.lasts
+    seed, nodes = drawn.seed, [node.name for node in cluster.nodes]
+    if (slow := drawn.throttles) is not None:
+        for rank in range(len(cluster.ranks)):
+            name = cluster.rank_name(rank)
+            for begin, end in _draw(f"{seed} {name}", slow.mean_time_between, slow.lasts, lasts_s):
+                yield Event("throttled", name, begin, end, slow.speed, ranks=(rank,))
+    if (narrow := drawn.congestion) is not None and len(nodes) > 1:
+        for number, name in enumerate(nodes):
+            for begin, end in _draw(f"{seed} link {name}", narrow.mean_time_between, narrow.lasts, lasts_s):
+                yield Event("congested", name, begin, end, narrow.bandwidth, links=((1, number),))
+    if (failures := drawn.failures) is not None:
+        for number, name in enumerate(nodes):
+            for begin, end in _draw(
+                f"{seed} node {name}", failures.mean_time_between, failures.repair, lasts_s
+            ):
+                yield Event("lost", name, begin, end, 0.0, nodes=(number,))
+
+
+def _draw(stream: str, between: float, each: float, lasts: float) -> Iterator[tuple[float, float]]:
+    draw = random.Random(stream)  # a text seeds by its SHA-512, the same on any machine
+    begin = draw.expovariate(1 / between)
+    while begin < lasts:
+        yield begin, min(begin + each, lasts)
+        begin += each + draw.expovariate(1 / between)
+
+
+def _times(
+    at: float, until: float | None, scenario: Scenario, place: Place, source: YamlFile
+) -> tuple[float, float]:
+    end = scenario.lasts if until is None else until
+    if at >= scenario.lasts:
+        raise HexiError(
+            f"{source.where((*place, 'at'))} = {at:g} s is not before the end, lasts = {scenario.lasts:g} s; "
+            "write an earlier time, or a longer lasts"
+        )
+    if end <= at:
+        raise HexiError(
+            f"{source.where((*place, 'until'))} = {end:g} s is not after at = {at:g} s; write a later time "
+            "(since the start, too)"
+        )
+    return at, min(end, scenario.lasts)
+
+
+def _refuse(source: YamlFile, place: Place, text: str, what: str, example: str) -> NoReturn:
+    raise HexiError(
+        f"{source.where(place)} = {short(text)} is no {what} of the cluster file; write for example {example}"
+    )
+
+
+def _find_ranks(cluster: Cluster, text: str) -> tuple[int, ...]:
+    nodes = cluster.file.find_nodes(text)
+    if nodes is not None:
+        return tuple(rank for node in nodes for rank in cluster.nodes[node].ranks)
+    return tuple(
+        rank.rank for rank in cluster.ranks if text in (cluster.rank_name(rank.rank), rank.device.name)
+    )
+
+
+def _link_names(cluster: Cluster) -> dict[str, tuple[tuple[int, int], ...]]:
+    """What `Cluster.at_bandwidths` is told for each name of links."""
+    known: dict[str, tuple[tuple[int, int], ...]] = {}
+    names: dict[str, Sequence[int]] = {node.name: (number,) for number, node in enumerate(cluster.nodes)}
+    names |= cluster.file.node_numbers
+    for name, numbers in names.items():
+        if len(cluster.nodes) > 1:
+            known[name] = tuple((1, number) for number in numbers)
+        known[f"{name} inside"] = tuple((0, number) for number in numbers)
+    for level, tier in enumerate(cluster.tiers[1:], start=2):
+        groups = {str(group): (group,) for group in sorted(set(tier.group_of))}
+        owners: Mapping[str, Sequence[int]] = groups if tier.per == "group" else names
+        known |= {f"{tier.name} {name}": tuple((level, n) for n in held) for name, held in owners.items()}
+    return known

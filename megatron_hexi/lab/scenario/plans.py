@@ -1,0 +1,163 @@
+"""The plans of a scenario: what each takes under given conditions, and which is best under them.
+
+Every plan names GPUs of the whole cluster, so that the cost model can be asked about any of them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import CostModel, Job
+from megatron_hexi.cost.arrays import Floats
+from megatron_hexi.errors import NothingFitsError
+from megatron_hexi.lab.scenario.conditions import Conditions
+from megatron_hexi.plan import Plan
+from megatron_hexi.planner import Request, find_plan
+from megatron_hexi.replan.planning.recut import recut
+
+AS_THE_FILE_SAYS = Conditions()
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedPlan:
+    """A plan and where it runs.
+
+    Args:
+        plan: the plan.
+        job: of the plan.
+        units: the cluster's GPUs of each tensor-parallel unit.
+        nodes: of the cluster, that it uses.
+    """
+
+    plan: Plan
+    job: Job
+    units: tuple[tuple[int, ...], ...]
+    nodes: frozenset[int]
+
+    @cached_property
+    def can_be_cut(self) -> bool:
+        """Whether it can be cut anew while it runs: `recut` moves tokens and heads between units."""
+        return self.plan.is_repeated and any(len(r.domain.members) > 1 for r in self.plan.replicas)
+
+
+@dataclass(frozen=True, eq=False)
+class Pace:
+    """An iteration under some conditions: its seconds, and those that each rank works, [R]."""
+
+    seconds: float
+    busy_s: Floats
+
+
+class Plans:
+    """Plans of one job on one cluster, each worked out once.
+
+    Args:
+        plan: that the job begins with.
+        job: of this plan.
+        request: what other plans are asked for.
+        cluster: as its file says.
+    """
+
+    def __init__(self, plan: Plan, job: Job, request: Request, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._request = request
+        self._known: list[PlacedPlan] = []
+        self._clusters: dict[Conditions, Cluster] = {}
+        self._paces: dict[tuple[PlacedPlan, Conditions], Pace] = {}
+        self._found: dict[Conditions, PlacedPlan | None] = {}
+        self._best: dict[Conditions, float | None] = {}
+        self.given = self.add(plan, job)
+        self.tokens = job.global_batch_size * job.seq_length  # of an iteration, whatever the plan
+
+    def add(self, plan: Plan, job: Job) -> PlacedPlan:
+        """Know a plan of the whole cluster."""
+        gpus = range(len(self.cluster.ranks)) if plan.gpus is None else plan.gpus
+        firsts = range(0, job.pipeline_parallel * plan.ranks, plan.ranks)
+        units = tuple(
+            tuple(gpus[first + rank] for rank in member.ranks) for first in firsts for member in plan.members
+        )
+        nodes = frozenset(self.cluster.ranks[gpu].node for unit in units for gpu in unit)
+        placed = PlacedPlan(plan, job, units, nodes)
+        self._known.append(placed)
+        return placed
+
+    def pace(self, placed: PlacedPlan, conditions: Conditions) -> Pace:
+        """What an iteration takes; which nodes are lost does not matter."""
+        key = placed, conditions = placed, _at_units(conditions, placed)
+        if key not in self._paces:
+            cost = CostModel(placed.job, self._at(conditions)).estimate(placed.plan)
+            busy = np.array([rank.compute_s for rank in cost.ranks])
+            self._paces[key] = Pace(cost.iteration_s, busy)
+        return self._paces[key]
+
+    def after_loss(self, lost: frozenset[int]) -> PlacedPlan | None:
+        """The plan for the nodes that are left, at the rates of the file; ``None``: none fits in memory."""
+        return self._find(Conditions(lost=lost)) if lost else self.given
+
+    def best_seconds(self, conditions: Conditions) -> float | None:
+        """What an iteration of the best plan takes; ``None``: no plan fits on the nodes that are left.
+
+        The best of all plans that are known by then, and of those that the planner finds for these
+        conditions: with each node at the file's speeds, and at its slowest GPU's, both cut anew. Nodes are
+        alike inside for the planner; cutting anew knows every GPU.
+        """
+        if conditions not in self._best:
+            level = self._at_nodes(conditions)
+            found = [self._find(one) for one in dict.fromkeys((replace(level, speeds=()), level))]
+            for placed in dict.fromkeys((*found, self.given)) if conditions.speeds else ():
+                if placed is not None and placed.can_be_cut and not placed.nodes & conditions.lost:
+                    rates = self._at(_at_units(conditions, placed))
+                    self.add(recut(placed.plan, placed.job, rates), placed.job)
+            usable = [placed for placed in self._known if not placed.nodes & conditions.lost]
+            seconds = [self.pace(placed, conditions).seconds for placed in usable]
+            self._best[conditions] = min(seconds, default=None)
+        return self._best[conditions]
+
+    def _at(self, conditions: Conditions) -> Cluster:
+        if conditions not in self._clusters:
+            self._clusters[conditions] = conditions.apply(self.cluster)
+        return self._clusters[conditions]
+
+    def _at_nodes(self, conditions: Conditions) -> Conditions:
+        """Every GPU as slow as the slowest of its node."""
+        speeds = dict(conditions.speeds)
+        leveled = tuple(
+            (rank, slowest)
+            for number, node in enumerate(self.cluster.nodes)
+            if number not in conditions.lost
+            and (slowest := min(speeds.get(rank, 1.0) for rank in node.ranks)) != 1
+            for rank in node.ranks
+        )
+        return replace(conditions, speeds=leveled)
+
+    def _find(self, conditions: Conditions) -> PlacedPlan | None:
+        """The planner's plan for the nodes that are left; those that are there are alike inside."""
+        if conditions not in self._found:
+            self._found[conditions] = self._ask_planner(conditions)
+        return self._found[conditions]
+
+    def _ask_planner(self, conditions: Conditions) -> PlacedPlan | None:
+        left = [n for n in range(len(self.cluster.nodes)) if n not in conditions.lost]
+        if not left:
+            return None
+        cluster = self._at(replace(conditions, lost=frozenset()))
+        try:
+            planned = find_plan(self._request, cluster.without(conditions.lost))
+        except NothingFitsError:
+            return None
+        there = [rank for node in left for rank in self.cluster.nodes[node].ranks]
+        used: Sequence[int] = range(len(there)) if planned.plan.gpus is None else planned.plan.gpus
+        return self.add(replace(planned.plan, gpus=tuple(there[gpu] for gpu in used)), planned.job)
+
+
+def _at_units(conditions: Conditions, placed: PlacedPlan) -> Conditions:
+    """Every GPU that a plan uses as slow as the slowest of its unit, for which it waits."""
+    speeds = dict(conditions.speeds)
+    slow = [(unit, min(speeds.get(gpu, 1.0) for gpu in unit)) for unit in placed.units]
+    own = sorted((gpu, speed) for unit, speed in slow if speed != 1 for gpu in unit)
+    return Conditions(tuple(own), conditions.links)

@@ -1,0 +1,143 @@
+"""Where a simulated iteration differs from the cost model's, and why; every reason was seen in the replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_hexi.cost import IterationCost
+from megatron_hexi.lab.simulator.simulation import Findings, Simulation
+
+#: Of the iteration: what is smaller needs no reason.
+_SAME = 0.002
+#: Of a layer: groups or members that are closer together pass for simultaneous.
+_CLOSE = 0.005
+#: Of the time: transfers that meet for less do not explain anything.
+_MEETING = 0.001
+#: Links that are named; a set of transfers often crosses many that are alike.
+_NAMED = 2
+
+#: Where nothing above was seen, for less and for more.
+_SMALL = (
+    "units do not wait for each other where the model takes them to",
+    "a link shared fairly is not always full, and who is served late makes others wait",
+)
+
+_MOVES = ("all-to-all in", "all-to-all out")
+_EXCHANGE = ("keys", "gradients")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One phase in both.
+
+    Args:
+        phase: as in `Phases`, or ``iteration``.
+        model_s: seconds by the cost model.
+        simulated_s: seconds by the simulator.
+        why: in words; empty where they agree.
+    """
+
+    phase: str
+    model_s: float
+    simulated_s: float
+    why: str
+
+    @property
+    def difference_s(self) -> float:
+        """What the simulator has more."""
+        return self.simulated_s - self.model_s
+
+
+def compare_with_model(simulation: Simulation, cost: IterationCost) -> tuple[Difference, ...]:
+    """Phase by phase, and the whole at last.
+
+    Args:
+        simulation: of a plan.
+        cost: of the same plan, job, cluster and GPUs.
+    """
+    model, found = cost.phases.by_name, simulation.phases.by_name
+    least = _SAME * cost.iteration_s
+    moves = found["all_to_all"] - model["all_to_all"]
+    exchange = found["exchange"] - model["exchange"]
+    traded = moves * exchange < 0 and min(abs(moves), abs(exchange)) > least
+    rows = []
+    for phase, seconds in model.items():
+        more = found[phase] - seconds
+        if not seconds and not found[phase]:
+            continue
+        reasons: list[str] = []
+        if abs(more) > least:
+            reasons = list(_reasons(phase, more, simulation.findings)) or [_SMALL[more > 0]]
+            if traded and phase in ("all_to_all", "exchange"):
+                reasons.append("who is early in one of all-to-all and exchange waits longer in the other")
+        rows.append(Difference(phase, seconds, found[phase], "; ".join(reasons)))
+    return (*rows, _whole(rows, simulation, cost))
+
+
+def _whole(rows: list[Difference], simulation: Simulation, cost: IterationCost) -> Difference:
+    more = simulation.iteration_s - cost.iteration_s
+    why = ""
+    if abs(more) > _SAME * cost.iteration_s:
+        # The phases that go the same way, the largest first.
+        same = [row for row in rows if row.why and row.difference_s * more > 0]
+        names = [row.phase for row in sorted(same, key=lambda row: -abs(row.difference_s))]
+        why = f"mostly {' and '.join(name.replace('_', ' ') for name in names[:2])}"
+    return Difference("iteration", cost.iteration_s, simulation.iteration_s, why)
+
+
+def _reasons(phase: str, more: float, findings: Findings) -> Iterator[str]:
+    if phase == "all_to_all":
+        yield from _transfers(_MOVES, more, findings)
+        if more < 0 and findings.unready > _CLOSE:
+            yield (
+                f"members of a group are ready up to {findings.unready:.1%} of a layer apart, and those that "
+                "are begin without the last"
+            )
+    elif phase == "exchange":
+        yield from _transfers(_EXCHANGE, more, findings)
+        if more < 0 and findings.lead > _CLOSE:
+            yield (
+                "lags are made up in the next layer: groups do not wait for each other at a layer's end, and "
+                f"end it up to {findings.lead:.1%} of a layer apart"
+            )
+    elif phase == "bubble":
+        yield ("the model waits for all stages while a pipeline fills and drains, some hide behind others")
+    elif phase == "pipeline":
+        yield "sends hide in what a stage waits anyhow"
+    elif phase == "gradients":
+        layers, wires = ("shorter", "busier") if more > 0 else ("longer", "freer")
+        yield f"the layers that hide them are {layers}, or their wires {wires}, than in the model"
+    else:
+        yield (
+            "the model adds up the slowest group of each pass, the simulator follows the one with most to do "
+            "through all of them"
+        )
+
+
+def _transfers(kinds: tuple[str, ...], more: float, findings: Findings) -> Iterator[str]:
+    """Who met that the model keeps apart, or did not meet that it counts together."""
+    if more > 0:
+        met = [
+            meeting
+            for meeting in findings.meetings
+            if set(kinds) & set(meeting.kinds) and meeting.share > _MEETING
+        ]
+        for meeting in met[:_NAMED]:
+            yield (
+                f"{_spell(meeting.kinds)} share {meeting.link} for {meeting.share:.1%} of the time, and the "
+                "model takes them never to meet"
+            )
+    else:
+        apart = [one for one in findings.scatterings if one.kind in kinds]
+        for one in sorted(apart, key=lambda one: -one.spared_s)[:_NAMED]:
+            yield (
+                f"the model counts {one.counted} transfers of {one.kind} on {one.link} as all together, and "
+                f"at most {one.met} share it at a time"
+            )
+
+
+def _spell(kinds: tuple[str, ...]) -> str:
+    if len(kinds) == 1:
+        return f"{kinds[0]} of different steps or layers"
+    return " and ".join((", ".join(kinds[:-1]), kinds[-1]))

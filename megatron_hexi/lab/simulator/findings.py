@@ -1,0 +1,84 @@
+"""What a replay shows that the cost model does not know: who met on which link, who was early, who waited."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Ints
+from megatron_hexi.lab.simulator.program import POINTS
+from megatron_hexi.lab.simulator.replay import Replay, last_laps
+from megatron_hexi.lab.simulator.simulation import Findings, Meeting, Scattering
+
+#: Meetings that are kept, those with most time.
+_MOST_MEETINGS = 10
+
+
+def find(replays: Sequence[Replay]) -> Findings:
+    """Look through the replays of all stages."""
+    return Findings(
+        meetings=_meetings(replays),
+        scatterings=_scatterings(replays),
+        lead=max(_spread(replay, "finish", inside=False) for replay in replays),
+        unready=max(_spread(replay, "ready", inside=True) for replay in replays),
+        unsteady=max(_unsteady(replay) for replay in replays),
+    )
+
+
+def _meetings(replays: Sequence[Replay]) -> tuple[Meeting, ...]:
+    found = [
+        Meeting(replay.table.names[link], kinds, seconds / replay.log.end)
+        for replay in replays
+        for (link, kinds), seconds in replay.log.meetings.foreign_s.items()
+        if seconds > 0
+    ]
+    return tuple(sorted(found, key=lambda meeting: -meeting.share)[:_MOST_MEETINGS])
+
+
+def _scatterings(replays: Sequence[Replay]) -> tuple[Scattering, ...]:
+    best: dict[str, Scattering] = {}
+    for replay in replays:
+        program, table = replay.program, replay.table
+        count = len(table.capacity)
+        keys = (program.sets[:, None] * count + table.links[replay.route]).ravel()
+        loads = (table.weights[replay.route] * program.size[:, None]).ravel()
+        places, back, counted = np.unique(keys, return_inverse=True, return_counts=True)
+        seconds = np.bincount(back, loads) / table.capacity[places % count]
+        for key, several, taken in zip(places.tolist(), counted.tolist(), seconds.tolist(), strict=True):
+            number, link = divmod(key, count)
+            met = replay.log.meetings.together.get((number, link), 1)
+            spared = taken * (1 - met / several)
+            kind = program.set_kinds[number]
+            if link < count - 1 and spared > (best[kind].spared_s if kind in best else 0.0):
+                best[kind] = Scattering(kind, table.names[link], several, met, spared)
+    return tuple(best.values())
+
+
+def _spread(replay: Replay, point: str, inside: bool) -> float:
+    """Between the first and the last group of a replica (or member of a group), of a layer's time."""
+    plan, durations = replay.plan, replay.durations()
+    parts: dict[int, list[Ints]] = defaultdict(list)
+    for group in np.flatnonzero(plan.group_tokens).tolist():
+        members = np.flatnonzero(plan.group == group)
+        parts[group if inside else int(plan.replica[group])].append(members)
+    largest = 0.0
+    for number in last_laps(replay.laps, "forward") + last_laps(replay.laps, "backward"):
+        marks = replay.log.marks[number, POINTS.index(point)]
+        for part, groups in parts.items():
+            times = marks[groups[0]] if inside else np.array([marks[units].max() for units in groups])
+            seconds = durations[number, plan.replica[part] if inside else part]
+            largest = max(largest, float(np.ptp(times) / seconds) if seconds > 0 else 0.0)
+    return largest
+
+
+def _unsteady(replay: Replay) -> float:
+    durations = replay.durations()
+    largest = 0.0
+    for way in ("forward", "again", "backward"):
+        last = last_laps(replay.laps, way)
+        if len(last) > 1:
+            before, after = durations[last]
+            largest = max(largest, float((np.abs(after - before) / np.maximum(before, 1e-30)).max()))
+    return largest

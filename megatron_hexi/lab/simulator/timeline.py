@@ -1,0 +1,166 @@
+"""A simulated iteration as tables for a terminal and as plain values for --json."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megatron_hexi.cost import IterationCost
+from megatron_hexi.lab.simulator import Difference, LinkUse, RankTimeline, Simulation
+from megatron_hexi.report.estimate import spell_seconds, spell_throughput
+from megatron_hexi.report.tables import spell_bytes
+
+_KINDS = ("token", "attention", "logits", "optimizer")
+_RANKS_CAPTION = (
+    "seconds of an iteration; communication: waiting while its own messages are under way; idle: for others"
+)
+_LINKS_CAPTION = (
+    "all-to-alls and exchange of an iteration; busy: at full rate; at once: the most that shared it"
+)
+_PHASES_CAPTION = (
+    "seconds of an iteration, along the slowest way; difference: as a part of the model's iteration"
+)
+#: Links shown; hundreds of others are alike.
+_LINKS = 8
+
+
+def timeline_report(
+    simulation: Simulation, cost: IterationCost, differences: Sequence[Difference]
+) -> RenderableType:
+    """The simulation for a reader: the whole, each rank's part, the busiest links, the model beside it.
+
+    Args:
+        simulation: of a plan.
+        cost: the cost model's prediction of the same.
+        differences: between the two.
+    """
+    return Group(
+        Text(_headline(simulation, cost)),
+        Text(_replayed_line(simulation)),
+        ranks_table(simulation.ranks),
+        *([links_table(simulation.links)] if simulation.links else []),
+        differences_table(differences),
+    )
+
+
+def ranks_table(ranks: Sequence[RankTimeline]) -> Table:
+    """Where each rank's time goes; ranks that are alike share a line."""
+    table = _table(
+        ("ranks", "GPU", "names", *_KINDS, "communication", "idle", "idle share"), 3, _RANKS_CAPTION
+    )
+    for alike in alike_ranks(ranks):
+        first, last = alike[0], alike[-1]
+        numbers, names = str(first.rank), first.name
+        if first is not last:
+            numbers, names = f"{numbers}-{last.rank}", f"{names}-{last.name.rpartition('/')[2]}"
+        table.add_row(numbers, Text(first.device), Text(names), *_cells(first))
+    return table
+
+
+def links_table(links: Sequence[LinkUse]) -> Table:
+    """The busiest links."""
+    table = _table(("link", "bytes", "busy", "at once"), 1, _LINKS_CAPTION)
+    for link in links[:_LINKS]:
+        table.add_row(
+            Text(link.name), spell_bytes(round(link.bytes)), f"{link.busy_share:.1%}", str(link.most_at_once)
+        )
+    return table
+
+
+def differences_table(differences: Sequence[Difference]) -> Table:
+    """The cost model beside the simulator, and why they differ; the whole iteration comes last."""
+    table = _table(("phase", "model", "simulated", "difference", "why"), 1, _PHASES_CAPTION)
+    table.columns[-1].justify, table.columns[-1].overflow = "left", "fold"
+    for row in differences:
+        table.add_row(
+            row.phase.replace("_", " "),
+            _spell(row.model_s),
+            _spell(row.simulated_s),
+            f"{row.difference_s / differences[-1].model_s:+.1%}",
+            Text(row.why),
+            end_section=row is differences[-2],
+        )
+    return table
+
+
+def timeline_dict(
+    simulation: Simulation, cost: IterationCost, differences: Sequence[Difference]
+) -> dict[str, Any]:
+    """Everything that was simulated but the single events, as plain values: seconds, bytes, tokens/s.
+
+    Args:
+        simulation: of a plan.
+        cost: the cost model's prediction of the same.
+        differences: between the two.
+    """
+    return {
+        "iteration_s": simulation.iteration_s,
+        "tokens_per_s": simulation.tokens_per_s,
+        **cost.throughput.at(simulation.tokens_per_s).facts,
+        "idle_share": simulation.idle_share,
+        "exposed_communication_s": simulation.exposed_communication_s,
+        "phases_s": simulation.phases.by_name,
+        "model_iteration_s": cost.iteration_s,
+        "replayed_layers": simulation.layers,
+        "stage_layers": simulation.stage_layers,
+        "ranks": [dataclasses.asdict(rank) for rank in simulation.ranks],
+        "links": [dataclasses.asdict(link) for link in simulation.links],
+        "findings": dataclasses.asdict(simulation.findings),
+        "differences": [dataclasses.asdict(row) | {"difference_s": row.difference_s} for row in differences],
+    }
+
+
+def alike_ranks(ranks: Sequence[RankTimeline]) -> list[list[RankTimeline]]:
+    """Neighbours on one node whose times look the same."""
+
+    def look(rank: RankTimeline) -> tuple[object, ...]:
+        return rank.name.rpartition("/")[0], rank.stage, *_cells(rank)
+
+    return [list(group) for _, group in itertools.groupby(ranks, key=look)]
+
+
+def _cells(rank: RankTimeline) -> list[str]:
+    times = [*(rank.busy[kind] for kind in _KINDS), rank.communication_s, rank.idle_s]
+    return [*map(spell_seconds, times), f"{rank.idle_share:.1%}"]
+
+
+def _spell(seconds: float) -> str:
+    """Seconds that rounding, or what an exchange gives back, may have made less than nothing."""
+    if abs(seconds) < 1e-9:
+        return "0"
+    return spell_seconds(seconds) if seconds > 0 else f"-{spell_seconds(-seconds)}"
+
+
+def _headline(simulation: Simulation, cost: IterationCost) -> str:
+    apart = simulation.iteration_s / cost.iteration_s - 1
+    return (
+        f"simulated: {spell_seconds(simulation.iteration_s)} s an iteration ({apart:+.1%} against the cost "
+        f"model), {simulation.tokens_per_s:,.0f} tokens/s "
+        f"({spell_throughput(cost.throughput.at(simulation.tokens_per_s))}), "
+        f"{spell_seconds(simulation.exposed_communication_s)} s of exposed communication, "
+        f"ranks idle {simulation.idle_share:.1%} of the time"
+    )
+
+
+def _replayed_line(simulation: Simulation) -> str:
+    layers, all_of_them = simulation.layers, simulation.stage_layers
+    if layers == all_of_them:
+        return f"replayed: one micro-batch through all {layers} layers of each stage, and back"
+    return (
+        f"replayed: one micro-batch through {layers} of the {all_of_them} layers of each stage, and back; "
+        "the others go on like the last two"
+    )
+
+
+def _table(names: Sequence[str], words: int, caption: str) -> Table:
+    """A table whose first columns hold words and whose others hold numbers."""
+    table = Table(caption=caption, caption_justify="left")
+    for number, name in enumerate(names):
+        table.add_column(name, justify="left" if number < words else "right")
+    return table

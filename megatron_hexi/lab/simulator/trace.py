@@ -1,0 +1,85 @@
+"""A replay in Trace Event Format, which https://ui.perfetto.dev and chrome://tracing show.
+
+Format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_hexi.lab.simulator.simulation import Simulation
+
+#: The exchange and the rest of what travels may be under way at once.
+_THREADS = ("compute", "network", "exchange")
+_MICRO = 1e6
+
+
+def chrome_trace(simulation: Simulation) -> dict[str, Any]:
+    """The replayed events: a process a rank, a thread a lane, the exchange apart; times in µs.
+
+    After them a process for each replica with several stages: a thread a stage, with its micro-batches.
+    """
+    events: list[dict[str, Any]] = []
+    shown = sorted({span.rank for span in simulation.spans})
+    for rank in shown:
+        timeline = simulation.ranks[rank]
+        named = f"rank {rank}: {timeline.name} ({timeline.device})"
+        events.append(_metadata("process_name", rank, 0, {"name": named}))
+        events.append(_metadata("process_sort_index", rank, 0, {"sort_index": rank}))
+        events += [_metadata("thread_name", rank, n, {"name": lane}) for n, lane in enumerate(_THREADS)]
+    for span in simulation.spans:
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.kind,
+                "pid": span.rank,
+                "tid": _THREADS.index("exchange" if span.kind == "exchange" else span.lane),
+                "ts": span.start_s * _MICRO,
+                "dur": (span.end_s - span.start_s) * _MICRO,
+                "args": {"layer": span.layer, "way": span.way},
+            }
+        )
+    events += _pipeline_events(simulation)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "iteration_s": simulation.iteration_s,
+            "replayed_layers": simulation.layers,
+            "stage_layers": simulation.stage_layers,
+        },
+    }
+
+
+def _pipeline_events(simulation: Simulation) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = []
+    for replica in sorted({span.replica for span in simulation.pipeline if span.stage or span.lane}):
+        process = len(simulation.ranks) + replica
+        spans = [span for span in simulation.pipeline if span.replica == replica]
+        events.append(_metadata("process_name", process, 0, {"name": f"replica {replica}: micro-batches"}))
+        events.append(_metadata("process_sort_index", process, 0, {"sort_index": process}))
+        lanes = sorted({(span.stage, span.lane) for span in spans})
+        several = {stage for stage, lane in lanes if lane}
+        for thread, (stage, lane) in enumerate(lanes):
+            first = min(span.micro_batch for span in spans if (span.stage, span.lane) == (stage, lane))
+            name = f"stage {stage}" + (f", micro-batches {first}, …" if stage in several else "")
+            events.append(_metadata("thread_name", process, thread, {"name": name}))
+        events += [
+            {
+                "ph": "X",
+                "name": f"{span.way} {span.micro_batch}",
+                "cat": "pipeline",
+                "pid": process,
+                "tid": lanes.index((span.stage, span.lane)),
+                "ts": span.start_s * _MICRO,
+                "dur": (span.end_s - span.start_s) * _MICRO,
+                "args": {"way": span.way, "micro_batch": span.micro_batch},
+            }
+            for span in spans
+        ]
+    return events
+
+
+def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}

@@ -1,0 +1,148 @@
+"""The command's side: what is wanted is checked, the lab is started, waited for, and ended with us."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+
+from megatron_hexi.cluster import Cluster, cluster_from_yaml
+from megatron_hexi.errors import HexiError
+from megatron_hexi.lab.testbed.emulable import check_emulable
+from megatron_hexi.lab.testbed.isolation import check_tools, command_prefix, find_isolation
+from megatron_hexi.lab.testbed.lab import SPEEDS, Lab, Speeds, write_lab
+from megatron_hexi.lab.testbed.quotas import rank_quotas
+from megatron_hexi.lab.testbed.throttle import parse_throttle
+from megatron_hexi.text_file import read_text, write_text_atomically
+from megatron_hexi.yaml_file import yaml_from_text
+
+
+def run_testbed(
+    path: Path,
+    *,
+    folder: Path | None,
+    speeds: str,
+    links: str,
+    gpus: str | None,
+    program: Sequence[str],
+    quiet: bool,
+    throttles: Sequence[str] = (),
+) -> tuple[int, dict[str, Any] | None]:
+    """Emulate a cluster, run a job on it, and measure what was emulated.
+
+    Args:
+        path: the cluster file.
+        folder: the run folder, new or empty; ``None``: one with a name of the time.
+        speeds: ``paced``, ``quota`` or ``none``.
+        links: ``on`` or ``off``.
+        gpus: of the file, that the job's ranks are, as ``0,1``; ``None``: all.
+        program: what torchrun is to start; nothing: only measure.
+        throttles: GPUs that are slower for a while, as `parse_throttle` reads them; paced jobs only.
+        quiet: what the job prints goes to standard error: standard output is for a document.
+
+    Returns:
+        The exit code, and what was measured if it came to that.
+
+    Raises:
+        HexiError: something that cannot be emulated, or that this machine or this user lacks.
+    """
+    _check_words(speeds, links, program)
+    text = read_text(path)  # once: it may be a pipe
+    source = yaml_from_text(path, text)
+    cluster = cluster_from_yaml(source)
+    method = cast(Speeds, speeds)
+    check_emulable(cluster, source, method, links=links == "on")
+    chosen = _choose(cluster, gpus)
+    slowed = tuple(parse_throttle(text, len(cluster.ranks)) for text in throttles)
+    if slowed and method != "paced":
+        raise HexiError(f"--throttle {throttles[0][:40]}: speeds change only with --speeds paced; take that")
+    check_tools()
+    isolation = find_isolation()
+    emulated = links == "on" and isolation != "none"
+    if links == "on" and not emulated:
+        print(
+            "NOTE: neither root nor user namespaces here: the links of the file are NOT emulated",
+            file=sys.stderr,
+        )
+    with ExitStack() as stack:
+        quotas = stack.enter_context(rank_quotas(cluster)) if method == "quota" else ()
+        lab = Lab(_claim(folder), method, emulated, isolation, chosen, quotas, tuple(program), slowed)
+        write_text_atomically(lab.cluster, text)
+        write_lab(lab)
+        print(f"everything is written to {lab.folder}", file=sys.stderr)
+        process = stack.enter_context(_supervised(lab, quiet))
+        code = process.wait()
+    return code, json.loads(lab.result.read_text()) if lab.result.exists() else None
+
+
+def _check_words(speeds: str, links: str, program: Sequence[str]) -> None:
+    if speeds not in SPEEDS:
+        raise HexiError(f"--speeds {speeds}: is not known; take {', '.join(SPEEDS)}")
+    if links not in ("on", "off"):
+        raise HexiError(f"--links {links}: is not known; take on or off")
+    if program and program[0] == "-m" and len(program) == 1:
+        raise HexiError("-m: names no module; write -m megatron_hexi.pretrain_gpt, and its arguments")
+    if program and program[0] != "-m" and not os.path.isfile(program[0]):
+        raise HexiError(f"{program[0]}: no such script; write a script's path, or -m and a module's name")
+
+
+def _choose(cluster: Cluster, gpus: str | None) -> tuple[int, ...]:
+    count = len(cluster.ranks)
+    if gpus is None:
+        return tuple(range(count))
+    words = gpus.split(",")
+    chosen = tuple(int(word) for word in words if word.isascii() and word.isdecimal() and len(word) < 6)
+    known = len(chosen) == len(words) == len(set(chosen)) and max(chosen) < count
+    if known:
+        # A torchrun a node starts ranks that follow each other.
+        nodes = [cluster.ranks[gpu].node for gpu in chosen]
+        known = len(list(itertools.groupby(nodes))) == len(set(nodes))
+    if not known:
+        remedy = f"give GPUs of the file, 0 to {count - 1}, each once, those of a node together: 2,0,1"
+        raise HexiError(f"--gpus {gpus[:40]}: {remedy}")
+    return chosen
+
+
+def _claim(folder: Path | None) -> Path:
+    path = Path(os.path.realpath(folder or Path("runs") / time.strftime("testbed-%Y%m%d-%H%M%S")))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise HexiError(f"{path}: holds files already; give a new or an empty folder")
+    except OSError as problem:
+        raise HexiError(f"{path}: cannot be used ({problem.strerror}); give another folder") from None
+    return path
+
+
+@contextlib.contextmanager
+def _supervised(lab: Lab, quiet: bool) -> Iterator[subprocess.Popen[bytes]]:
+    """The lab's first process; with the context every process of the lab is gone."""
+    process = subprocess.Popen(
+        [
+            *command_prefix(lab.isolation),
+            *(sys.executable, "-m", "megatron_hexi.lab.testbed.supervisor", str(lab.folder)),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if quiet else None,
+        start_new_session=True,  # the terminal's Ctrl-C reaches us alone
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            # `unshare` waits for process 1 of the lab, and that for the kernel to end all others.
+            top = psutil.Process(process.pid)
+            for started in (*top.children(recursive=True), top):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    started.kill()
+            process.wait()

@@ -1,0 +1,65 @@
+"""Namespaces of its own for the lab, and its end with ours.
+
+The lab is process 1 of its PID namespace: when it ends, the kernel ends every process in there, and with the
+last of them its mounts and network namespaces go. It is told to end by the death of the process that started
+it, however that died.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from megatron_hexi.errors import PlatformError
+from megatron_hexi.lab.testbed.lab import Isolation, Lab
+
+#: The program of each package that is needed.
+_TOOLS = {"setpriv": "util-linux", "unshare": "util-linux", "ip": "iproute2", "tc": "iproute2"}
+_DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+#: Nine times the weight of other processes.
+_NICE = -10
+_NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def check_tools() -> None:
+    """Refuse a machine that lacks a program that the testbed is made of.
+
+    Raises:
+        PlatformError: it does; names the package.
+    """
+    for tool, package in _TOOLS.items():
+        if shutil.which(tool) is None:
+            raise PlatformError(f"the testbed needs {tool}, which is not here; install {package} (Linux)")
+
+
+def find_isolation() -> Isolation:
+    """The best that this user may have on this machine; tried, not guessed."""
+    kinds: tuple[Isolation, ...] = ("root", "user namespace") if os.geteuid() == 0 else ("user namespace",)
+    for kind in kinds:
+        tried = subprocess.run([*command_prefix(kind), "true"], capture_output=True, check=False)
+        if tried.returncode == 0:
+            return kind
+    return "none"
+
+
+def command_prefix(isolation: Isolation) -> list[str]:
+    """Words before a command that put it into namespaces of its own and let it die with its parent."""
+    if isolation == "none":
+        return [*_DIE_WITH_PARENT]
+    user = ("--user", "--map-root-user") if isolation == "user namespace" else ()
+    return [*_DIE_WITH_PARENT, "unshare", *user, *_NAMESPACES]
+
+
+def go_first(lab: Lab) -> None:
+    """Let other work on the machine disturb this process less, and what it starts; needs root.
+
+    Linux may share the cores among sessions first, each with a weight of its own; torchrun gives every rank
+    a session.
+    """
+    if lab.isolation == "root":
+        with suppress(OSError):  # root in a user namespace only, or a kernel that does not group by session
+            os.setpriority(os.PRIO_PROCESS, 0, _NICE)
+            Path("/proc/self/autogroup").write_text(str(_NICE))

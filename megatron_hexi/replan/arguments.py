@@ -1,0 +1,67 @@
+"""``--hexi-replan-interval`` and its companions, held against the job before anything is allocated."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_hexi.elastic.store import in_round
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan
+
+_FLAG = "--hexi-replan-interval"
+#: Options whose work the cost model does not know, or that fix the shapes of a rank; by argument.
+_REFUSED = {
+    "num_experts": "--num-experts",
+    "multi_latent_attention": "--multi-latent-attention",
+    "mtp_num_layers": "--mtp-num-layers",
+    "window_size": "--window-size",
+    "fp8": "--fp8-format",
+}
+
+
+def check_replanning(args: Namespace, plan: Plan | None) -> None:
+    """Refuse what cannot be re-planned.
+
+    Args:
+        args: Megatron's arguments.
+        plan: the job's; ``None`` without one.
+
+    Raises:
+        HexiError: with the flag, its value and the remedy.
+    """
+    interval, cluster = args.hexi_replan_interval, args.hexi_cluster
+    if interval is None:
+        if cluster is not None and not in_round():
+            raise HexiError(
+                f"--hexi-cluster {cluster}: is for re-planning; give {_FLAG} 10 too, or leave it out"
+            )
+        return
+    what = f"{_FLAG} {interval}"
+    if interval < 2:
+        raise HexiError(f"{what}: looks every so many iterations; give 2 or more, for example 10")
+    if not 0 <= args.hexi_replan_threshold < 1:
+        raise HexiError(
+            f"--hexi-replan-threshold {args.hexi_replan_threshold}: is a part of an iteration; "
+            "give for example 0.03"
+        )
+    if plan is None:
+        raise HexiError(f"{what}: re-plans a plan; give --hexi-plan too, or leave it out")
+    if cluster is None:
+        raise HexiError(f"{what}: the planner needs the machines; give --hexi-cluster cluster.yaml too")
+    if not Path(cluster).is_file():
+        raise HexiError(f"--hexi-cluster {cluster}: no such file; give the cluster file of the plan")
+    if not plan.is_repeated:
+        raise HexiError(
+            f"{what}: {args.hexi_plan} has stages with layers of their own, whose weights would have to "
+            "move; make a plan with --pipeline-model-parallel-size N, or train without it"
+        )
+    if not in_round() and all(len(replica.domain.members) == 1 for replica in plan.replicas):
+        raise HexiError(
+            f"{what}: every replica of {args.hexi_plan} is one unit, nothing can move; leave it out"
+        )
+    for name, flag in _REFUSED.items():
+        if getattr(args, name, None):
+            raise HexiError(f"{what}: the planner does not know the work of {flag}; leave one of them out")
+    if getattr(args, "cuda_graph_impl", "none") not in ("none", None):
+        raise HexiError(f"{what}: --cuda-graph-impl fixes the rows of a rank; leave one of them out")

@@ -1,0 +1,205 @@
+"""``python -m megatron_hexi.replan.planning.advisor``: the planner beside rank 0 of a job that runs.
+
+It reads one JSON document a line and answers each with one. The first says what is trained, where and by
+which plan (`Advisor`); each of the others what ranks measured (`Advisor.advise`). It plans at a low priority,
+off the training process, which imports no planner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_hexi.cluster import Cluster, read_cluster
+from megatron_hexi.cost import CostModel, Job, Model
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Plan, dump_plan, plan_digest, plan_from_yaml
+from megatron_hexi.replan.planning.history import WINDOW, RankHistory
+from megatron_hexi.replan.planning.recut import recut
+from megatron_hexi.yaml_file import yaml_from_text
+
+_NICE = 10
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do after some iterations.
+
+    Args:
+        iteration: the last that was looked at.
+        speeds: of each rank, relative to the fastest, by its own history.
+        changed: ranks whose speed has changed since the last advice.
+        present_s: seconds of an iteration under the present plan at these speeds, as predicted.
+        best_s: under the best that was found.
+        plan: to swap to; ``None``: keep the present one.
+        reason: why.
+    """
+
+    iteration: int
+    speeds: tuple[float, ...]
+    changed: tuple[int, ...]
+    present_s: float
+    best_s: float
+    plan: Plan | None
+    reason: str
+
+    @property
+    def gain(self) -> float:
+        """The part of an iteration that the best plan saves."""
+        return 1 - self.best_s / self.present_s
+
+
+class Advisor:
+    """Follows a job.
+
+    Args:
+        plan: that the job begins with.
+        job: what it trains.
+        cluster: as its file says; speeds are relative to it.
+        threshold: the least gain that is worth a swap, as a part of an iteration.
+        interval: iterations in which a swap must pay back.
+        packed: whether sequences consist of documents: their lengths change the work of all ranks alike, so
+            times are taken relative to the median rank of an iteration.
+        shares: whether replicas may take other numbers of micro-batches.
+
+    Raises:
+        HexiError: the plan is not for this cluster or job.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        job: Job,
+        cluster: Cluster,
+        threshold: float,
+        interval: int,
+        packed: bool = False,
+        shares: bool = False,
+    ) -> None:
+        self._job, self._cluster = job, cluster
+        self._threshold, self._interval, self._packed = threshold, interval, packed
+        self._shares = shares
+        self._histories: list[RankHistory] = []
+        self._changed: set[int] = set()
+        self._first = plan
+        self._cut: tuple[tuple[float, ...], Plan] | None = None
+        self._follow(plan)
+
+    def swapped(self, plan: Plan) -> None:
+        """The job goes on under another plan; what is known of ranks' speeds stays."""
+        self._follow(plan)
+
+    def advise(self, iteration: int, busy_s: Sequence[Sequence[float]], swap_s: float) -> Advice:
+        """Look at what was measured.
+
+        Args:
+            iteration: the last one that was measured.
+            busy_s: of each iteration, each rank's seconds without waiting.
+            swap_s: what a swap takes.
+        """
+        for row in busy_s:
+            self._note([busy / work for busy, work in zip(row, self._work_s, strict=True)])
+        if min(map(len, self._histories)) < WINDOW:
+            return Advice(iteration, (), (), 1.0, 1.0, None, "too few iterations yet")
+        speeds = self._speeds()
+        cluster = self._cluster.at_speeds(dict(zip(self._gpus, speeds, strict=True)))
+        model = CostModel(self._job, cluster)
+        if self._cut is None or self._cut[0] != speeds:
+            self._cut = speeds, self._cut_anew(model)
+        other = self._cut[1]
+        present, best = model.timing(self._plan), model.timing(other)
+        before, after = present.phases.total, best.phases.total
+        changed, self._changed = tuple(sorted(self._changed)), set()
+        plan: Plan | None = None
+        if not best.fits:
+            reason = "the better plan does not fit in memory"
+        elif before - after <= self._threshold * before:
+            reason = "the gain is below the threshold"
+        elif (before - after) * self._interval <= swap_s:
+            reason = "the gain does not pay back the swap within an interval"
+        else:
+            plan, reason = other, "the gain passes the threshold"
+        return Advice(iteration, speeds, changed, before, after, plan, reason)
+
+    def _cut_anew(self, model: CostModel) -> Plan:
+        """The better of two cuts: the search is local, and the job's first plan is a way out of a bad one."""
+        starts = {id(plan): plan for plan in (self._plan, self._first)}
+        plans = [recut(plan, self._job, model.cluster, self._shares) for plan in starts.values()]
+        timings = [model.timing(plan) for plan in plans]
+        best = min(range(len(plans)), key=lambda one: (not timings[one].fits, timings[one].phases.total))
+        return plans[best]
+
+    def _follow(self, plan: Plan) -> None:
+        self._plan, self._cut = plan, None
+        costs = CostModel(self._job, self._cluster).estimate(plan).ranks
+        self._gpus = [cost.gpu for cost in costs]
+        # A rank that has nothing to do is as fast as it may be.
+        least = 1e-3 * max(cost.compute_s for cost in costs)
+        self._work_s = [max(least, cost.compute_s) for cost in costs]
+        self._histories = self._histories or [RankHistory() for _ in costs]
+
+    def _note(self, ratios: list[float]) -> None:
+        scale = median(ratios) if self._packed else 1.0
+        for rank, (history, ratio) in enumerate(zip(self._histories, ratios, strict=True)):
+            if history.add(ratio / scale):
+                self._changed.add(rank)
+
+    def _speeds(self) -> tuple[float, ...]:
+        """Of each rank; those of a tensor-parallel unit wait for each other, and share one."""
+        levels = [history.level for history in self._histories]
+        width = self._job.tensor_parallel
+        units = [max(levels[first : first + width]) for first in range(0, len(levels), width)]
+        fastest = min(units)
+        return tuple(round(fastest / units[rank // width], 3) for rank in range(len(levels)))
+
+
+def answer(advice: Advice) -> dict[str, Any]:
+    """An advice as a document."""
+    plan = advice.plan
+    return {
+        "iteration": advice.iteration,
+        "speeds": advice.speeds,
+        "changed": advice.changed,
+        "present_s": advice.present_s,
+        "best_s": advice.best_s,
+        "gain": advice.gain,
+        "reason": advice.reason,
+        "plan": None if plan is None else dump_plan(plan),
+        "digest": None if plan is None else plan_digest(plan),
+    }
+
+
+def main() -> None:
+    """Answer line by line until the input ends."""
+    os.nice(_NICE)
+    advisor: Advisor | None = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            if advisor is None:
+                job = Job(**asked["job"] | {"model": Model(**asked["model"])})
+                plan, cluster = _plan(asked["plan"]), read_cluster(asked["cluster"])
+                how = (asked["threshold"], asked["interval"], asked["packed"], asked["shares"])
+                advisor = Advisor(plan, job, cluster, *how)
+                found: dict[str, Any] = {}
+            else:
+                if asked["swapped"] is not None:
+                    advisor.swapped(_plan(asked["swapped"]))
+                found = answer(advisor.advise(asked["iteration"], asked["busy_s"], asked["swap_s"]))
+        except HexiError as problem:
+            found = {"error": str(problem)}
+        print(json.dumps(found, allow_nan=False), flush=True)
+
+
+def _plan(text: str) -> Plan:
+    return plan_from_yaml(yaml_from_text(Path("plan"), text))
+
+
+if __name__ == "__main__":
+    main()

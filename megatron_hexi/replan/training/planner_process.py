@@ -1,0 +1,93 @@
+"""The planner's process as rank 0 sees it: what it is told of the job, asked and heard without waiting."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+from argparse import Namespace
+from typing import Any
+
+from megatron_hexi.megatron.session import Session
+from megatron_hexi.options.meaning import model_features
+
+
+class Advice:
+    """The planner's process, asked and heard without waiting; on rank 0.
+
+    Args:
+        opening: the first document that it is given.
+    """
+
+    def __init__(self, opening: dict[str, Any]) -> None:
+        command = [sys.executable, "-m", "megatron_hexi.replan.planning.advisor"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, name="hexi-replan", daemon=True).start()
+        self.ask(opening)
+
+    def ask(self, document: dict[str, Any]) -> None:
+        """Send a document; nothing where the planner has ended."""
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(document) + "\n")
+        except OSError:
+            self._answers.put({"error": "the planner's process has ended"})
+
+    def hear(self) -> dict[str, Any] | None:
+        """The next answer, if it has come."""
+        try:
+            return self._answers.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(json.loads(line))
+
+
+def model_document(args: Namespace) -> dict[str, Any]:
+    """The model as `megatron_hexi.cost.Model` takes it."""
+    return {
+        "name": "the job's",
+        "layers": args.num_layers,
+        "hidden_size": args.hidden_size,
+        "heads": args.num_attention_heads,
+        "kv_heads": args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        "head_dim": args.kv_channels,
+        "ffn_hidden_size": args.ffn_hidden_size,
+        "vocab_size": args.padded_vocab_size,
+        **model_features(args),
+    }
+
+
+def job_document(args: Namespace, session: Session | None) -> dict[str, Any]:
+    """The job as `megatron_hexi.cost.Job` takes it, without its model."""
+    assert session is not None
+    recompute: str | int = args.recompute_granularity or "none"
+    if recompute == "full" and args.recompute_method == "block":
+        recompute = args.recompute_num_layers
+    return {
+        "seq_length": session.seq_length,
+        "micro_batch_size": args.micro_batch_size,
+        "global_batch_size": args.global_batch_size,
+        "tensor_parallel": args.tensor_model_parallel_size,
+        "pipeline_parallel": args.pipeline_model_parallel_size,
+        "data_parallel": len(session.given.plan.replicas),
+        "recompute": recompute,
+        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "distributed_optimizer": args.use_distributed_optimizer,
+        "overlap_gradients": args.overlap_grad_reduce,
+        "sequence_parallel": args.sequence_parallel,
+    }
+
+
+def may_move_shares(args: Namespace, session: Session | None) -> bool:
+    """Whether replicas may take other numbers of micro-batches: where the plan deals them, one at a time."""
+    assert session is not None
+    return session.share is not None and args.virtual_pipeline_model_parallel_size is None
