@@ -1,8 +1,8 @@
 """The program of one pass of attention: what a rank posts, computes and waits for, in which order.
 
 This is the one place that says so. The runtime carries it out with tensors (`runtime.passes`), the cost
-model with the clocks of all units (`cost.overlap`), the simulator event by event (`lab.simulator.program`), and
-tests by NCCL's rules. It says nothing of sizes: those stand in the split tables (`plan.schedule`).
+model with the clocks of all units (`cost.overlap`), the simulator event by event (`lab.simulator.program`),
+and tests by NCCL's rules. It says nothing of sizes: those stand in the split tables (`plan.schedule`).
 
     post the ways in; wait for the first; post the keys of the first `window` steps
     own block: of one half of the heads after the other, each when its way in has arrived

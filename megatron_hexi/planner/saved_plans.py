@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -64,8 +65,14 @@ class SavedPlans:
         may beat the wide ones that come closest to fitting without. So each size is searched by itself too.
         """
         best: Candidate | None = None
-        roomier = itertools.product(_ROOMIER, self._of_each_width())
-        for search in [*(partial(self._roomier, *choice) for choice in roomier), self._one_stage]:
+        searches: list[Callable[[float], list[Candidate]]] = [
+            *(
+                partial(self._roomier, *choice)
+                for choice in itertools.product(_ROOMIER, self._of_each_width())
+            ),
+            self._one_stage,
+        ]
+        for search in searches:
             fitting = self._fitting(search(math.inf if best is None else best.iteration_s))
             best = min([*fitting, *([best] if best else [])], key=order_of, default=None)
         if best is not None:
