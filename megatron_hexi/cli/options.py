@@ -257,6 +257,10 @@ class NewJob(PlanFeatures, Training):
             stated["data_parallel"] = replicas
         fixed = frozenset(stated.keys() & set(CHOSEN))
         job, margin = Job(model=model, **stated), self.memory_margin / 100
+        terms = read_terms(self.model)
+        if terms and terms.context_parallel is not None and self.context_parallel is None:
+            given = spell_flag("context_parallel", terms.context_parallel)
+            say(f"note: {self.model}: {given} is chosen by the planner; give it on the command line to keep it")
         return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel)
 
     def _rules_of_file(self) -> PlannerRules:

@@ -40,11 +40,13 @@ class ArgumentTerms:
         free: flags that no plan depends on; they stay in the lines that start the training.
         restricting: flags that leave some plans, each with the features of plans that it does not train with
             (fields of `megatron_hexi.cluster.PlannerRules`).
+        context_parallel: ranks that share a sequence, which a plan chooses anew; ``None`` where it is not given.
     """
 
     fields: Mapping[str, Any]
     free: Sequence[str]
     restricting: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    context_parallel: int | None = None
 
 
 def read_arguments(text: str, path: Path) -> Parsed:
@@ -134,7 +136,8 @@ def terms_from_arguments(text: str, path: Path) -> ArgumentTerms:
     if args.seq_length is not None:
         stated = _MEGATRON_DEFAULTS | stated
     free = tuple(flag for flag in sorted(given) if class_of(flag) == "free")
-    return ArgumentTerms(stated, free, _restricting(args))
+    size = args.context_parallel_size if FLAGS["context_parallel"] in given else None
+    return ArgumentTerms(stated, free, _restricting(args), size)
 
 
 def _restricting(args: Namespace) -> dict[str, tuple[str, ...]]:

@@ -460,6 +460,15 @@ def test_an_option_that_leaves_some_plans_restricts_the_search(hexi, asked, opti
     assert f"--unequal-stages: {option.split()[0]} of job.args does not work with it" in contrary.err
 
 
+def test_a_context_parallel_size_in_a_file_is_said_to_be_chosen_anew(hexi, asked):
+    Path("job.args").write_text(f"{ARGUMENTS}\n--context-parallel-size 2")
+    words = ("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
+    note = "note: job.args: --context-parallel-size 2 is chosen by the planner; give it on the command line"
+    assert note in hexi(*words).err
+    assert note not in hexi(*words, "--context-parallel-size", 4).err
+    assert [request.context_parallel for request, _, _ in asked] == [None, 4]
+
+
 @pytest.mark.parametrize("option", ["--attention-backend fused", "--fp8-format hybrid", "--num-experts 8"])
 def test_what_training_refuses_is_refused_before_anything_is_planned(hexi, asked, option):
     Path("job.args").write_text(f"{ARGUMENTS}{option}")
