@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,10 +65,8 @@ class SavedPlans:
         """
         best: Candidate | None = None
         searches: list[Callable[[float], list[Candidate]]] = [
-            *(
-                partial(self._roomier, *choice)
-                for choice in itertools.product(_ROOMIER, self._of_each_width())
-            ),
+            *(partial(self._roomier, times, self._request) for times in _ROOMIER),
+            *(partial(self._roomier, max(_ROOMIER), request) for request in self._of_one_width()),
             self._one_stage,
         ]
         for search in searches:
@@ -89,13 +86,13 @@ class SavedPlans:
         plans = self._searches.plans(request, self._cluster, times * self._memory, faster_than)
         return sorted(plans, key=order_of)[:_STARTS]
 
-    def _of_each_width(self) -> list[Request]:
-        """Return the request, and with each tensor-parallel size fixed where it leaves a choice."""
+    def _of_one_width(self) -> list[Request]:
+        """Return the request with each tensor-parallel size fixed, where it leaves a choice."""
         request = self._request
         widths = request.widths(max(len(node.ranks) for node in self._cluster.nodes))
         fixed = request.fixed | {"tensor_parallel"}
-        one_width = (replace(request, job=request.with_width(width), fixed=fixed) for width in widths)
-        return [request, *one_width] if len(widths) > 1 else [request]
+        requests = [replace(request, job=request.with_width(width), fixed=fixed) for width in widths]
+        return requests if len(widths) > 1 else []
 
     def _one_stage(self, faster_than: float) -> list[Candidate]:
         """All layers on all GPUs, if these had more memory: such a stage's last ministage runs only once."""
