@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron_hexi.doctor.facts import Facts
+from megatron_hexi.doctor.places import ranges, spell_places, who_has_what
 from megatron_hexi.doctor.problems import Problem, Severity, worst_first
 from megatron_hexi.doctor.rules import find_problems
+from megatron_hexi.doctor.rules_fleet import FLEET_RULES
 
 _ONE_IMAGE = "one container image for all nodes does it (docs/docker.md)"
 
@@ -44,11 +46,12 @@ def find_job_problems(facts: Sequence[Facts], silent: Sequence[int] = ()) -> lis
         problems.append(
             Problem(
                 "error",
-                f"rank {_ranges(silent)} did not answer in time",
+                f"rank {ranges(silent)} did not answer in time",
                 "see what that node's log says; start every rank with the same command",
             )
         )
     problems += _differences(facts)
+    problems += [problem for rule in FLEET_RULES for problem in rule(facts)]
     return worst_first(problems)
 
 
@@ -68,7 +71,7 @@ def _differences(facts: Sequence[Facts]) -> Iterable[Problem]:
         values = [get(own) or "none" for own in facts]
         if len(set(values)) > 1:
             yield Problem(
-                severity, f"{name} differs: {_who_has_what(facts, values)}", f"install one; {_ONE_IMAGE}"
+                severity, f"{name} differs: {who_has_what(facts, values)}", f"install one; {_ONE_IMAGE}"
             )
     shared = sorted(
         {name for own in facts for name in own.environment if name.startswith("NCCL_")} - {*_OF_ONE_MACHINE}
@@ -78,34 +81,6 @@ def _differences(facts: Sequence[Facts]) -> Iterable[Problem]:
         if len(set(values)) > 1:
             yield Problem(
                 "warning",
-                f"{name} differs: {_who_has_what(facts, values)}",
+                f"{name} differs: {who_has_what(facts, values)}",
                 "set it alike everywhere, or nowhere: NCCL hangs where ranks choose differently",
             )
-
-
-def _who_has_what(facts: Sequence[Facts], values: Sequence[str]) -> str:
-    groups: dict[str, list[Facts]] = {}
-    for own, value in zip(facts, values, strict=True):
-        groups.setdefault(value, []).append(own)
-    return "; ".join(f"{value} on {spell_places(those)}" for value, those in groups.items())
-
-
-def spell_places(facts: Sequence[Facts]) -> str:
-    """Hosts with their ranks: ``a (rank 0-7), b (rank 8)``."""
-    hosts: dict[str, list[int]] = {}
-    for own in facts:
-        ranks = hosts.setdefault(own.host, [])
-        if own.rank is not None:
-            ranks.append(own.rank)
-    return ", ".join(f"{host} (rank {_ranges(ranks)})" if ranks else host for host, ranks in hosts.items())
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """``0-3, 5`` for 0, 1, 2, 3, 5."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_hexi.doctor import kernel_choice, machine, patch_state, software
+from megatron_hexi.doctor import gpu_state, kernel_choice, machine, patch_state, software
 from megatron_hexi.doctor.facts import Checkout, Facts
 
 #: Told what is looked at, how many parts are done, and how many there are.
@@ -24,6 +24,9 @@ _PARTS: dict[str, Callable[[], Any]] = {
     "torch": software.find_torch,
     "driver": software.find_driver,
     "gpus": software.find_gpus,
+    "gpu_states": gpu_state.find_gpu_states,
+    "cpu": machine.find_cpu,
+    "nccl_plugins": machine.find_nccl_plugins,
     "kernels": kernel_choice.find_kernels,
     "triton_lacks": kernel_choice.find_triton,
     "patches": patch_state.find_patches,

@@ -68,6 +68,50 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class GpuState:
+    """How the driver has set one GPU, as nvidia-smi tells it; ``None`` where it does not.
+
+    Attributes:
+        name: of the GPU.
+        persistence: whether the driver stays loaded without a process.
+        ecc: whether its memory corrects errors.
+        mig: whether it may be cut into slices.
+        power_limit_w: what it may draw.
+        default_power_w: what it may draw as shipped.
+        max_clock_mhz: of its multiprocessors.
+        slowed: why its clocks are held down now.
+        links: to each GPU of the node, as ``nvidia-smi topo -m`` has it: ``X``, ``NV18``, ``PIX``, ``SYS``.
+    """
+
+    name: str
+    persistence: bool | None = None
+    ecc: bool | None = None
+    mig: bool | None = None
+    power_limit_w: float | None = None
+    default_power_w: float | None = None
+    max_clock_mhz: int | None = None
+    slowed: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The processors of a machine.
+
+    Attributes:
+        vendor: as the processor spells it: ``GenuineIntel``, ``AuthenticAMD``; empty where it does not.
+        model: as sold.
+        machine: architecture of its instructions: ``x86_64``, ``aarch64``.
+        numa_nodes: parts of the memory.
+    """
+
+    vendor: str = ""
+    model: str = ""
+    machine: str = ""
+    numa_nodes: int | None = None
+
+
+@dataclass(frozen=True)
 class KernelChoice:
     """The attention kernel that ``--hexi-kernel auto`` takes for tensors of one kind.
 
@@ -125,23 +169,32 @@ class Interface:
     Attributes:
         speed_mbit_s: nominal; ``None`` where the system does not say (virtual ones, most of InfiniBand's).
         addresses: IPv4 and IPv6.
+        networks: those of its IPv4 addresses, ``10.0.0.0/24``.
+        mtu: largest packet, bytes; ``None`` where it is not known.
     """
 
     name: str
     up: bool
     speed_mbit_s: int | None
     addresses: tuple[str, ...]
+    networks: tuple[str, ...] = ()
+    mtu: int | None = None
 
 
 @dataclass(frozen=True)
 class InfinibandPort:
-    """One port of an InfiniBand or RoCE device, in the kernel's words: ``ACTIVE``, ``400 Gb/sec (4X)``."""
+    """One port of an InfiniBand or RoCE device, in the kernel's words: ``ACTIVE``, ``400 Gb/sec (4X)``.
+
+    Attributes:
+        vendor: PCI number of the device's vendor, such as ``0x15b3`` (NVIDIA); empty where it has none.
+    """
 
     device: str
     port: int
     state: str
     rate: str
     link_layer: str
+    vendor: str = ""
 
 
 @dataclass(frozen=True)
@@ -182,6 +235,9 @@ class Facts:
         packages: what matters to a job, whether installed or not.
         torch: ``None`` where it cannot be imported.
         gpus: those that torch sees.
+        gpu_states: of all GPUs of the machine; empty without nvidia-smi.
+        cpu: the machine's processors.
+        nccl_plugins: libraries that NCCL would load, by their names.
         kernels: empty without torch.
         triton_lacks: what keeps Triton from launching kernels; empty: nothing, or not known.
         patches: empty without Megatron.
@@ -198,6 +254,9 @@ class Facts:
     torch: Torch | None = None
     driver: Driver = Driver(None, None)
     gpus: tuple[Gpu, ...] = ()
+    gpu_states: tuple[GpuState, ...] = ()
+    cpu: Cpu = Cpu()
+    nccl_plugins: tuple[str, ...] = ()
     kernels: tuple[KernelChoice, ...] = ()
     triton_lacks: str = ""
     patches: tuple[PatchState, ...] = ()

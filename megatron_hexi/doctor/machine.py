@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
+import ipaddress
+import os
+import platform
 import resource
 import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_hexi.doctor.facts import InfinibandPort, Interface, Limits, Network
+from megatron_hexi.doctor.facts import Cpu, InfinibandPort, Interface, Limits, Network
 
 #: Variables that steer communication and CUDA. The rest of the environment may be private.
 _PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "NVTE_", "TORCH_NCCL_", "UCX_")
@@ -20,6 +24,10 @@ _NAMES = (
 
 _INFINIBAND = Path("/sys/class/infiniband")
 _SHARED_MEMORY = Path("/dev/shm")
+_CPUS = Path("/proc/cpuinfo")
+_NUMA = Path("/sys/devices/system/node")
+#: What NCCL loads where it is found: https://github.com/NVIDIA/nccl/tree/master/plugins.
+_PLUGINS = ("nccl-net", "nccl-tuner")
 
 
 def find_network(infiniband: Path = _INFINIBAND) -> Network:
@@ -32,6 +40,38 @@ def find_network(infiniband: Path = _INFINIBAND) -> Network:
         ImportError: psutil is not installed.
     """
     return Network(_interfaces(), _ports(infiniband), _host_addresses())
+
+
+def find_cpu(cpus: Path = _CPUS, numa: Path = _NUMA) -> Cpu:
+    """Vendor and model of the processors, and how many NUMA nodes there are.
+
+    Args:
+        cpus: the kernel's list of processors.
+        numa: its folder of NUMA nodes.
+    """
+    fields: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in cpus.read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    # ARM's processors state a number for their designer in place of a name.
+    vendor = fields.get("vendor_id") or fields.get("CPU implementer", "")
+    nodes = len(list(numa.glob("node[0-9]*")))
+    return Cpu(vendor, fields.get("model name", ""), platform.machine(), nodes or None)
+
+
+def find_nccl_plugins(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Names of the plugin libraries that NCCL would find and load.
+
+    Args:
+        environment: whose ``LD_LIBRARY_PATH`` is searched before the system's folders.
+    """
+    folders = [Path(folder) for folder in environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    return tuple(
+        f"lib{name}.so"
+        for name in _PLUGINS
+        if any((folder / f"lib{name}.so").exists() for folder in folders) or ctypes.util.find_library(name)
+    )
 
 
 def find_limits() -> Limits:
@@ -68,6 +108,12 @@ def _interfaces() -> tuple[Interface, ...]:
                 up=state is not None and state.isup,
                 speed_mbit_s=speed if 0 < speed < 65535 else None,  # 65535: the driver does not know
                 addresses=tuple(a.address.partition("%")[0] for a in addresses if a.family in wanted),
+                networks=tuple(
+                    str(ipaddress.ip_network(f"{a.address}/{a.netmask}", strict=False))
+                    for a in addresses
+                    if a.family == socket.AF_INET and a.netmask
+                ),
+                mtu=state.mtu if state is not None and state.mtu > 0 else None,
             )
         )
     return tuple(found)
@@ -83,8 +129,12 @@ def _ports(root: Path) -> tuple[InfinibandPort, ...]:
                 text = (folder / name).read_text().strip()
             values.append(text)
         state = values[0].rpartition(":")[2].strip()  # "4: ACTIVE"
-        device = folder.parent.parent.name
-        found.append(InfinibandPort(device, int(folder.name), state or "unknown", values[1], values[2]))
+        device, vendor = folder.parent.parent, ""
+        with contextlib.suppress(OSError):
+            vendor = (device / "device" / "vendor").read_text().strip()
+        found.append(
+            InfinibandPort(device.name, int(folder.name), state or "unknown", values[1], values[2], vendor)
+        )
     return tuple(found)
 
 

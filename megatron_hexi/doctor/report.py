@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_hexi.doctor.agreement import spell_places
 from megatron_hexi.doctor.facts import Facts, KernelChoice
+from megatron_hexi.doctor.places import spell_places
 from megatron_hexi.doctor.problems import SEVERITIES, Problem, healthy
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
@@ -85,6 +85,8 @@ def _installed(own: Facts) -> dict[str, str]:
         kind = f"{gpu.name} {gpu.memory_gib:.0f} GiB"
         kinds[kind] = kinds.get(kind, 0) + 1
     versions["GPUs"] = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
+    cpu = own.cpu
+    versions["CPU"] = f"{cpu.model or cpu.vendor or 'not known'}, {cpu.numa_nodes or '?'} NUMA nodes"
     for package in own.packages:
         if package.name not in versions:
             versions[package.name] = package.version or "not installed"

@@ -9,6 +9,7 @@ from megatron_hexi.doctor.problems import Problem, said, worst_first
 from megatron_hexi.doctor.rules_communication import COMMUNICATION_RULES
 from megatron_hexi.doctor.rules_gpu import GPU_RULES
 from megatron_hexi.doctor.rules_packages import PACKAGE_RULES
+from megatron_hexi.doctor.rules_state import STATE_RULES
 
 #: Parts that cannot be looked at without torch.
 _NEED_TORCH = ("kernels", "triton_lacks", "patches")
@@ -44,4 +45,11 @@ def _checkout(facts: Facts) -> Iterator[Problem]:
         )
 
 
-RULES: tuple[Rule, ...] = (*PACKAGE_RULES, *GPU_RULES, _checkout, *COMMUNICATION_RULES, _parts_unknown)
+RULES: tuple[Rule, ...] = (
+    *PACKAGE_RULES,
+    *GPU_RULES,
+    *STATE_RULES,
+    _checkout,
+    *COMMUNICATION_RULES,
+    _parts_unknown,
+)

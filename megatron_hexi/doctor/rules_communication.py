@@ -46,7 +46,7 @@ def _interface_names(facts: Facts) -> Iterator[Problem]:
         return
     usable = [interface.name for interface in interfaces if _usable(interface)]
     choices = f"those that are up and have an address: {', '.join(usable) or 'none'}"
-    for variable, select in (("NCCL_SOCKET_IFNAME", _as_nccl), ("GLOO_SOCKET_IFNAME", _as_gloo)):
+    for variable, select in (("NCCL_SOCKET_IFNAME", as_nccl), ("GLOO_SOCKET_IFNAME", _as_gloo)):
         value = facts.environment.get(variable)
         if value and not any(name in usable or name == "lo" for name in select(value, interfaces)):
             yield Problem(
@@ -56,7 +56,7 @@ def _interface_names(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def _as_nccl(value: str, interfaces: Sequence[Interface]) -> list[str]:
+def as_nccl(value: str, interfaces: Sequence[Interface]) -> list[str]:
     """NCCL takes prefixes; ``^`` before the list excludes, ``=`` (after it) asks for whole names."""
     excludes, rest = value.startswith("^"), value.removeprefix("^")
     exact, rest = rest.startswith("="), rest.removeprefix("=")
@@ -79,7 +79,7 @@ def _cards(facts: Facts) -> Iterator[Problem]:
     value = facts.environment.get("NCCL_IB_HCA")
     if value:
         cards = [Interface(port.device, True, None, ()) for port in ports]
-        if not _as_nccl(value, cards):
+        if not as_nccl(value, cards):
             found = ", ".join(sorted({port.device for port in ports})) or "none"
             yield Problem(
                 "warning",
