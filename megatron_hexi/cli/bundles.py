@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
-from megatron_hexi.cli.options import Training
+from megatron_hexi.cli.options import Bundle
 
 
 def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
@@ -17,7 +17,7 @@ def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
     kinds: dict[str, type[Any]] = {
         name: parameter.annotation
         for name, parameter in signature.parameters.items()
-        if isinstance(parameter.annotation, type) and issubclass(parameter.annotation, Training)
+        if isinstance(parameter.annotation, type) and issubclass(parameter.annotation, Bundle)
     }
 
     @functools.wraps(command)

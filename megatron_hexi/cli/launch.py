@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from megatron_hexi.cli.bundles import with_bundles
+from megatron_hexi.cli.kubernetes import PLAN_IN_POD, TrainingManifests, write_manifests
 from megatron_hexi.cli.options import MODEL_OF_PLAN, AsJson, ClusterOption, PlanPath
 from megatron_hexi.cli.output import check_outputs, print_json, say
 from megatron_hexi.cluster import Cluster, read_cluster
@@ -32,9 +34,11 @@ app = typer.Typer()
     "--data-path data/text --tokenizer-type HuggingFaceTokenizer --tokenizer-model openai-community/gpt2 "
     "--train-iters 5000"
 )
+@with_bundles
 def launch(
     plan: PlanPath,
     cluster: ClusterOption,
+    kubernetes: TrainingManifests,
     more: Annotated[
         list[str] | None,
         typer.Argument(
@@ -48,7 +52,10 @@ def launch(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="JOB.args", help="Write Megatron's flags, for scripts/slurm/train.sbatch."
+            "--out",
+            "-o",
+            metavar="JOB.args",
+            help="Write Megatron's flags, for scripts/slurm/train.sbatch; with --kubernetes the manifests.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -56,7 +63,7 @@ def launch(
     """Print the lines that start a plan's training.
 
     Megatron's flags, torchrun for each node, and sbatch. Without data of your own they train ten iterations
-    on Megatron's synthetic data.
+    on Megatron's synthetic data. With --kubernetes: the manifests of a job.
     """
     planned = read_plan(plan)
     named = model or (planned.provenance.model if planned.provenance else None)
@@ -64,13 +71,21 @@ def launch(
         raise HexiError(
             f"{plan}: does not say which model it is for (provenance.model); add --model NAME|PATH"
         )
-    check_outputs([plan, cluster, model_file(named)], [out], None, "text")
+    files = {"plan": str(plan), "cluster": str(cluster)}
+    kind = "text" if kubernetes.kubernetes is None else "YAML"
+    check_outputs([plan, cluster, model_file(named)], [out], None, kind)
+    if kubernetes.kubernetes is not None:
+        flags = find_flags(planned, PLAN_IN_POD, named, more or [])
+        objects = kubernetes.training(planned, read_cluster(cluster), cluster, flags)
+        write_manifests(objects, files, out, as_json=as_json)
+        return
+    kubernetes.refuse_without_form()
     lines = find_lines(planned, read_cluster(cluster), plan, cluster, named, more or [])
     if out is not None:
         write_text_atomically(out, flags_text(lines.flags))
         say(f"wrote {out}")
     if as_json:
-        print_json({"plan": str(plan), "cluster": str(cluster)} | launch_dict(lines))
+        print_json(files | launch_dict(lines))
     else:
         print(launch_text(lines))
 
@@ -93,10 +108,15 @@ def find_lines(
             it.
         NoFlagError: Megatron has no flags for a constant of the model, so that lines would train another one.
     """
-    given = argument_words(model)
-    if given is None:
-        given = replace_flags(model_flags(read_model(model), plan.workload.seq_length), constant_flags(model))
-    flags = megatron_flags(given, more, plan, str(path))
+    flags = find_flags(plan, str(path), model, more)
     return launch_lines(
         plan, cluster, flags, plan_path=str(path), cluster_path=str(cluster_path), model=model
     )
+
+
+def find_flags(plan: Plan, path: str, model: str, more: list[str]) -> tuple[str, ...]:
+    """All of Megatron's flags for a plan; arguments and errors as of `find_lines`."""
+    given = argument_words(model)
+    if given is None:
+        given = replace_flags(model_flags(read_model(model), plan.workload.seq_length), constant_flags(model))
+    return megatron_flags(given, more, plan, path)

@@ -20,6 +20,7 @@ from megatron_hexi.cli import (
     arguments,
     devices,
     doctor,
+    kubernetes,
     launch,
     patching,
     place,
@@ -43,6 +44,7 @@ app = typer.Typer(
 for _commands in (
     planning,
     launch,
+    kubernetes,
     plans,
     devices,
     patching,

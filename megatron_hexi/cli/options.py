@@ -113,8 +113,12 @@ def _option(field: str, text: str, *, metavar: str | None = None) -> Any:
     return typer.Option(name, help=text, metavar=metavar, rich_help_panel=_JOB)
 
 
+class Bundle:
+    """Options that a command takes as one parameter, a dataclass."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class Training(Bundle):
     """How Megatron is told to train; the fields are `Job`'s, ``None`` where the command line does not say."""
 
     micro_batch_size: Annotated[

@@ -45,7 +45,8 @@ def rank_info(
         raise HexiError(f"--precision bf16: {gpu.name} has no bf16; use --precision fp16")
     kernels = tuple(select_kernel(name, device, dtype, options.head_dim).name for name in options.kernels)
     return RankInfo(
-        host=environment.get("SLURMD_NODENAME") or socket.gethostname(),  # by this name Slurm gives it again
+        # By this name Kubernetes or Slurm gives it again.
+        host=environment.get("HEXI_HOST") or environment.get("SLURMD_NODENAME") or socket.gethostname(),
         group=environment.get("GROUP_RANK") or environment.get("SLURM_NODEID", ""),
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         kind="cuda" if gpu else "cpu",

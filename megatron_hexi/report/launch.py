@@ -42,7 +42,7 @@ _DATA = ("--data-path", "--data-args-path", "--per-split-data-args-path", "--moc
 #: With one of these the job's schedule counts samples, and with one of the others iterations.
 _SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples")
 #: Iterations from checkpoint to checkpoint, as of ``hexi arguments``.
-_SAVE_INTERVAL = "500"
+SAVE_INTERVAL = 500
 #: Iterations of a trial run.
 _ITERATIONS = 10
 _PORT = 29500
@@ -153,7 +153,7 @@ def _trial(names: set[str], args: Namespace, plan: Plan) -> list[str]:
         if word is not None
     ]
     if args.save is not None and args.save_interval is None:
-        trial += ["--save-interval", _SAVE_INTERVAL]
+        trial += ["--save-interval", str(SAVE_INTERVAL)]
     if not names.isdisjoint(_SAMPLES):
         batch = plan.job.global_batch_size or args.global_batch_size or 1
         return trial if "--train-samples" in names else [*trial, "--train-samples", str(_ITERATIONS * batch)]

@@ -1,0 +1,215 @@
+"""The objects of a job: ConfigMap and Service, and a Job for each kind of pod, or one JobSet of them.
+
+Fields: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/job-v1/ and
+https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.kubernetes.pods import STORE, Kind, Pods
+from megatron_hexi.kubernetes.products import PRODUCT_LABEL, product_labels
+from megatron_hexi.kubernetes.settings import FOLDER, SHARED_MEMORY, Settings
+
+#: What a ConfigMap may hold: https://kubernetes.io/docs/concepts/configuration/configmap/.
+MAX_FILES_BYTES = 2**20
+#: Wrong input, which another start does not mend (`errors.EXIT_USER_ERROR`).
+_WRONG_INPUT = 2
+#: An elastic job replaces a lost pod for as long as it runs; Kubernetes counts up to here.
+_ANY_NUMBER = 2**31 - 1
+_INSTANCE, _COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
+
+
+def manifests(pods: Pods, files: Mapping[str, str], settings: Settings) -> list[dict[str, Any]]:
+    """Return all objects of a job, in the order to apply them.
+
+    Args:
+        pods: of the job.
+        files: by name, what pods find in `FOLDER` besides their commands.
+        settings: of the job.
+
+    Raises:
+        HexiError: nodes whose label is unknown, or files that are too large for a ConfigMap.
+    """
+    data = {**files, "pods.json": json.dumps(pods.table(), indent=1)}
+    size = sum(len(name) + len(text.encode()) for name, text in data.items())
+    if size > MAX_FILES_BYTES:
+        raise HexiError(
+            f"--kubernetes {settings.form}: plan, arguments and commands are {size} bytes, and a ConfigMap "
+            f"holds {MAX_FILES_BYTES}; start this plan by the lines of hexi launch without --kubernetes"
+        )
+    objects = [{"apiVersion": "v1", "kind": "ConfigMap", **_head(settings.name, settings), "data": data}]
+    specs = {kind.name: _job(kind, settings) for kind in pods.kinds}
+    if settings.form == "jobset":
+        return [*objects, _jobset(specs, settings)]
+    jobs = [
+        {"apiVersion": "batch/v1", "kind": "Job", **_head(f"{settings.name}-{name}", settings), "spec": spec}
+        for name, spec in specs.items()
+    ]
+    return [*objects, _service(settings), *jobs]
+
+
+def manifests_text(objects: Sequence[Mapping[str, Any]]) -> str:
+    """The objects as YAML documents, which ``kubectl apply -f`` takes."""
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=110, explicit_start=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Files as blocks of lines; nothing by reference."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _head(name: str, settings: Settings) -> dict[str, Any]:
+    space = {} if settings.namespace is None else {"namespace": settings.namespace}
+    return {"metadata": {"name": name, **space, "labels": _labels(settings)}}
+
+
+def _labels(settings: Settings) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "megatron-hexi", _INSTANCE: settings.name}
+
+
+def _service(settings: Settings) -> dict[str, Any]:
+    """The headless Service that gives each pod a name of its own; ranks meet before pods count as ready."""
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {_INSTANCE: settings.name}}
+    return {"apiVersion": "v1", "kind": "Service", **_head(settings.name, settings), "spec": spec}
+
+
+def _jobset(specs: Mapping[str, Mapping[str, Any]], settings: Settings) -> dict[str, Any]:
+    """All jobs as one: where one fails, all start again, except by wrong input."""
+    spec: dict[str, Any] = {
+        "network": {"enableDNSHostnames": True, "subdomain": settings.name, "publishNotReadyAddresses": True},
+        "failurePolicy": {
+            "maxRestarts": settings.restarts,
+            "rules": [
+                {"name": "wrongInput", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+            ],
+        },
+        "replicatedJobs": [
+            {"name": name, "replicas": 1, "template": {"spec": spec}} for name, spec in specs.items()
+        ],
+    }
+    if STORE in specs and settings.least is not None:  # it never ends by itself
+        trains = [name for name in specs if name != STORE]
+        spec["successPolicy"] = {"operator": "All", "targetReplicatedJobs": trains}
+    kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
+    return {**kind, **_head(settings.name, settings), "spec": spec}
+
+
+def _job(kind: Kind, settings: Settings) -> dict[str, Any]:
+    """A Job's spec: a pod for each node, by index."""
+    count = len(kind.nodes)
+    if settings.least is not None:
+        failures = _ANY_NUMBER
+    else:
+        failures = 0 if settings.form == "jobset" else settings.restarts * count
+    return {
+        "completionMode": "Indexed",
+        "completions": count,
+        "parallelism": count,
+        "backoffLimit": failures,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [_WRONG_INPUT]}},
+                # A pod that was drained or preempted says nothing against the job.
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": {
+            "metadata": {"labels": {**_labels(settings), _COMPONENT: _component(kind)}},
+            "spec": _pod(kind, settings),
+        },
+    }
+
+
+def _component(kind: Kind) -> str:
+    return STORE if kind.entry is None else "ranks"
+
+
+def _pod(kind: Kind, settings: Settings) -> dict[str, Any]:
+    volumes: list[dict[str, Any]] = [
+        {"name": "hexi", "configMap": {"name": settings.name}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    mounts: list[dict[str, Any]] = [
+        {"name": "hexi", "mountPath": str(FOLDER), "readOnly": True},
+        {"name": "shared-memory", "mountPath": str(SHARED_MEMORY)},
+    ]
+    for number, volume in enumerate(settings.volumes):
+        source = (
+            {"persistentVolumeClaim": {"claimName": volume.source}}
+            if volume.is_claim
+            else {"hostPath": {"path": volume.source, "type": "Directory"}}
+        )
+        volumes.append({"name": f"volume-{number}", **source})
+        read_only = {"readOnly": True} if volume.read_only else {}
+        mounts.append({"name": f"volume-{number}", "mountPath": str(volume.path), **read_only})
+    container: dict[str, Any] = {
+        "name": "hexi",
+        "image": settings.image,
+        "command": ["python", "-m", "megatron_hexi.kubernetes.start", str(FOLDER), kind.name],
+        "env": [{"name": "HEXI_HOST", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
+        "volumeMounts": mounts,
+    }
+    spec: dict[str, Any] = {
+        "subdomain": settings.name,
+        "restartPolicy": "Never",
+        "containers": [container],
+        "volumes": volumes,
+    }
+    if kind.entry is None:
+        return spec
+    resources = settings.resources_of(kind.entry)
+    container["resources"] = {"limits": {"nvidia.com/gpu": str(kind.gpus), **resources}}
+    if any("/" in name for name in resources):  # RDMA registers memory, which it must be allowed to lock
+        container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
+    # Two pods on one node would share what the plan counts for each.
+    others = {_INSTANCE: settings.name, _COMPONENT: _component(kind)}
+    apart = {"labelSelector": {"matchLabels": others}, "topologyKey": "kubernetes.io/hostname"}
+    return spec | {
+        "affinity": {
+            "nodeAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": {
+                    "nodeSelectorTerms": [{"matchExpressions": _node_terms(kind, settings)}]
+                }
+            },
+            "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]},
+        },
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    }
+
+
+def _node_terms(kind: Kind, settings: Settings) -> list[dict[str, Any]]:
+    """Which nodes a kind's pods run on: the user's labels, else the file's hosts, else the GPU's product.
+
+    Raises:
+        HexiError: none of these is known.
+    """
+    labels: dict[str, Sequence[str]] = {
+        key: [value] for key, value in settings.labels_of(kind.entry or "").items()
+    }
+    if not labels and kind.hosts:
+        labels = {"kubernetes.io/hostname": kind.hosts}
+    if not labels:
+        products = product_labels(kind.gpu)
+        if not products:
+            raise HexiError(
+                f"nodes {kind.entry}: the label of a {kind.gpu} in Kubernetes is not known; give "
+                f"--node-label {kind.entry}:LABEL=VALUE (kubectl get nodes -L {PRODUCT_LABEL})"
+            )
+        labels = {PRODUCT_LABEL: products}
+    return [{"key": key, "operator": "In", "values": list(values)} for key, values in labels.items()]

@@ -1,0 +1,230 @@
+"""The pods of a job, one a node: those of a kind differ in their index only; and the commands of each."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.errors import HexiError
+from megatron_hexi.kubernetes.settings import FOLDER, MAX_NAME, Settings
+from megatron_hexi.plan import Plan
+from megatron_hexi.report.launch import find_agents
+from megatron_hexi.slurm import find_gpus
+
+_PORT = 29500
+_STORE_PORT = 29400
+#: The kind of the pod that keeps an elastic job's store.
+STORE = "store"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process that a pod starts.
+
+    Args:
+        words: after ``python``.
+        trains: whether Megatron's arguments follow them.
+        gpus: that it sees, counted inside the pod; ``None``: all of the pod.
+    """
+
+    words: tuple[str, ...]
+    trains: bool = False
+    gpus: tuple[int, ...] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `start` reads it."""
+        seen = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+        return {"words": list(self.words), "trains": self.trains, "variables": seen}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Pods that differ in their index only.
+
+    Args:
+        name: of the kind, a DNS label.
+        entry: of the cluster file; ``None``: it needs no GPU.
+        gpu: of each node, as the cluster file calls it.
+        gpus: that each pod asks for.
+        nodes: of each pod, its node's number in the cluster file, by index.
+        hosts: of these nodes, where the file names them.
+    """
+
+    name: str
+    entry: str | None
+    gpu: str
+    gpus: int
+    nodes: tuple[int, ...]
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pods:
+    """A job's pods.
+
+    Args:
+        kinds: in the order of their first nodes.
+        commands: by kind, for each index the processes of that pod.
+    """
+
+    kinds: tuple[Kind, ...]
+    commands: dict[str, list[list[Command]]]
+
+    def table(self) -> dict[str, list[list[dict[str, Any]]]]:
+        """The commands as `start` reads them."""
+        return {
+            kind: [[command.as_dict() for command in pod] for pod in pods]
+            for kind, pods in self.commands.items()
+        }
+
+
+def training_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
+    """Return the pods of a training whose rank r runs on the plan's GPU of rank r.
+
+    A pod has one start of torchrun for each run of consecutive ranks on its node (`find_agents`).
+
+    Raises:
+        HexiError: the plan was made for another cluster, or a name is too long for Kubernetes.
+    """
+    agents = find_agents(plan, cluster)
+    ranks = [cluster.ranks[gpu] for gpu in find_gpus(plan, cluster)]
+    node_of = [ranks[agent.first_rank].node for agent in agents]
+    used: dict[int, list[int]] = {}
+    for node, agent in zip(node_of, agents, strict=True):
+        used.setdefault(node, []).extend(agent.gpus)
+    kinds = _kinds(cluster, {node: len(gpus) for node, gpus in used.items()}, settings)
+    main = _addresses(kinds, settings)[node_of[0]]
+    commands: dict[int, list[Command]] = {node: [] for node in used}
+    for number, (node, agent) in enumerate(zip(node_of, agents, strict=True)):
+        inside = sorted(used[node])
+        gpus = tuple(inside.index(gpu) for gpu in agent.gpus)
+        words = _torchrun(len(gpus), len(agents), number, main)
+        all_gpus = gpus == tuple(range(len(inside)))
+        commands[node].append(
+            Command((*words, "-m", "megatron_hexi.pretrain_gpt"), True, None if all_gpus else gpus)
+        )
+    return Pods(kinds, {kind.name: [commands[node] for node in kind.nodes] for kind in kinds})
+
+
+def elastic_pods(plan: Plan, cluster: Cluster, settings: Settings) -> Pods:
+    """Return the pods of a job that goes on without lost nodes, and the pod that keeps its store.
+
+    Raises:
+        HexiError: as `training_pods`; a plan that leaves out GPUs of a node, or fewer nodes than suffice.
+    """
+    used = Counter(cluster.ranks[gpu].node for gpu in find_gpus(plan, cluster))
+    for node, count in used.items():
+        of_node = len(cluster.nodes[node].ranks)
+        if count < of_node:
+            raise HexiError(
+                f"--elastic: the plan has ranks on {count} of the {of_node} GPUs of "
+                f"{cluster.nodes[node].name}, and an elastic job uses whole nodes; leave --elastic out, or "
+                "plan for whole nodes"
+            )
+    if settings.least is None or not 0 < settings.least <= len(used):
+        raise HexiError(f"--elastic {settings.least}: the plan has {len(used)} nodes; give 1 to {len(used)}")
+    store = Kind(STORE, None, "", 0, (-1,))
+    kinds = _kinds(cluster, used, settings, (store,))
+    addresses = _addresses((*kinds, store), settings)
+    keep = Command(
+        ("-m", "megatron_hexi.elastic", "--keep-store", "--rdzv-endpoint", f"localhost:{_STORE_PORT}")
+    )
+    agent = ("-m", "megatron_hexi.elastic", "--nnodes", f"{settings.least}:{len(used)}")
+    meeting = ("--rdzv-endpoint", f"{addresses[-1]}:{_STORE_PORT}", "--rdzv-id", settings.name)
+
+    def command(node: int, gpus: int) -> Command:
+        own = ("--node", cluster.nodes[node].name, "--local-addr", addresses[node])
+        words = (*agent, "--nproc-per-node", str(gpus), *meeting, *own, "--")
+        return Command((*words, "--hexi-cluster", str(FOLDER / "cluster.yaml")), True)
+
+    commands = {kind.name: [[command(node, kind.gpus)] for node in kind.nodes] for kind in kinds}
+    return Pods((*kinds, store), {**commands, STORE: [[keep]]})
+
+
+def probe_pods(cluster: Cluster, settings: Settings, words: Sequence[str]) -> Pods:
+    """Return the pods that measure all nodes of a cluster file, ranks in its order.
+
+    Args:
+        cluster: what is known of the machines: entries, counts and GPUs.
+        settings: of the job.
+        words: of ``hexi probe``.
+    """
+    used = {number: len(node.ranks) for number, node in enumerate(cluster.nodes)}
+    kinds = _kinds(cluster, used, settings)
+    main = _addresses(kinds, settings)[0]
+    probe = ("-m", "megatron_hexi.cli.main", "probe", *words)
+
+    def command(node: int) -> Command:
+        return Command((*_torchrun(used[node], len(used), node, main), *probe))
+
+    return Pods(kinds, {kind.name: [[command(node)] for node in kind.nodes] for kind in kinds})
+
+
+def _torchrun(ranks: int, agents: int, number: int, main: str) -> tuple[str, ...]:
+    """Words that start ranks that know each other beforehand, so that their numbers are as written."""
+    return (
+        *("-m", "megatron_hexi.torchrun"),
+        *(f"--nproc-per-node={ranks}", f"--nnodes={agents}", f"--node-rank={number}"),
+        *(f"--master-addr={main}", f"--master-port={_PORT}"),
+    )
+
+
+def _kinds(
+    cluster: Cluster, used: Mapping[int, int], settings: Settings, others: Sequence[Kind] = ()
+) -> tuple[Kind, ...]:
+    """Return the kinds of pods: the nodes of an entry of which as many GPUs are used.
+
+    Args:
+        cluster: the machines.
+        used: by number of a node, how many of its GPUs are used.
+        settings: of the job.
+        others: kinds that the job has besides.
+    """
+    alike: dict[tuple[str, int], list[int]] = {}
+    entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
+    for node in sorted(used):
+        alike.setdefault((entries[node].name, used[node]), []).append(node)
+    several = {entry for entry, _ in alike if sum(other == entry for other, _ in alike) > 1}
+    kinds: list[Kind] = []
+    for (entry, gpus), nodes in alike.items():
+        name = _label(f"{entry}-{gpus}" if entry in several else entry)
+        while name in (kind.name for kind in (*others, *kinds)):
+            name = f"{name}-x"
+        named = tuple(host for node in nodes if (host := cluster.file.hosts[node]) is not None)
+        kinds.append(Kind(name, entry, entries[nodes[0]].gpu, gpus, tuple(nodes), named))
+    for kind in (*others, *kinds):
+        longest = _host(kind, len(kind.nodes) - 1, settings)
+        if len(longest) > MAX_NAME:
+            raise HexiError(
+                f"--name {settings.name}: a pod would be called {longest}, {len(longest)} characters, and "
+                f"Kubernetes takes {MAX_NAME}; give a shorter --name, or shorter names in the cluster file"
+            )
+    return tuple(kinds)
+
+
+def _label(name: str) -> str:
+    """A name of the cluster file as a DNS label.
+
+    >>> _label("H100_rack.2")
+    'h100-rack-2'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _host(kind: Kind, index: int, settings: Settings) -> str:
+    """The host name that Kubernetes gives a pod: job and index, in a JobSet also the job's replica."""
+    replica = "-0" if settings.form == "jobset" else ""
+    return f"{settings.name}-{kind.name}{replica}-{index}"
+
+
+def _addresses(kinds: Sequence[Kind], settings: Settings) -> dict[int, str]:
+    """By number of a node, where other pods reach its pod: the job's Service is their domain."""
+    return {
+        node: f"{_host(kind, index, settings)}.{settings.name}"
+        for kind in kinds
+        for index, node in enumerate(kind.nodes)
+    }

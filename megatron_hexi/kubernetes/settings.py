@@ -1,0 +1,209 @@
+"""The user's choices for a job on Kubernetes, held against its rules for names before anything is written.
+
+The rules: https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ and …/labels/.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Literal, get_args
+
+from megatron_hexi.errors import HexiError
+
+#: Indexed Jobs and a Service of Kubernetes itself, or one JobSet (https://jobset.sigs.k8s.io).
+Form = Literal["job", "jobset"]
+
+#: Where pods find plan, arguments and commands.
+FOLDER = PurePosixPath("/etc/hexi")
+SHARED_MEMORY = PurePosixPath("/dev/shm")
+
+MAX_NAME = 63
+_LABEL = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
+_NAMESPACE = re.compile(_LABEL)
+_SERVICE = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?")
+_SUBDOMAIN = rf"{_LABEL}(?:\.{_LABEL})*"
+_CLAIM = re.compile(_SUBDOMAIN)
+_QUALIFIED = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_KEY = re.compile(rf"(?:{_SUBDOMAIN}/)?{_QUALIFIED}")
+_VALUE = re.compile(rf"(?:{_QUALIFIED})?")
+_DEVICE = re.compile(rf"{_SUBDOMAIN}/{_QUALIFIED}")
+_NATIVE = ("cpu", "memory", "ephemeral-storage")
+_QUANTITY = re.compile(r"[1-9][0-9]*(?:m|[kMGTP]|[KMGTP]i)?")
+_COUNT = re.compile(r"[1-9][0-9]{0,5}")
+#: https://github.com/distribution/reference: registry and its port, path, tag, digest.
+_IMAGE = re.compile(
+    r"(?:[A-Za-z0-9](?:[-.A-Za-z0-9]*[A-Za-z0-9])?(?::[0-9]+)?/)?[a-z0-9]+(?:[._/-]+[a-z0-9]+)*"
+    r"(?::[A-Za-z0-9_][-.A-Za-z0-9_]{0,127})?(?:@sha256:[0-9a-f]{64})?"
+)
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A folder that every pod sees.
+
+    Args:
+        source: a PersistentVolumeClaim's name, or an absolute path on the node.
+        path: where it is mounted.
+        read_only: whether pods may only read it.
+    """
+
+    source: str
+    path: PurePosixPath
+    read_only: bool
+
+    @property
+    def is_claim(self) -> bool:
+        """Whether the source is a claim, not a folder of the node."""
+        return not self.source.startswith("/")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices that no plan and no cluster file has.
+
+    Args:
+        form: which objects are written.
+        image: of every pod.
+        name: of the job; all objects' names begin with it.
+        namespace: of all objects; ``None``: the one that kubectl is set to.
+        volumes: that every pod mounts.
+        labels: by entry of the cluster file, the labels of its nodes, in place of the GPU's product.
+        resources: that each pod asks for besides its GPUs, by entry; under ``""`` those of all entries.
+        restarts: how often the whole job may start again.
+        least: nodes that suffice for an elastic job; ``None``: all are needed.
+
+    Raises:
+        HexiError: Kubernetes would refuse one of them.
+    """
+
+    form: Form
+    image: str
+    name: str
+    namespace: str | None = None
+    volumes: tuple[Volume, ...] = ()
+    labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    resources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    restarts: int = 3
+    least: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.form not in get_args(Form):
+            raise HexiError(f"--kubernetes {self.form}: is no form; give {' or '.join(get_args(Form))}")
+        if not _IMAGE.fullmatch(self.image) or len(self.image) > 255:
+            raise HexiError(
+                f"--image {self.image}: is no name of an image; give one as registry.example/hexi:0.1.0"
+            )
+        if not _SERVICE.fullmatch(self.name) or len(self.name) > MAX_NAME:
+            raise HexiError(
+                f"--name {self.name}: give at most {MAX_NAME} lower-case letters, digits and dashes that "
+                "begin with a letter and end in no dash"
+            )
+        if self.namespace is not None and (
+            not _NAMESPACE.fullmatch(self.namespace) or len(self.namespace) > MAX_NAME
+        ):
+            raise HexiError(
+                f"--namespace {self.namespace}: give at most {MAX_NAME} lower-case letters, digits and "
+                "dashes that neither begin nor end in a dash"
+            )
+        taken = {FOLDER: "the plan is mounted there", SHARED_MEMORY: "shared memory is mounted there"}
+        for volume in self.volumes:
+            if volume.path in taken:
+                raise HexiError(
+                    f"--volume {volume.source}:{volume.path}: {taken[volume.path]}; choose another"
+                )
+            taken[volume.path] = "another --volume is mounted there"
+
+    def labels_of(self, entry: str) -> Mapping[str, str]:
+        """The labels that a user gave for an entry's nodes."""
+        return self.labels.get(entry, {})
+
+    def resources_of(self, entry: str) -> Mapping[str, str]:
+        """Resources of an entry's pods besides GPUs; the entry's own replace those of all."""
+        return {**self.resources.get("", {}), **self.resources.get(entry, {})}
+
+    def holds(self, path: str) -> bool:
+        """Whether a path in a pod lies in a volume."""
+        folders = {PurePosixPath(path), *PurePosixPath(path).parents}
+        return any(volume.path in folders for volume in self.volumes)
+
+
+def read_volume(text: str) -> Volume:
+    """The volume that ``CLAIM:/PATH`` or ``/FOLDER:/PATH`` spells; ``:ro`` at the end makes it read-only.
+
+    Raises:
+        HexiError: it spells none.
+    """
+    source, *rest = text.split(":")
+    read_only = rest[1:] == ["ro"]
+    if len(rest) != 1 + read_only or not _is_folder(rest[0]):
+        raise HexiError(f"--volume {text}: give CLAIM:/PATH or /FOLDER:/PATH, with :ro to read only")
+    if source.startswith("/"):
+        if not _is_folder(source):
+            raise HexiError(f"--volume {text}: {source} is no plain absolute path of the nodes; give one")
+    elif not _CLAIM.fullmatch(source) or len(source) > 253:
+        raise HexiError(f"--volume {text}: {source!r} is no name of a PersistentVolumeClaim; correct it")
+    return Volume(source, PurePosixPath(rest[0]), read_only)
+
+
+def _is_folder(text: str) -> bool:
+    path = PurePosixPath(text)
+    return path.is_absolute() and path != PurePosixPath("/") and ".." not in path.parts and text.isprintable()
+
+
+def read_labels(texts: Sequence[str], entries: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The labels that ``ENTRY:LABEL=VALUE`` spell, by entry.
+
+    Args:
+        texts: as typed.
+        entries: of the cluster file.
+
+    Raises:
+        HexiError: an unknown entry, no label or no value of one, or a label given twice.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for text in texts:
+        entry, _, label = text.partition(":")
+        key, equals, value = label.partition("=")
+        if not equals or not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
+            raise HexiError(f"--node-label {text}: give ENTRY:LABEL=VALUE, such as h100:pool=fast")
+        _check_entry("--node-label", text, entry, entries)
+        if key in found.setdefault(entry, {}):
+            raise HexiError(f"--node-label {text}: {key} of {entry} is given twice; keep one of them")
+        found[entry][key] = value
+    return found
+
+
+def read_resources(texts: Sequence[str], entries: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The resources that ``[ENTRY:]NAME=COUNT`` spell, by entry, or under ``""``.
+
+    Raises:
+        HexiError: an unknown entry, no resource or no number, a resource given twice, or GPUs.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for text in texts:
+        place, equals, count = text.partition("=")
+        entry, colon, name = place.rpartition(":")
+        well = _QUANTITY if name in _NATIVE else _COUNT
+        if not equals or not (name in _NATIVE or _DEVICE.fullmatch(name)) or not well.fullmatch(count):
+            raise HexiError(
+                f"--resource {text}: give [ENTRY:]NAME=COUNT, such as rdma/hca_shared_devices_a=1 or "
+                "memory=1Ti"
+            )
+        if name == "nvidia.com/gpu":
+            raise HexiError(f"--resource {text}: the plan says how many GPUs a pod has; leave it out")
+        if colon:
+            _check_entry("--resource", text, entry, entries)
+        if name in found.setdefault(entry, {}):
+            raise HexiError(f"--resource {text}: {name} is given twice; keep one of them")
+        found[entry][name] = count
+    return found
+
+
+def _check_entry(option: str, text: str, entry: str, entries: Sequence[str]) -> None:
+    if entry not in entries:
+        raise HexiError(
+            f"{option} {text}: the cluster file has no nodes {entry!r}; it has {', '.join(entries)}"
+        )
