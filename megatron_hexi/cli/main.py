@@ -27,6 +27,7 @@ from megatron_hexi.cli import (
     planning,
     plans,
     probe,
+    recipe,
     report,
     testbed,
 )
@@ -52,6 +53,7 @@ for _commands in (
     probe,
     place,
     arguments,
+    recipe,
     report,
     testbed,
 ):

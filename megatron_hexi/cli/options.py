@@ -66,7 +66,10 @@ PRESETS = (
     *("gpt-3b", "gpt-7b", "gpt-13b", "gpt-70b"),
     *("llama3-8b", "llama3-70b", "qwen3-8b", "qwen3-32b"),
 )
-_MODEL = f"A preset ({', '.join(PRESETS)}), a Hugging Face config.json, or a file of Megatron's arguments"
+_MODEL = (
+    f"A preset ({', '.join(PRESETS)}), a recipe (hexi recipe list), a Hugging Face config.json, or a file of "
+    "Megatron's arguments"
+)
 MODEL_OF_PLAN = f"{_MODEL}; the one that the plan names if not given."
 MODEL_OF_REPORT = f"{_MODEL}; used with --cluster, by default the one that the plan names."
 _JOB = "The job"

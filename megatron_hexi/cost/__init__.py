@@ -11,17 +11,18 @@ from megatron_hexi.cost.kernels import assumed_kernels, planned_kernels, shipped
 from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
+from megatron_hexi.cost.named_models import presets
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.presets import (
     argument_words,
     check_options,
     constant_flags,
     model_file,
-    presets,
     read_model,
     read_terms,
 )
 from megatron_hexi.cost.ranks import Pace, RankCost
+from megatron_hexi.cost.recipes import Recipe, recipes
 from megatron_hexi.cost.throughput import Throughput, model_flops
 from megatron_hexi.cost.timing import Timing
 from megatron_hexi.cost.unit_rates import unit_rates
@@ -41,6 +42,7 @@ __all__ = [
     "Pace",
     "Phases",
     "RankCost",
+    "Recipe",
     "Shortage",
     "Throughput",
     "Timing",
@@ -62,6 +64,7 @@ __all__ = [
     "presets",
     "read_model",
     "read_terms",
+    "recipes",
     "shipped_kernels",
     "token_seconds",
     "unit_rates",

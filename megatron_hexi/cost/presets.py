@@ -1,13 +1,10 @@
-"""Models by name or by file. The presets and their sources are in data/models.yaml."""
+"""Models, and jobs, by what ``--model`` takes: a preset, a recipe, a config.json, a file of arguments."""
 
 from __future__ import annotations
 
 import difflib
-import functools
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from megatron_hexi.argument_file import split_words
 from megatron_hexi.cost.hugging_face import model_from_config
@@ -20,78 +17,58 @@ from megatron_hexi.cost.megatron_arguments import (
     terms_from_arguments,
 )
 from megatron_hexi.cost.model import Model
+from megatron_hexi.cost.named_models import preset_constants, presets
+from megatron_hexi.cost.recipes import recipes
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan
 from megatron_hexi.text_file import read_text
-from megatron_hexi.yaml_file import read_yaml
 from megatron_hexi.yaml_schema import short
 
-DATA = Path(__file__).parent / "data" / "models.yaml"
 #: A config.json is a few kilobytes; words of megabytes take seconds to split.
 MAX_BYTES = 2**17
 
 
-@functools.cache
-def presets() -> Mapping[str, Model]:
-    """All presets by name, in the order of the data."""
-    return MappingProxyType(
-        {
-            name: Model(name=name, **{field: value for field, value in entry.items() if field != "constants"})
-            for name, entry in read_yaml(DATA).data.items()
-        }
-    )
-
-
-@functools.cache
-def _constants() -> Mapping[str, tuple[str, ...]]:
-    """Megatron's flags for what shapes leave open, of all presets by name."""
-    return {
-        name: tuple(str(word) for pair in entry["constants"].items() for word in pair)
-        for name, entry in read_yaml(DATA).data.items()
-    }
-
-
 def read_model(name_or_path: str | os.PathLike[str]) -> Model:
-    """A model: a preset's name, a Hugging Face config.json or its folder, a file of Megatron's arguments.
+    """A model: a preset, a recipe, a Hugging Face config.json or its folder, a file of Megatron's arguments.
 
     Raises:
-        HexiError: neither a preset nor a file, or a file that does not tell all that is needed.
+        HexiError: neither a preset, a recipe nor a file, or a file that does not tell all that is needed.
     """
     name = os.fspath(name_or_path)
-    path = model_file(name)
-    if path is None:
+    found = _read(name)
+    if found is None:
         return presets()[name]
-    text = _read(name, path)
+    path, text = found
     if _is_json(text, path):
         return model_from_config(text, path)
     return model_from_arguments(text, path)
 
 
 def read_terms(name_or_path: str | os.PathLike[str]) -> ArgumentTerms | None:
-    """What is said of the job by what `read_model` takes; only a file of Megatron's arguments says anything.
+    """What is said of the job by what `read_model` takes: by recipes and files of Megatron's arguments.
 
     Raises:
         HexiError: as `read_model`.
     """
     name = os.fspath(name_or_path)
-    path = model_file(name)
-    if path is None:
+    found = _read(name)
+    if found is None:
         return None
-    text = _read(name, path)
+    path, text = found
     return None if _is_json(text, path) else terms_from_arguments(text, path)
 
 
 def argument_words(name_or_path: str | os.PathLike[str]) -> list[str] | None:
-    """Return the words of a file of Megatron's arguments; ``None`` for other kinds of models.
+    """Return the words of a recipe, or of a file of Megatron's arguments; ``None`` for other kinds of models.
 
     Raises:
         HexiError: as `read_model`.
     """
     name = os.fspath(name_or_path)
-    path = model_file(name)
-    if path is None:
+    found = _read(name)
+    if found is None:
         return None
-    text = _read(name, path)
+    path, text = found
     return None if _is_json(text, path) else split_words(text, path)
 
 
@@ -101,10 +78,9 @@ def check_options(name_or_path: str | os.PathLike[str], plan: Plan) -> None:
     Raises:
         HexiError: as `read_model`, or an option that such a plan does not carry out.
     """
-    name = os.fspath(name_or_path)
-    path = model_file(name)
-    if path is not None and not _is_json(text := _read(name, path), path):
-        check_arguments(text, path, plan)
+    found = _read(os.fspath(name_or_path))
+    if found is not None and not _is_json(found[1], found[0]):
+        check_arguments(found[1], found[0], plan)
 
 
 def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
@@ -115,19 +91,28 @@ def constant_flags(name_or_path: str | os.PathLike[str]) -> list[str]:
         NoFlagError: a constant that Megatron has no flag for.
     """
     name = os.fspath(name_or_path)
-    path = model_file(name)
-    if path is None:
-        return list(_constants()[name])
-    text = _read(name, path)
+    found = _read(name)
+    if found is None:
+        return list(preset_constants()[name])
+    path, text = found
     if not _is_json(text, path):
         return []
     return [word for pair in constants_of(read_config(text, path)) for word in pair if word]
 
 
-def _read(name: str, path: Path) -> str:
+def _read(name: str) -> tuple[Path, str] | None:
+    """Return the file and the text that a model is read from; a recipe's name stands for its file.
+
+    ``None`` for a preset.
+    """
+    if name in recipes():
+        return Path(name), recipes()[name].text
+    path = model_file(name)
+    if path is None:
+        return None
     if not os.path.exists(path):
-        raise HexiError(f"model {short(name)} is neither a preset nor a file; {_hint(name)}")
-    return read_text(path, MAX_BYTES)
+        raise HexiError(f"model {short(name)} is no preset, recipe or file; {_hint(name)}")
+    return path, read_text(path, MAX_BYTES)
 
 
 def _is_json(text: str, path: Path) -> bool:
@@ -135,13 +120,13 @@ def _is_json(text: str, path: Path) -> bool:
 
 
 def model_file(name: str) -> Path | None:
-    """The file that a model is read from, there or not; ``None``: it is a preset."""
-    if name in presets():
+    """The file that a model is read from, there or not; ``None``: it is a preset or a recipe."""
+    if name in presets() or name in recipes():
         return None
     return Path(name, "config.json") if os.path.isdir(name) else Path(name)
 
 
 def _hint(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), presets(), n=3)
+    near = difflib.get_close_matches(name.lower(), [*presets(), *recipes()], n=3)
     known = f"did you mean {' or '.join(near)}?" if near else f"presets: {', '.join(presets())}"
     return f"{known} (or give a Hugging Face config.json, or a file of Megatron's arguments)"

@@ -92,7 +92,7 @@ CLUSTERS = {
 
 #: Options of `hexi plan` and `hexi compare` on a good cluster, and a part of what is said of them.
 OPTIONS = {
-    "an unknown model": ("--model gpt-8b", "model 'gpt-8b' is neither a preset nor a file; did you mean"),
+    "an unknown model": ("--model gpt-8b", "model 'gpt-8b' is no preset, recipe or file; did you mean"),
     "a model file that is a plan": ("--model plan.yaml", "plan.yaml"),
     "a config without keys": ("--model config.json", "config.json: num_hidden_layers is missing"),
     "a config with 0 heads": (

@@ -170,7 +170,7 @@ def test_what_cannot_be_read(folder, monkeypatch, capsys, reader, kind):
 @pytest.mark.parametrize("reader", MODELS)
 def test_what_is_no_model(folder, monkeypatch, capsys, reader, kind):
     path, said = UNREADABLE[kind]
-    said = "is neither a preset nor a file" if path in _NO_MODEL else said
+    said = "is no preset, recipe or file" if path in _NO_MODEL else said
     assert said in refused(monkeypatch, capsys, folder, words_with(MODELS[reader], path))
 
 

@@ -1,0 +1,81 @@
+"""``hexi recipe``: jobs by name, which ``--model`` takes everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from megatron_hexi.cli.options import AsJson
+from megatron_hexi.cli.output import check_outputs, print_json, print_report, say
+from megatron_hexi.cost import Recipe, recipes
+from megatron_hexi.errors import HexiError
+from megatron_hexi.text_file import write_text_atomically
+
+app = typer.Typer()
+recipe = typer.Typer(
+    help="Jobs that lengthen a published model's context: arguments for Megatron, each with its source.",
+    no_args_is_help=True,
+)
+app.add_typer(recipe, name="recipe")
+
+Name = Annotated[str, typer.Argument(metavar="RECIPE", help="One that hexi recipe list names.")]
+
+
+@recipe.command(name="list", epilog="Example: hexi recipe list")
+def list_recipes(as_json: AsJson = False) -> None:
+    """List the recipes."""
+    if as_json:
+        print_json({"recipes": [_as_dict(one) for one in recipes().values()]})
+        return
+    table = Table()
+    for name in ("recipe", "model", "tokens", "batch", "learning rate", "iterations", "tokenizer"):
+        table.add_column(name, no_wrap=True)
+    for one in recipes().values():
+        numbers = f"{one.seq_length:,}", f"{one.global_batch_size}", f"{one.lr:g}", f"{one.iterations:,}"
+        table.add_row(one.name, one.model, *numbers, one.tokenizer)
+    print_report(table)
+
+
+@recipe.command(epilog="Example: hexi recipe show llama3-8b-128k")
+def show(name: Name, as_json: AsJson = False) -> None:
+    """Print a recipe: Megatron's arguments, and what they are taken from."""
+    found = _find(name)
+    if as_json:
+        print_json(_as_dict(found))
+    else:
+        print(found.text, end="")
+
+
+@recipe.command(epilog="Example: hexi recipe write llama3-8b-128k -o job.args")
+def write(
+    name: Name,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="JOB.args", help="Where to write it.", show_default=False),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Write a recipe to a file, to change it there; --model takes that file too."""
+    found = _find(name)
+    check_outputs([], [out], None, "text")
+    write_text_atomically(out, found.text)
+    say(f"wrote {out}")
+    if as_json:
+        print_json({"path": str(out)} | _as_dict(found))
+
+
+def _find(name: str) -> Recipe:
+    if name not in recipes():
+        near = difflib.get_close_matches(name.lower(), recipes(), n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "see hexi recipe list"
+        raise HexiError(f"{name[:64]!r} is no recipe; {hint}")
+    return recipes()[name]
+
+
+def _as_dict(one: Recipe) -> dict[str, Any]:
+    return dataclasses.asdict(one) | {"flags": dict(one.flags), "sources": list(one.sources)}
