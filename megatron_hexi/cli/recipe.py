@@ -19,6 +19,7 @@ from megatron_hexi.text_file import write_text_atomically
 app = typer.Typer()
 recipe = typer.Typer(
     help="Jobs that lengthen a published model's context: arguments for Megatron, each with its source.",
+    epilog="Example: hexi recipe list",
     no_args_is_help=True,
 )
 app.add_typer(recipe, name="recipe")
