@@ -11,13 +11,13 @@ from megatron_hexi.cost.kernels import assumed_kernels, planned_kernels, shipped
 from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_flags
 from megatron_hexi.cost.memory import Memory
 from megatron_hexi.cost.model import Model
-from megatron_hexi.cost.named_models import presets
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.presets import (
     argument_words,
     check_options,
     constant_flags,
     model_file,
+    presets,
     read_model,
     read_terms,
 )

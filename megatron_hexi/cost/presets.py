@@ -17,7 +17,8 @@ from megatron_hexi.cost.megatron_arguments import (
     terms_from_arguments,
 )
 from megatron_hexi.cost.model import Model
-from megatron_hexi.cost.named_models import preset_constants, presets
+from megatron_hexi.cost.named_models import preset_constants
+from megatron_hexi.cost.named_models import presets as presets
 from megatron_hexi.cost.recipes import recipes
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan
