@@ -245,7 +245,7 @@ def launch_probe(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the manifests of a job that measures a cluster on Kubernetes.
+    """Write manifests of a probe on Kubernetes.
 
     CLUSTER.yaml says how many nodes of which GPU there are: one written by hand will do, its rates do not
     matter.

@@ -18,7 +18,7 @@ from megatron_hexi.text_file import write_text_atomically
 
 app = typer.Typer()
 recipe = typer.Typer(
-    help="Jobs that lengthen a published model's context: arguments for Megatron, each with its source.",
+    help="Long-context jobs by name, with their sources.",
     epilog="Example: hexi recipe list",
     no_args_is_help=True,
 )
