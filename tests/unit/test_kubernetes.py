@@ -180,7 +180,7 @@ def test_each_rank_runs_on_the_plan_s_gpu(form, random: Random):
     specs, table, hosts = read_back(manifests_text(manifests(pods, {}, settings(form))))
     found = ranks_of(specs, table)
     assert len(found) == len(gpus) == len(set(found))
-    pod_of = {}
+    pod_of: dict[int, tuple[str, int]] = {}
     used = Counter(machines.ranks[gpu].node for gpu in gpus)
     for gpu, (kind, index, _) in zip(gpus, found, strict=True):
         node = machines.ranks[gpu].node
@@ -485,10 +485,10 @@ def test_launch_writes_manifests(folder, monkeypatch, capsys, form):
     Path("back.yaml").write_text(data["plan.yaml"])
     Path("back.args").write_text(data["job.args"])
     assert read_plan("back.yaml") == read_plan("plan.yaml")
-    words = read_words(Path("back.args"))
-    assert words[:2] == ["--hexi-plan", "/etc/hexi/plan.yaml"]
-    assert words[words.index("--data-path") + 1] == "/work/it's $HOME"
-    assert words[-4:] == ["--load", "/work/x", "--ckpt-format", "torch_dist"]
+    given = read_words(Path("back.args"))
+    assert given[:2] == ["--hexi-plan", "/etc/hexi/plan.yaml"]
+    assert given[given.index("--data-path") + 1] == "/work/it's $HOME"
+    assert given[-4:] == ["--load", "/work/x", "--ckpt-format", "torch_dist"]
     printed = call_hexi(monkeypatch, capsys, f"{LAUNCH} {form} --image hexi:1 --json".split())
     document = json.loads(printed.out)
     check_schema(document["manifests"])
