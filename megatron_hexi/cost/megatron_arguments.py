@@ -40,7 +40,7 @@ class ArgumentTerms:
         free: flags that no plan depends on; they stay in the lines that start the training.
         restricting: flags that leave some plans, each with the features of plans that it does not train with
             (fields of `megatron_hexi.cluster.PlannerRules`).
-        context_parallel: ranks that share a sequence, which a plan chooses anew; ``None`` where it is not given.
+        context_parallel: ranks that share a sequence, which a plan chooses anew; ``None``: not given.
     """
 
     fields: Mapping[str, Any]
