@@ -267,9 +267,7 @@ class NewJob(PlanFeatures, Training):
         terms = read_terms(self.model)
         if terms and terms.context_parallel is not None and self.context_parallel is None:
             given = spell_flag("context_parallel", terms.context_parallel)
-            say(
-                f"note: {self.model}: {given} is chosen by the planner; give it on the command line to keep it"
-            )
+            say(f"note: {self.model}: {given} is chosen anew; give it on the command line to keep it")
         return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel)
 
     def _rules_of_file(self) -> PlannerRules:

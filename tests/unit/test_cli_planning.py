@@ -463,7 +463,7 @@ def test_an_option_that_leaves_some_plans_restricts_the_search(hexi, asked, opti
 def test_a_context_parallel_size_in_a_file_is_said_to_be_chosen_anew(hexi, asked):
     Path("job.args").write_text(f"{ARGUMENTS}\n--context-parallel-size 2")
     words = ("plan", "cluster.yaml", "--model", "job.args", "-o", "plan.yaml")
-    note = "note: job.args: --context-parallel-size 2 is chosen by the planner; give it on the command line"
+    note = "note: job.args: --context-parallel-size 2 is chosen anew; give it on the command line"
     assert note in hexi(*words).err
     assert note not in hexi(*words, "--context-parallel-size", 4).err
     assert [request.context_parallel for request, _, _ in asked] == [None, 4]
