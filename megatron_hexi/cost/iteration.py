@@ -46,7 +46,11 @@ from megatron_hexi.cost.sections import Ground, Section, plan_sections
 from megatron_hexi.cost.stage import exposed_synchronisation, optimizer_times, stage_cost
 from megatron_hexi.cost.throughput import Throughput
 from megatron_hexi.cost.timing import Timing
+from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import Plan
+
+#: Placements that a cost model keeps.
+_MOST_GROUNDS = 256
 
 
 @dataclass(frozen=True)
@@ -128,8 +132,8 @@ class CostModel:
         #: Of each GPU of the cluster, its place among these.
         self._device = np.array([number[id(rank.device)] for rank in cluster.ranks])
         self._speeds: dict[int, Speeds] = {}
-        #: Of plans whose stage is repeated, by their ranks and GPUs: a search asks for few, over and over.
-        self._grounds: dict[tuple[int, tuple[int, ...] | None], list[Ground]] = {}
+        #: By the ranks of sections and their GPUs: a search asks for few, over and over.
+        self._grounds: dict[tuple[tuple[bytes, ...], tuple[int, ...] | None], list[Ground]] = {}
 
     def estimate(self, plan: Plan, gpus: Sequence[int] | None = None) -> IterationCost:
         """What the plan costs.
@@ -176,8 +180,9 @@ class CostModel:
             reductions = repeated_reductions(job, sections, self.rings, self.shards)
         else:
             costs = [stage_cost(section, self.links, None) for section in sections]
-            borders = border_seconds(plan, job, sections, self.links, micro_batches)
-            reductions = uneven_reductions(plan, job, sections, self.rings, self.hosts)
+            mesh = Mesh(plan, job.micro_batch_size, job.sequence_parallel)
+            borders = border_seconds(mesh, job, sections, self.links, micro_batches)
+            reductions = uneven_reductions(mesh, job, sections, self.rings, self.hosts)
         passing = self._with_rows(sections, reductions.passing)
         times = ((cost.replicas, cost.forward_s) for cost in costs)
         pipelines = replica_pipelines(plan, replica_lanes(sections, times, micro_batches), borders, passing)
@@ -250,10 +255,10 @@ class CostModel:
         return message_buffer_bytes(section.arrays, self._nodes[first], self._channels[first])
 
     def _stand(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Ground]:
-        if not plan.is_repeated:
-            return self._find_grounds(plan, ranks, gpus)
-        asked = plan.units, plan.gpus if gpus is None else tuple(gpus)
+        asked = tuple(own.tobytes() for own in ranks), plan.gpus if gpus is None else tuple(gpus)
         if asked not in self._grounds:
+            if len(self._grounds) >= _MOST_GROUNDS:
+                self._grounds.clear()
             self._grounds[asked] = self._find_grounds(plan, ranks, gpus)
         return self._grounds[asked]
 

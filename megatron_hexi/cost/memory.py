@@ -174,7 +174,7 @@ class ModelPart:
         """How many neighbouring stages there are."""
         return 2 - np.asarray(self.is_first, dtype=int) - np.asarray(self.is_last, dtype=int)
 
-    def of(self, index: Ints) -> ModelPart:
+    def of(self, index: Ints | np.int64) -> ModelPart:
         """The numbers of some of what this one's arrays are over."""
         values = (getattr(self, field.name) for field in fields(self))
         return ModelPart(*(value[index] if isinstance(value, np.ndarray) else value for value in values))

@@ -16,6 +16,7 @@ from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.units import rank_gpus
 
 
 def place(
@@ -37,16 +38,16 @@ def place(
     Raises:
         ClusterError: too many or too few GPUs, one given twice, or a unit on two nodes.
     """
-    gpus = plan.gpus if gpus is None else gpus
-    chosen = np.asarray(range(len(cluster.ranks)) if gpus is None else gpus, dtype=np.int64)
+    are_chosen = gpus is not None or plan.gpus is not None
+    chosen = np.asarray(rank_gpus(plan, len(cluster.ranks)) if gpus is None else gpus, dtype=np.int64)
     needed = sum(own.size for own in ranks)
     if len(chosen) != needed:
-        has = f"cluster {cluster.name} has" if gpus is None else "the plan names"
+        has = "the plan names" if are_chosen else f"cluster {cluster.name} has"
         raise ClusterError(
             f"{has} {len(chosen)} GPUs, the plan is for {needed} ({_spell_size(plan, job)}); "
             "make the plan for this cluster, or take GPUs out of the cluster file"
         )
-    if gpus is not None:
+    if are_chosen:
         _check_choice(chosen, cluster)
     node_of = np.array([rank.node for rank in cluster.ranks])
     placed = [chosen[own] for own in ranks]

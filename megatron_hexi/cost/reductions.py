@@ -19,7 +19,6 @@ from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh import Bucket, Keeping, Mesh, keeping, sweeps
-from megatron_hexi.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +65,10 @@ def repeated_reductions(
         rings: of the cluster.
         shards: units that share the optimizer's state, where not those of the plan.
     """
-    held = [(section.parts, section.ground.stage.gpus, len(section.replicas)) for section in sections]
+    held = [
+        (section.parts.of(np.int64(0)), section.ground.stage.gpus, len(section.replicas))
+        for section in sections
+    ]
     owned: list[Floats | float] = [
         part_params(job, part) / ((shards or len(gpus)) if job.distributed_optimizer else 1)
         for part, gpus, _ in held
@@ -100,7 +102,7 @@ def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], ring
 
 
 def uneven_reductions(
-    plan: Plan, job: Job, sections: Sequence[Section], rings: Rings, hosts: Hosts
+    mesh: Mesh, job: Job, sections: Sequence[Section], rings: Rings, hosts: Hosts
 ) -> Reductions:
     """Where stages have layers of their own: each set of holders by itself, by the tables of `mesh`.
 
@@ -110,20 +112,20 @@ def uneven_reductions(
     these (`ministage_pipeline`).
 
     Args:
-        plan: the plan.
+        mesh: the units of all ranks.
         job: the job.
         sections: the plan's.
         rings: of the cluster.
         hosts: its nodes' memory.
     """
-    mesh = Mesh(plan, job.micro_batch_size, job.sequence_parallel)
+    plan = mesh.plan
     weights = HeldWeights(job, mesh)
-    owned = np.zeros(len(mesh.places))
-    lead, gpu = (np.zeros(len(mesh.places), dtype=np.int64) for _ in range(2))
+    owned = np.zeros(len(mesh.units))
+    lead, gpu = (np.zeros(len(mesh.units), dtype=np.int64) for _ in range(2))
     for section in sections:
         gpu[section.ranks] = section.ground.gpus
         lead[section.ranks] = section.ground.gpus[:, :1]
-    busy = np.zeros((2, len(mesh.places)))
+    busy = np.zeros((2, len(mesh.units)))
     placing, travel = _Placing(job, mesh), _Travel(job, mesh)
     for bucket, least in weights.buckets():
         holders = np.array(bucket.holders)
@@ -163,9 +165,9 @@ class _Travel:
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
         self._mesh = mesh
-        most = max(mesh.stage(place).ministages or 0 for place in mesh.places)
+        most = max(len(unit.ministages or ()) for unit in mesh.units)
         #: Seconds of gathers and sums, bytes from and to host memory, [ranks, ministages].
-        self._gathers, self._sums, self._inward, self._outward = np.zeros((4, len(mesh.places), most))
+        self._gathers, self._sums, self._inward, self._outward = np.zeros((4, len(mesh.units), most))
 
     def add(self, kept: Keeping, rank: int, seconds: Sequence[float], count: float) -> None:
         """Note a bucket: how it is kept, seconds of its gradients and weights, and weights that are kept."""
@@ -192,12 +194,12 @@ class _Travel:
             for size in (self._inward, self._outward)
         )
         ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for place in self._mesh.places:
-            if self._mesh.stage(place).ministages is not None:
-                ranks[place.replica, place.stage].append(place.rank)
+        for rank, unit in enumerate(self._mesh.units):
+            if unit.ministages is not None:
+                ranks[unit.replica, unit.stage].append(rank)
         found = {}
         for stage, own in ranks.items():
-            count = self._mesh.stage(self._mesh.places[own[0]]).ministages
+            count = len(self._mesh.units[own[0]].ministages or ())
             gathers, sums, copies_in, copies_out = (
                 times[own].max(axis=0)[:count] for times in (self._gathers, self._sums, inward, outward)
             )
@@ -211,9 +213,9 @@ class _Placing:
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
         self._mesh = mesh
-        self._offload = [mesh.stage(place).offload or () for place in mesh.places]
-        self._counts = {name: np.zeros(len(mesh.places)) for name in (one.name for one in fields(Present))}
-        self._by_number: list[defaultdict[int, float]] = [defaultdict(float) for _ in mesh.places]
+        self._offload = [unit.offload for unit in mesh.units]
+        self._counts = {name: np.zeros(len(mesh.units)) for name in (one.name for one in fields(Present))}
+        self._by_number: list[defaultdict[int, float]] = [defaultdict(float) for _ in mesh.units]
         self._most = cache(self._most_at_once)  # ranks of a stage are alike
 
     def add(self, bucket: Bucket, rank: int, whole: float, own: float) -> Keeping:
@@ -238,9 +240,8 @@ class _Placing:
         here, added = self._counts["weights"].copy(), self._counts["gradients"].copy()
         for rank, sizes in enumerate(self._by_number):
             if sizes:
-                place = self._mesh.places[rank]
-                count, gives_loss = self._mesh.stage(place).ministages or 1, self._mesh.is_last_stage(place)
-                most = self._most(count, gives_loss, tuple(sizes.items()))
+                unit = self._mesh.units[rank]
+                most = self._most(len(unit.ministages or (1,)), unit.is_last, tuple(sizes.items()))
                 here[rank] += most[0]
                 added[rank] += most[1]
         return Present(**{**self._counts, "weights": here, "gradients": added})
@@ -262,7 +263,7 @@ def _ring(mesh: Mesh, holders: Ints, width: Sequence[int], lead: Ints, gpu: Ints
 
     Where units of one size hold the same, their other ranks form rings of their own, which take as long.
     """
-    places = {(width[rank], mesh.places[rank].tp_rank) for rank in holders.tolist()}
+    places = {(width[rank], mesh.units[rank].ranks.index(rank)) for rank in holders.tolist()}
     if len(places) == 1:
         return lead[holders], next(iter(places))[0]
     return gpu[holders], 1

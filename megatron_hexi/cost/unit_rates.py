@@ -16,6 +16,7 @@ from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, par
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import UnitRates
+from megatron_hexi.plan.units import rank_gpus
 
 #: Of the sequence's length, the short document that a fit takes beside the whole.
 _SHORT = 1 / 64
@@ -39,7 +40,7 @@ def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
             "--batch-shares: the plan has pipeline stages, between which all batches have the same rows; "
             "give --pipeline-model-parallel-size 1, or leave it out"
         )
-    gpus = plan.gpus or tuple(range(len(cluster.ranks)))
+    gpus = rank_gpus(plan, len(cluster.ranks))
     devices = [[cluster.ranks[gpus[rank]].device for rank in member.ranks] for member in plan.members]
     found = {id(device): _rates(device, plan, job) for unit in devices for device in unit}
     units = [[found[id(device)] for device in unit] for unit in devices]

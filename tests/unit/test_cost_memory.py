@@ -30,9 +30,8 @@ from megatron_hexi.cost.memory import (
     stage_params,
     unit_memory,
 )
-from megatron_hexi.cost.plan_arrays import plan_arrays
 from megatron_hexi.plan import Group, Member, proportional_plan
-from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.plans import examples, one_replica
 
 LAYER, VOCAB = 3145728 + 1024, 1024 * 512
