@@ -21,7 +21,7 @@ _Crossing = tuple[int, int, int, _Domains]
 def border_seconds(
     mesh: Mesh, job: Job, sections: Sequence[Section], links: LinkTable, micro_batches: Ints
 ) -> tuple[list[Floats], list[Floats]]:
-    """How long each micro-batch is under way over each border of each replica.
+    """Seconds that each micro-batch is under way over each border of each replica.
 
     With ministages the border from the last stage to the first comes last.
 
@@ -40,7 +40,7 @@ def border_seconds(
     """
     gpu = np.zeros(len(mesh.units), dtype=np.int64)
     for section in sections:
-        gpu[section.ranks] = section.ground.gpus
+        gpu[section.ranks] = section.placement.gpus
     row = job.model.hidden_size * job.element_bytes
     depths = [len(replica.stages) for replica in mesh.plan.replicas]
     borders = [depth - 1 + mesh.goes_round(r) for r, depth in enumerate(depths)]

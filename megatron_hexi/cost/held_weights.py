@@ -1,4 +1,4 @@
-"""Which weights each rank holds, by its part of the model, and who holds the same."""
+"""Weights that each rank holds, and the sets of ranks that hold the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_hexi.plan.units import Unit
 
 
 class _Held(NamedTuple):
-    """A weight, or the same one of several layers, on one rank.
+    """A weight on one rank, or one weight of several layers.
 
     Args:
         key: of the weight.
@@ -53,7 +53,7 @@ class HeldWeights:
                 self.density[key, width] = self._params(key, width) / (chunks * self._elements[key])
 
     def buckets(self) -> tuple[tuple[Bucket, float], ...]:
-        """Every set of holders, in the order in which ranks reduce them, and the least share of any."""
+        """The buckets in the order in which ranks reduce them, each with its smallest owner's part of it."""
         # Ranks of a stage that hold the same part of each box are many.
         found: dict[tuple[int, int, int, int], tuple[Box, ...]] = {}
         boxes, state = [], []
@@ -66,14 +66,14 @@ class HeldWeights:
         return _buckets(tuple(boxes), tuple(state))
 
     def size(self, bucket: Bucket) -> float:
-        """Weights of a bucket, as its holder with most copies counts them."""
+        """Weights of a bucket on the holder that has most copies of them."""
         widths = {self.width[rank] for rank in bucket.holders}
         return sum(
             piece.size * max(self.density[piece.key, width] for width in widths) for piece in bucket.pieces
         )
 
     def of(self, bucket: Bucket) -> Iterator[tuple[int, float, float]]:
-        """Each holder of a bucket, weights of it there, and those whose state it owns."""
+        """For each holder of a bucket: its rank, weights that it holds, and weights whose state it owns."""
         whole = {
             width: sum(piece.size * self.density[piece.key, width] for piece in bucket.pieces)
             for width in {self.width[rank] for rank in bucket.holders}

@@ -1,4 +1,4 @@
-"""Sums of gradients and new weights between whoever holds the same, and who keeps which optimizer state."""
+"""Collectives of gradients and weights, once an iteration and between ministages, and owners of the state."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from megatron_hexi.mesh import Bucket, Keeping, Mesh, keeping, sweeps
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """Gradients, or weights, once an iteration.
+    """A collective of all gradients, or of all weights, once an iteration.
 
     Args:
-        seconds: of each section's domains, [sections][domains]: all that a rank of theirs takes part in.
+        seconds: of each section's domains, [sections][domains]: of all sets of holders that its ranks are in.
         hides_behind: the pass of a layer behind which it travels; ``None``: nothing hides it.
     """
 
@@ -36,13 +36,13 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Reductions:
-    """What all ranks of the job do together once an iteration.
+    """Collectives of all ranks of the job, and where weights, gradients and state are.
 
     Args:
-        turns: one after the other.
+        turns: the collectives of an iteration, in order.
         owned: weights whose optimizer state each unit's GPUs keep, [sections], numbers or [U].
-        present: what is where at the peak, [sections]; of a section ``None``: all of its part on the device.
-        passing: what comes and goes with ministages, by replica and stage.
+        present: how many weights are where at the peak, [sections]; ``None``: all on the device.
+        passing: transfers of ministages, by replica and stage.
     """
 
     turns: tuple[Turn, ...]
@@ -54,7 +54,7 @@ class Reductions:
 def repeated_reductions(
     job: Job, sections: Sequence[Section], rings: Rings, shards: int | None
 ) -> Reductions:
-    """Where pipeline stages are alike: a stage's ranks hold the same, and Megatron reduces over all of them.
+    """Collectives of alike pipeline stages, each over all ranks of a stage, as Megatron's are.
 
     With the distributed optimizer gradients are reduce-scattered and weights all-gathered, without it
     gradients are all-reduced (twice their bytes). With `overlap_gradients` both are hidden.
@@ -63,10 +63,10 @@ def repeated_reductions(
         job: the job.
         sections: its pipeline stages.
         rings: of the cluster.
-        shards: units that share the optimizer's state, where not those of the plan.
+        shards: units that share the optimizer's state; ``None``: those of the plan.
     """
     held = [
-        (section.parts.of(np.int64(0)), section.ground.stage.gpus, len(section.replicas))
+        (section.parts.of(np.int64(0)), section.placement.stage.gpus, len(section.replicas))
         for section in sections
     ]
     owned: list[Floats | float] = [
@@ -77,12 +77,12 @@ def repeated_reductions(
 
 
 def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], rings: Rings) -> tuple[Turn, ...]:
-    """What ranks do together there.
+    """Collectives of alike pipeline stages, in the order in which they run.
 
     Args:
         job: the job.
-        stages: of each what it has of the model, the first GPU of its units in rank order, and how many
-            domains it has.
+        stages: its part of the model, the first GPU of each unit in rank order, and the number of domains,
+            for each stage.
         rings: of the cluster.
     """
     gradients, weights = list[Floats](), list[Floats]()
@@ -104,7 +104,7 @@ def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], ring
 def uneven_reductions(
     mesh: Mesh, job: Job, sections: Sequence[Section], rings: Rings, hosts: Hosts
 ) -> Reductions:
-    """Where stages have layers of their own: each set of holders by itself, by the tables of `mesh`.
+    """Collectives where stages differ: one for each set of ranks that hold the same weights (`mesh`).
 
     Gradients are reduced to the owners of the optimizer's state, and weights come from there. All ranks take
     the sets in one order, so a rank in several waits for the others of each. Gradients may hide behind the
@@ -123,8 +123,8 @@ def uneven_reductions(
     owned = np.zeros(len(mesh.units))
     lead, gpu = (np.zeros(len(mesh.units), dtype=np.int64) for _ in range(2))
     for section in sections:
-        gpu[section.ranks] = section.ground.gpus
-        lead[section.ranks] = section.ground.gpus[:, :1]
+        gpu[section.ranks] = section.placement.gpus
+        lead[section.ranks] = section.placement.gpus[:, :1]
     busy = np.zeros((2, len(mesh.units)))
     placing, travel = _Placing(job, mesh), _Travel(job, mesh)
     for bucket, least in weights.buckets():
@@ -160,7 +160,7 @@ def uneven_reductions(
 
 
 class _Travel:
-    """What comes to each rank for each ministage, and leaves."""
+    """Transfers of each rank for each of its ministages."""
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
@@ -181,7 +181,7 @@ class _Travel:
         self._outward[rank, number] += count * self._gradient * kept.gradients_on_host
 
     def passing(self, gpus: Ints, hosts: Hosts) -> dict[tuple[int, int], Passing]:
-        """By replica and stage, the slowest rank's.
+        """The transfers of each stage, by replica and stage: those of its slowest rank.
 
         Args:
             gpus: of the ranks.
@@ -208,7 +208,7 @@ class _Travel:
 
 
 class _Placing:
-    """Where each rank has weights, gradients and state, in numbers of weights (`mesh.residence`)."""
+    """Counts each rank's weights, gradients and state by where they are (`mesh.residence`)."""
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
@@ -236,7 +236,7 @@ class _Placing:
         return kept
 
     def at_peak(self) -> Present:
-        """What is where when weights and gradients take most on the device."""
+        """The counts at the time when weights and gradients take most bytes on the device."""
         here, added = self._counts["weights"].copy(), self._counts["gradients"].copy()
         for rank, sizes in enumerate(self._by_number):
             if sizes:

@@ -1,4 +1,4 @@
-"""The units of a plan by what they are timed with.
+"""The sections of a plan: units that are timed together.
 
 A section is units that do the same kind of work at the same time: of all stages with one number in their
 replicas, the domains whose terms are alike (tensor-parallel size, samples of a micro-batch, recomputation,
@@ -8,35 +8,20 @@ stage the job repeats, each pipeline stage is a section.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job, RecomputeMode, layers_again, recompute_mode
-from megatron_hexi.cost.layer import Stage
 from megatron_hexi.cost.memory import ModelPart
+from megatron_hexi.cost.placement import Placement, Placer
 from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
 from megatron_hexi.plan import Exchange, Plan
 from megatron_hexi.plan.units import DomainRow, domain_rows
-
-
-@dataclass(frozen=True, eq=False)
-class Ground:
-    """GPUs of a section's units; what does not depend on what they hold.
-
-    Args:
-        gpus: the cluster's GPU of each rank, [U, tensor_parallel].
-        stage: what the units run on.
-        usable: bytes that a GPU of each unit has, [U].
-    """
-
-    gpus: Ints
-    stage: Stage
-    usable: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +38,7 @@ class Section:
         parts: what the domains have of the model, numbers or [domains].
         ranks: of the job, [U, tensor_parallel].
         units: their numbers, [U]: in their pipeline stage where the job repeats one, else in the plan.
-        ground: their GPUs.
+        placement: their GPUs.
     """
 
     number: int
@@ -65,7 +50,7 @@ class Section:
     parts: ModelPart
     ranks: Ints
     units: Ints
-    ground: Ground
+    placement: Placement
 
     @property
     def replica(self) -> Ints:
@@ -90,10 +75,6 @@ class Section:
         return values.tolist() if isinstance(values, np.ndarray) else [values] * len(self.replicas)
 
 
-#: Finds the GPUs of sections from their ranks.
-Stand = Callable[[Sequence[Ints]], list[Ground]]
-
-
 class _Terms(NamedTuple):
     """What domains of one section have in common."""
 
@@ -104,13 +85,20 @@ class _Terms(NamedTuple):
     exchange: Exchange
 
 
-def plan_sections(plan: Plan, job: Job, stand: Stand, part: ModelPart | None = None) -> list[Section]:
+def plan_sections(
+    plan: Plan,
+    job: Job,
+    placer: Placer,
+    gpus: Sequence[int] | None = None,
+    part: ModelPart | None = None,
+) -> list[Section]:
     """All sections of a plan that passed its checks, by stage number.
 
     Args:
         plan: the plan.
         job: the job, with the number of stages where they are alike.
-        stand: finds their GPUs.
+        placer: finds the units' GPUs.
+        gpus: the cluster's GPU of each rank; ``None``: see `Placer.place`.
         part: what the one stage of a plan has of the model; ``None``: what the job says.
     """
     found: dict[_Terms, list[DomainRow]] = {}
@@ -148,9 +136,9 @@ def plan_sections(plan: Plan, job: Job, stand: Stand, part: ModelPart | None = N
             parts=part or _parts(found[terms], job),
             ranks=own,
             units=np.searchsorted(leads, own[:, 0]) % plan.units,
-            ground=ground,
+            placement=placement,
         )
-        for terms, own, ground in zip(order, ranks, stand(ranks), strict=True)
+        for terms, own, placement in zip(order, ranks, placer.place(plan, ranks, gpus), strict=True)
     ]
 
 

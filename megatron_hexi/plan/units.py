@@ -133,7 +133,9 @@ def _replica_rows(
             )
 
 
-def unit_rows(plan: Plan, micro_batch_size: int = 1, stages: int = 1) -> tuple[Unit, ...]:
+def unit_rows(
+    plan: Plan, micro_batch_size: int = 1, stages: int = 1, layers: int | None = None
+) -> tuple[Unit, ...]:
     """All units, in the order of their ranks. Arguments are those of `domain_rows`."""
     units = [
         Unit(
@@ -145,7 +147,7 @@ def unit_rows(plan: Plan, micro_batch_size: int = 1, stages: int = 1) -> tuple[U
             heads=member.heads,
             state=member.state,
         )
-        for row in domain_rows(plan, micro_batch_size, stages)
+        for row in domain_rows(plan, micro_batch_size, stages, layers)
         for number, (group, member) in enumerate(_members(row.domain))
     ]
     return tuple(sorted(units, key=lambda unit: unit.ranks[0]))
@@ -155,6 +157,16 @@ def _members(domain: Domain) -> list[tuple[int, Member]]:
     """The members in the order of their ranks, each with the number of its group."""
     found = [(number, member) for number, group in enumerate(domain.groups) for member in group.members]
     return sorted(found, key=lambda pair: pair[1].lead)
+
+
+def job_ranks(plan: Plan, stages: int) -> int:
+    """How many ranks the job has.
+
+    Args:
+        plan: the plan.
+        stages: pipeline stages of the job that repeats the plan's one stage; others say theirs.
+    """
+    return plan.ranks * (stages if plan.is_repeated else 1)
 
 
 def rank_gpus(plan: Plan, gpus: int) -> Sequence[int]:
