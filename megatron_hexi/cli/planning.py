@@ -44,6 +44,7 @@ from megatron_hexi.cost import (
 )
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, read_plan, write_plan
+from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.text_file import write_text_atomically
 
 if TYPE_CHECKING:
@@ -295,7 +296,7 @@ def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple
     )
     if planned.job.precision != "fp32":  # no kernel that the catalogue knows takes it
         kernels = planned_kernels(planned.job.kernel, cluster)
-        gpus = planned.plan.gpus or range(len(cluster.ranks))
+        gpus = rank_gpus(planned.plan, len(cluster.ranks))
         used = {cluster.ranks[gpu].device.name for gpu in gpus}
         terms = replace(terms, kernel={gpu: kernel for gpu, kernel in kernels.items() if gpu in used})
     return replace(planned, plan=replace(planned.plan, job=terms)), cluster

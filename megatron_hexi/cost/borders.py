@@ -12,7 +12,6 @@ from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh import Mesh, border_messages
-from megatron_hexi.plan import Plan
 
 #: A replica, the stages where something begins and ends, and who takes it there (`Mesh.taking`).
 _Domains = tuple[int | None, int | None]
@@ -20,9 +19,9 @@ _Crossing = tuple[int, int, int, _Domains]
 
 
 def border_seconds(
-    plan: Plan, job: Job, sections: Sequence[Section], links: LinkTable, micro_batches: Ints
+    mesh: Mesh, job: Job, sections: Sequence[Section], links: LinkTable, micro_batches: Ints
 ) -> tuple[list[Floats], list[Floats]]:
-    """How long each micro-batch is under way over each border of each replica.
+    """Seconds that each micro-batch is under way over each border of each replica.
 
     With ministages the border from the last stage to the first comes last.
 
@@ -30,7 +29,7 @@ def border_seconds(
     together; one that has fewer micro-batches begins anew, and the slowest turn counts.
 
     Args:
-        plan: the plan.
+        mesh: the units of all ranks.
         job: the job.
         sections: its units.
         links: the cluster's.
@@ -39,12 +38,11 @@ def border_seconds(
     Returns:
         Activations there, and gradients back, [replicas][borders, micro-batches].
     """
-    mesh = Mesh(plan, job.micro_batch_size, job.sequence_parallel)
-    gpu = np.zeros(len(mesh.places), dtype=np.int64)
+    gpu = np.zeros(len(mesh.units), dtype=np.int64)
     for section in sections:
-        gpu[section.ranks] = section.ground.gpus
+        gpu[section.ranks] = section.placement.gpus
     row = job.model.hidden_size * job.element_bytes
-    depths = [len(replica.stages) for replica in plan.replicas]
+    depths = [len(replica.stages) for replica in mesh.plan.replicas]
     borders = [depth - 1 + mesh.goes_round(r) for r, depth in enumerate(depths)]
     there, back = ([np.zeros(shape) for shape in zip(borders, micro_batches, strict=True)] for _ in range(2))
 
@@ -67,11 +65,11 @@ def border_seconds(
         for found, way in ((there, 0), (back, 1)):
             ends = {r: ((border + way) % depths[r], (border + 1 - way) % depths[r]) for r in crossing}
             # Where none is dealt all micro-batches are alike.
-            for turn in range(max(micro_batches[crossing]) if plan.has_deal else 1):
+            for turn in range(max(micro_batches[crossing]) if mesh.plan.has_deal else 1):
                 turns = {r: turn % micro_batches[r] for r in crossing}
                 crossings = tuple((r, *ends[r], _domains(mesh, r, ends[r], turns[r])) for r in crossing)
                 for r, time in zip(crossing, seconds(crossings), strict=True):
-                    own = turns[r] if plan.has_deal else slice(None)
+                    own = turns[r] if mesh.plan.has_deal else slice(None)
                     found[r][border, own] = np.maximum(found[r][border, own], time)
     return there, back
 

@@ -6,19 +6,7 @@ from dataclasses import dataclass
 
 from megatron_hexi.cost.hosts import NodeLoad
 from megatron_hexi.cost.iteration import IterationCost
-from megatron_hexi.cost.memory import GIB
-
-#: What makes each term smaller, for the sentence that names it.
-_REMEDIES = {
-    "weights": "cut the model with more tensor or pipeline parallelism",
-    "gradients": "cut the model with more tensor or pipeline parallelism",
-    "optimizer": "use the distributed optimizer, or cut the model further",
-    "activations": "give it fewer tokens, recompute more, or shorten the context",
-    "attention": "give it fewer heads, recompute more, or shorten the context",
-    "working_set": "give its group fewer tokens, or shorten the context",
-    "logits": "give it fewer tokens, or cut the vocabulary with tensor parallelism",
-    "reserve": "give it fewer tokens",
-}
+from megatron_hexi.cost.memory import GIB, TAGS
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,7 @@ class Shortage:
         return (
             f"rank {self.rank} ({self.name}, {self.device}) needs {self.needed_gib:.1f} GiB and has "
             f"{self.usable_gib:.1f}: {self.short_gib:.1f} GiB short{others}; most of it is "
-            f"{self.term.replace('_', ' ')}, {self.term_gib:.1f} GiB: {_REMEDIES[self.term]}"
+            f"{self.term.replace('_', ' ')}, {self.term_gib:.1f} GiB: {TAGS[self.term].remedy}"
         )
 
 

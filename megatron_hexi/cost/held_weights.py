@@ -1,4 +1,4 @@
-"""Which weights each rank holds, by its part of the model, and who holds the same."""
+"""Weights that each rank holds, and the sets of ranks that hold the same."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_hexi.cost.job import Job
-from megatron_hexi.mesh import Box, Bucket, Mesh, Place, cell_size, cut_pieces, make_buckets
+from megatron_hexi.mesh import Box, Bucket, Mesh, cell_size, cut_pieces, make_buckets
+from megatron_hexi.plan.units import Unit
 
 
 class _Held(NamedTuple):
-    """A weight, or the same one of several layers, on one rank.
+    """A weight on one rank, or one weight of several layers.
 
     Args:
         key: of the weight.
@@ -39,7 +40,7 @@ class HeldWeights:
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._job, self._mesh = job, mesh
-        self.width = [len(mesh.member(place).ranks) for place in mesh.places]
+        self.width = [unit.width for unit in mesh.units]
         self._chunks = math.lcm(*self.width)
         #: Weights on a rank for each element of its boxes, by key and tensor-parallel size.
         self.density: dict[tuple[str, int], float] = {}
@@ -52,28 +53,27 @@ class HeldWeights:
                 self.density[key, width] = self._params(key, width) / (chunks * self._elements[key])
 
     def buckets(self) -> tuple[tuple[Bucket, float], ...]:
-        """Every set of holders, in the order in which ranks reduce them, and the least share of any."""
-        places = self._mesh.places
+        """The buckets in the order in which ranks reduce them, each with its smallest owner's part of it."""
         # Ranks of a stage that hold the same part of each box are many.
         found: dict[tuple[int, int, int, int], tuple[Box, ...]] = {}
         boxes, state = [], []
-        for place in places:
-            name = place.replica, place.stage, place.tp_rank, self.width[place.rank]
+        for rank, unit in enumerate(self._mesh.units):
+            name = unit.replica, unit.stage, unit.ranks.index(rank), unit.width
             if name not in found:
-                found[name] = tuple(self._box(place, held) for held in self._held(place))
+                found[name] = tuple(self._box(unit, name[2], held) for held in self._held(unit))
             boxes.append(found[name])
-            state.append(self._mesh.member(place).state)
+            state.append(unit.state)
         return _buckets(tuple(boxes), tuple(state))
 
     def size(self, bucket: Bucket) -> float:
-        """Weights of a bucket, as its holder with most copies counts them."""
+        """Weights of a bucket on the holder that has most copies of them."""
         widths = {self.width[rank] for rank in bucket.holders}
         return sum(
             piece.size * max(self.density[piece.key, width] for width in widths) for piece in bucket.pieces
         )
 
     def of(self, bucket: Bucket) -> Iterator[tuple[int, float, float]]:
-        """Each holder of a bucket, weights of it there, and those whose state it owns."""
+        """For each holder of a bucket: its rank, weights that it holds, and weights whose state it owns."""
         whole = {
             width: sum(piece.size * self.density[piece.key, width] for piece in bucket.pieces)
             for width in {self.width[rank] for rank in bucket.holders}
@@ -94,12 +94,13 @@ class HeldWeights:
             "norm": model.norm_params(model.hidden_size),
         }[key]
 
-    def _held(self, place: Place) -> Iterator[_Held]:
-        model, stage = self._job.model, self._mesh.stage(place)
-        first, last = (None, None) if stage.ministages is None else (0, stage.ministages - 1)
-        for number, layers in enumerate(self._mesh.replica(place).ministage_layers(place.stage)):
+    def _held(self, unit: Unit) -> Iterator[_Held]:
+        model = self._job.model
+        assert unit.layers is not None
+        first, last = (None, None) if unit.ministages is None else (0, len(unit.ministages) - 1)
+        for number, layers in enumerate(unit.ministages or (unit.layers,)):
             yield _Held("layers", layers, model.layers, 1 + layers[0], None if first is None else number)
-        is_first, is_last, behind = place.stage == 0, self._mesh.is_last_stage(place), 1 + model.layers
+        is_first, is_last, behind = unit.stage == 0, unit.is_last, 1 + model.layers
         if is_first or (is_last and model.tied_embeddings):
             both = is_first and is_last and model.tied_embeddings
             ministage = None if both else first if is_first else last
@@ -111,12 +112,12 @@ class HeldWeights:
         if is_last and not model.tied_embeddings:
             yield _Held("output", (0, 1), 1, behind, last)
 
-    def _box(self, place: Place, held: _Held) -> Box:
+    def _box(self, unit: Unit, tp_rank: int, held: _Held) -> Box:
         """Its elements come first, so that shares are cut along them."""
-        elements, chunks = self._elements[held.key], self._chunks // self.width[place.rank]
-        first = place.tp_rank * chunks
+        elements, chunks = self._elements[held.key], self._chunks // unit.width
+        first = tp_rank * chunks
         cell = (0, elements), held.rows, (first, first + chunks)
-        ministage = None if held.ministage is None else (place.replica, place.stage, held.ministage)
+        ministage = None if held.ministage is None else (unit.replica, unit.stage, held.ministage)
         return Box(held.key, cell, (elements, held.of, self._chunks), held.depth, ministage)
 
 

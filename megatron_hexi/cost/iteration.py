@@ -15,18 +15,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.borders import border_seconds
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
-from megatron_hexi.cost.compute import Speeds, device_speeds
 from megatron_hexi.cost.hosts import Hosts, NodeLoad
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.job_check import check_job
-from megatron_hexi.cost.layer import Stage
 from megatron_hexi.cost.layer_bytes import input_bytes
 from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
 from megatron_hexi.cost.memory import (
-    GIB,
     Holdings,
     ModelPart,
     Present,
@@ -37,15 +34,16 @@ from megatron_hexi.cost.memory import (
 from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
-from megatron_hexi.cost.placement import place
+from megatron_hexi.cost.placement import Placer
 from megatron_hexi.cost.ranks import Pace, RankCost, paces, rank_costs
 from megatron_hexi.cost.reductions import repeated_reductions, uneven_reductions
 from megatron_hexi.cost.replica_pipelines import replica_lanes, replica_pipelines
 from megatron_hexi.cost.rings import Rings
-from megatron_hexi.cost.sections import Ground, Section, plan_sections
+from megatron_hexi.cost.sections import Section, plan_sections
 from megatron_hexi.cost.stage import exposed_synchronisation, optimizer_times, stage_cost
 from megatron_hexi.cost.throughput import Throughput
 from megatron_hexi.cost.timing import Timing
+from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import Plan
 
 
@@ -116,20 +114,8 @@ class CostModel:
         self.links = LinkTable(cluster)
         self.rings = Rings(self.links)
         self.hosts = Hosts(cluster)
-        nodes = [cluster.nodes[rank.node] for rank in cluster.ranks]
-        self._nodes = np.array([rank.node for rank in cluster.ranks])
+        self._placer = Placer(job, cluster)
         self._channels = np.array([message_channels(rank.device) for rank in cluster.ranks])
-        self._bandwidth = np.array([node.bandwidth for node in nodes])
-        self._latency = np.array([node.latency_s for node in nodes])
-        self._usable = np.array([rank.device.usable_gib * GIB for rank in cluster.ranks])
-        #: By identity: devices are the cluster's own, few, and long to compare.
-        self._devices = list({id(rank.device): rank.device for rank in cluster.ranks}.values())
-        number = {id(device): place for place, device in enumerate(self._devices)}
-        #: Of each GPU of the cluster, its place among these.
-        self._device = np.array([number[id(rank.device)] for rank in cluster.ranks])
-        self._speeds: dict[int, Speeds] = {}
-        #: Of plans whose stage is repeated, by their ranks and GPUs: a search asks for few, over and over.
-        self._grounds: dict[tuple[int, tuple[int, ...] | None], list[Ground]] = {}
 
     def estimate(self, plan: Plan, gpus: Sequence[int] | None = None) -> IterationCost:
         """What the plan costs.
@@ -165,9 +151,9 @@ class CostModel:
         """The same in arrays, without what is for people only. Arguments and errors as of `estimate`."""
         job = self.job
         micro_batches = check_job(plan, job)
-        sections = plan_sections(plan, job, lambda ranks: self._stand(plan, ranks, gpus), self.part)
+        sections = plan_sections(plan, job, self._placer, gpus, self.part)
         if plan.is_repeated:
-            following = [section.ground.stage.gpus for section in sections[1:]]
+            following = [section.placement.stage.gpus for section in sections[1:]]
             costs = [
                 stage_cost(section, self.links, behind)
                 for section, behind in zip(sections, [*following, None], strict=True)
@@ -176,8 +162,9 @@ class CostModel:
             reductions = repeated_reductions(job, sections, self.rings, self.shards)
         else:
             costs = [stage_cost(section, self.links, None) for section in sections]
-            borders = border_seconds(plan, job, sections, self.links, micro_batches)
-            reductions = uneven_reductions(plan, job, sections, self.rings, self.hosts)
+            mesh = Mesh(plan, job.micro_batch_size, job.sequence_parallel)
+            borders = border_seconds(mesh, job, sections, self.links, micro_batches)
+            reductions = uneven_reductions(mesh, job, sections, self.rings, self.hosts)
         passing = self._with_rows(sections, reductions.passing)
         times = ((cost.replicas, cost.forward_s) for cost in costs)
         pipelines = replica_pipelines(plan, replica_lanes(sections, times, micro_batches), borders, passing)
@@ -213,7 +200,7 @@ class CostModel:
             memory=memory,
             host_memory=host_memory,
             host_loads=self.hosts.loads(
-                [section.ground.gpus for section in sections],
+                [section.placement.gpus for section in sections],
                 [np.sum(list(terms.values()), axis=0) for terms in host_memory],
             ),
         )
@@ -228,7 +215,7 @@ class CostModel:
             if not on_host.any():
                 continue
             size = on_host * input_bytes(section.job, section.arrays.tokens.astype(float))
-            seconds = self.hosts.copy_seconds(section.ground.stage.gpus, size)
+            seconds = self.hosts.copy_seconds(section.placement.stage.gpus, size)
             for replica, one in zip(section.replica.tolist(), seconds.tolist(), strict=True):
                 stage = replica, section.number
                 if one > 0:
@@ -240,48 +227,14 @@ class CostModel:
         params = part_params(section.job, section.part)
         if present is None or not present.host_state.any():
             return optimizer_times(section, params, owned)
-        gpus = section.ground.stage.gpus
+        gpus = section.placement.stage.gpus
         on_host = self.hosts.step_seconds(section.job, gpus, present.host_state, present.host_masters)
         return optimizer_times(section, params, present.state) + on_host
 
     def _message_buffers(self, section: Section) -> Floats:
         """NCCL's, of a section's units; none on devices without CUDA."""
-        first = section.ground.gpus[:, 0]
-        return message_buffer_bytes(section.arrays, self._nodes[first], self._channels[first])
-
-    def _stand(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Ground]:
-        if not plan.is_repeated:
-            return self._find_grounds(plan, ranks, gpus)
-        asked = plan.units, plan.gpus if gpus is None else tuple(gpus)
-        if asked not in self._grounds:
-            self._grounds[asked] = self._find_grounds(plan, ranks, gpus)
-        return self._grounds[asked]
-
-    def _find_grounds(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Ground]:
-        placed = place(plan, self.job, self.cluster, ranks, gpus)
-        slowest = [self._slowest(self._device[own]) for own in placed]
-        used = np.unique(np.concatenate(slowest))
-        speeds = tuple(map(self._device_speeds, used.tolist()))
-        grounds = []
-        for own, device in zip(placed, slowest, strict=True):
-            first = own[:, 0]
-            kinds = np.searchsorted(used, device)
-            stage = Stage(first, kinds, speeds, self._bandwidth[first], self._latency[first])
-            grounds.append(Ground(own, stage, self._usable[own].min(axis=1)))
-        return grounds
-
-    def _slowest(self, devices: Ints) -> Ints:
-        """The device that each unit waits for, of those of its GPUs, [U, TP]."""
-        if (devices == devices[:, :1]).all():
-            return devices[:, 0]
-        found = {one: ceiling_tokens_per_s(self.job, [self._devices[one]]) for one in set(devices.flat)}
-        rates = np.vectorize(found.__getitem__)(devices)
-        return devices[np.arange(len(devices)), rates.argmin(axis=1)]
-
-    def _device_speeds(self, device: int) -> Speeds:
-        if device not in self._speeds:
-            self._speeds[device] = device_speeds(self._devices[device], self.job)
-        return self._speeds[device]
+        first = section.placement.gpus[:, 0]
+        return message_buffer_bytes(section.arrays, self._placer.nodes[first], self._channels[first])
 
 
 def least_recomputed(job: Job, sections: Sequence[Section]) -> Job:

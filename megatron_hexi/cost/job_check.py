@@ -7,7 +7,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan import Plan, deal_micro_batches
+from megatron_hexi.plan import Plan, deal_micro_batches, require_repeated
 from megatron_hexi.plan.flags import spell_flag
 
 
@@ -41,6 +41,8 @@ def check_job(plan: Plan, job: Job) -> Ints:
             f"replicas: the plan has {replicas}, the job {spell_flag('data_parallel', job.data_parallel)}; "
             "make them equal"
         )
+    if plan.is_repeated:
+        require_repeated(plan, "time")
     shares = deal_micro_batches(plan, job.global_batch_size, job.micro_batch_size)
     return np.array([share.count for share in shares])
 

@@ -43,13 +43,13 @@ class Pass:
     Args:
         token: its own token work.
         tensor_parallel: sums inside the unit.
-        all_to_all_in: its group's, before attention: what shows of it.
+        all_to_all_in: exposed time of its group's all-to-all before attention.
         begin: when its group enters attention.
         attention: its own attention work.
         end: when it is done with the exchange.
-        all_to_all_out: its group's, after attention: what shows of it.
+        all_to_all_out: exposed time of its group's all-to-all after attention.
         finish: when its group is done with the layer.
-        wire: when nothing else can use the network: the longest messages of all steps, one number.
+        wire: how long its messages keep the network busy, the longest of each step, one number.
     """
 
     token: Floats
@@ -69,17 +69,17 @@ class Pass:
 
     @property
     def exchange(self) -> Floats:
-        """What each unit waits inside the exchange, for the network and for slower units."""
+        """Seconds that each unit waits inside the exchange, for the network and for slower units."""
         return self.end - self.begin - self.attention
 
     def exposed_exchange(self, units: Ints) -> float:
-        """What the exchange adds to the layer of a replica with these units."""
+        """Seconds that the exchange adds to the layer of a replica with these units."""
         return float(self.finish[units].max() - self.undisturbed[units].max())
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Both directions, core attention as selective recomputation repeats it, and what the exchange holds."""
+    """Both passes of a layer, core attention recomputed, and the keys that the exchange has under way."""
 
     forward: Pass
     backward: Pass
@@ -89,7 +89,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """What the units of one pipeline stage run on.
+    """GPUs and links of the units of one pipeline stage.
 
     Args:
         gpus: first GPU of each unit, [U].

@@ -94,12 +94,15 @@ def working_set_bytes(
 
 
 def input_bytes(job: Job, tokens: Floats) -> Floats:
-    """Activations of a micro-batch between two layers: B T h e."""
+    """Bytes of a micro-batch's activations between two layers, on one GPU: B T hidden e / t.
+
+    t is the tensor-parallel size under sequence parallelism, else 1.
+    """
     return job.micro_batch_size * tokens * job.model.hidden_size * job.element_bytes / job.row_parts
 
 
 def border_bytes(job: Job, tokens: Floats) -> Floats:
-    """Rows on their way over one border between stages."""
+    """Bytes of the activations under way over one border between stages, on one GPU."""
     return BORDER_ROWS * input_bytes(job, tokens)
 
 

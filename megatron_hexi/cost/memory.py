@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 import numpy as np
 
@@ -45,23 +46,48 @@ COLLECTIVES_BYTES = 0.5 * GIB
 LEAST_LIBRARY_BYTES = 0.5 * GIB
 #: The least that all these take together.
 RESERVE_BYTES = SLACK_BYTES + COLLECTIVES_BYTES + LEAST_LIBRARY_BYTES
+#: Tokens that take far more bytes than what does not depend on them.
+_MANY = 1e6
 #: What the caching allocator loses of the tensors that come and go. An estimate.
 FRAGMENTATION = 0.05
 
 
 @dataclass(frozen=True)
 class _Terms:
-    """Bytes by term."""
+    """Memory by term, bytes."""
 
     @property
     def total(self) -> float:
-        """All together."""
+        """Sum of all terms, bytes."""
         return sum(self.terms.values())
 
     @property
     def terms(self) -> dict[str, float]:
         """The terms by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What readers of the memory model must know of a term.
+
+    Args:
+        remedy: what makes it smaller, for people.
+        grows: what it grows with: the unit's own `tokens`, or its `heads` with the tokens of its group;
+            ``None``: neither.
+        lasts: how long it is there: `always`; from the forward pass of a micro-batch to its backward pass
+            (`kept`); while one `layer` is computed; while the `loss` is.
+    """
+
+    remedy: str
+    grows: Literal["tokens", "heads"] | None
+    lasts: Literal["always", "kept", "layer", "loss"]
+
+
+def _tagged(
+    grows: Literal["tokens", "heads"] | None, lasts: Literal["always", "kept", "layer", "loss"], remedy: str
+) -> Any:
+    return field(metadata={"tag": Tag(remedy, grows, lasts)})
 
 
 @dataclass(frozen=True)
@@ -81,14 +107,37 @@ class Memory(_Terms):
         reserve: libraries, their workspaces and buffers, and the allocator.
     """
 
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    attention: float
-    working_set: float
-    logits: float
-    reserve: float
+    weights: float = _tagged(None, "always", "cut the model with more tensor or pipeline parallelism")
+    gradients: float = _tagged(None, "always", "cut the model with more tensor or pipeline parallelism")
+    optimizer: float = _tagged(None, "always", "use the distributed optimizer, or cut the model further")
+    activations: float = _tagged(
+        "tokens", "kept", "give it fewer tokens, recompute more, or shorten the context"
+    )
+    attention: float = _tagged("heads", "kept", "give it fewer heads, recompute more, or shorten the context")
+    working_set: float = _tagged("heads", "layer", "give its group fewer tokens, or shorten the context")
+    logits: float = _tagged(
+        "tokens", "loss", "give it fewer tokens, or cut the vocabulary with tensor parallelism"
+    )
+    reserve: float = _tagged(None, "always", "give it fewer tokens")
+
+
+#: The tag of each term of `Memory`; one without a tag is an error here.
+TAGS: dict[str, Tag] = {term.name: term.metadata["tag"] for term in fields(Memory)}
+
+
+def sum_terms(
+    terms: Mapping[str, Floats], lasts: Literal["kept", "layer", "loss"], grows: str | None = None
+) -> Floats:
+    """The sum of the terms with a tag, bytes.
+
+    Args:
+        terms: as `part_memory` gives them.
+        lasts: `Tag.lasts`.
+        grows: `Tag.grows`; ``None``: any.
+    """
+    tagged = (name for name, tag in TAGS.items() if tag.lasts == lasts and grows in (None, tag.grows))
+    total: Floats = sum((terms[name] for name in tagged), np.zeros(()))
+    return total
 
 
 @dataclass(frozen=True)
@@ -110,7 +159,7 @@ class HostMemory(_Terms):
 
 @dataclass(frozen=True, eq=False)
 class Present:
-    """How many weights of each unit's GPUs are where at the peak (`mesh.residence`), [U] each.
+    """Numbers of weights on each unit's GPUs and in host memory at the peak (`mesh.residence`), [U] each.
 
     Args:
         weights: on the device.
@@ -131,13 +180,13 @@ class Present:
     host_masters: Floats
 
     def of(self, ranks: Ints) -> Present:
-        """That of some units, from numbers by rank; of a unit's ranks, [U, tp], the most."""
+        """The numbers of some units, from numbers by rank: the largest of each unit's ranks, [U, tp]."""
         return Present(**{field.name: getattr(self, field.name)[ranks].max(axis=1) for field in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)
 class ModelPart:
-    """What units have of the model; numbers, or arrays over units, [U].
+    """The part of the model that units have; numbers, or arrays over units, [U].
 
     Args:
         layers: how many.
@@ -160,7 +209,7 @@ class ModelPart:
 
     @classmethod
     def of_job(cls, job: Job, stage: Ints | int) -> ModelPart:
-        """That of a pipeline stage, or of several, of a job whose stages are alike."""
+        """The part of a pipeline stage, or of several, of a job whose stages are alike."""
         return cls(
             layers=job.stage_layers,
             again=layers_again(job.stage_layers, job.recompute),
@@ -174,7 +223,7 @@ class ModelPart:
         """How many neighbouring stages there are."""
         return 2 - np.asarray(self.is_first, dtype=int) - np.asarray(self.is_last, dtype=int)
 
-    def of(self, index: Ints) -> ModelPart:
+    def of(self, index: Ints | np.int64) -> ModelPart:
         """The numbers of some of what this one's arrays are over."""
         values = (getattr(self, field.name) for field in fields(self))
         return ModelPart(*(value[index] if isinstance(value, np.ndarray) else value for value in values))
@@ -229,7 +278,7 @@ def stage_params(job: Job, stage: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Holdings:
-    """What units hold, arrays of one shape.
+    """Tokens, heads and micro-batches that units hold, arrays of one shape.
 
     Args:
         tokens: T of each.
@@ -249,25 +298,30 @@ class Holdings:
 
     @classmethod
     def of(cls, plan: PlanArrays, micro_batches: Ints, flights: Flights) -> Holdings:
-        """Those of units, [U], of which each takes so many `micro_batches`."""
+        """The holdings of units, [U], of which each takes so many `micro_batches`."""
         tokens, heads, kv = (held.astype(float) for held in (plan.tokens, plan.heads, plan.kv))
         group_tokens = plan.group_tokens[plan.group].astype(float)
         return cls(tokens, group_tokens, heads, kv, micro_batches, flights)
 
 
-def stage_memory(job: Job, stage: Ints | int, held: Holdings, window: int, shards: int) -> dict[str, Floats]:
-    """`part_memory` of a pipeline stage of a job whose stages are alike.
+def static_memory(
+    job: Job, layers: Ints | int, weights: Floats | float, gradients: Floats | float, state: Floats | float
+) -> dict[str, Floats]:
+    """Bytes on a GPU that do not depend on the sequence, by the names of `Memory`'s terms.
 
     Args:
         job: the job.
-        stage: pipeline stage, or several, [S, 1].
-        held: what the units hold.
-        window: steps under way ahead of the one in use.
-        shards: units that share the optimizer's state.
+        layers: how many the GPU's stage has.
+        weights: how many are on the GPU.
+        gradients: of how many weights there are gradients.
+        state: of how many weights there is optimizer state.
     """
-    part = ModelPart.of_job(job, stage)
-    own = part_params(job, part) / (shards if job.distributed_optimizer else 1)
-    return part_memory(job, part, held, window, own)
+    copied = FP8_COPIES * job.model.matrix_params(job.tensor_parallel) if job.precision == "fp8" else 0
+    return {
+        "weights": np.asarray(weights * float(job.element_bytes) + layers * copied),
+        "gradients": np.asarray(gradients * float(GRADIENT_BYTES[job.precision])),
+        "optimizer": np.asarray(state * float(OPTIMIZER_BYTES[job.precision])),
+    }
 
 
 def part_memory(
@@ -327,12 +381,8 @@ def part_memory(
     loss = logits_bytes(job, rows, logit_bytes(job))
     logits = np.where(part.is_last, np.maximum(loss - working, 0.0), 0.0)
     working = working + part.borders * border_bytes(job, held.tokens)
-    copied = FP8_COPIES * job.model.matrix_params(job.tensor_parallel) if job.precision == "fp8" else 0
-    weights = here * float(job.element_bytes) + part.layers * copied
     return {
-        "weights": weights,
-        "gradients": added * float(GRADIENT_BYTES[job.precision]),
-        "optimizer": state * float(OPTIMIZER_BYTES[job.precision]) + np.zeros(params.shape),
+        **static_memory(job, part.layers, here, added, state + np.zeros(params.shape)),
         "activations": activations,
         "attention": attention,
         "working_set": working,
@@ -345,6 +395,31 @@ def part_memory(
         )
         + FRAGMENTATION * (activations + attention + working + logits),
     }
+
+
+def token_bytes(
+    job: Job, part: ModelPart, window: int, shards: int, micro_batches: int = 1
+) -> tuple[float, float, float]:
+    """Bytes on a GPU with no token, of a token that its unit holds, and of one that all its heads attend to.
+
+    With h of a group's H heads a unit attends to h / H of the group's tokens. Keys under way are taken to be
+    as many as those of its own group.
+
+    Args:
+        job: the unit's job.
+        part: what it has of the model.
+        window: steps under way ahead of the one in use.
+        shards: units that share the optimizer's state.
+        micro_batches: that it takes.
+    """
+    tokens, attended = np.array([0.0, _MANY, 0.0]), np.array([0.0, 0.0, _MANY])
+    heads = np.full(3, float(job.workload().local_heads))
+    keys = heads / job.workload().queries_per_kv
+    flights = Flights(attended * keys, attended * keys)
+    held = Holdings(tokens, attended, heads, keys, np.full(3, micro_batches), flights)
+    owned = part_params(job, part) / (shards if job.distributed_optimizer else 1)
+    alone, *more = np.sum(list(part_memory(job, part, held, window, owned).values()), axis=0).tolist()
+    return alone, (more[0] - alone) / _MANY, (more[1] - alone) / _MANY
 
 
 def part_host_memory(job: Job, part: ModelPart, held: Holdings, present: Present | None) -> dict[str, Floats]:
@@ -370,7 +445,7 @@ def part_host_memory(job: Job, part: ModelPart, held: Holdings, present: Present
 
 
 def unit_memory(terms: Mapping[str, Floats], unit: int) -> Memory:
-    """One unit's part of `stage_memory`."""
+    """One unit's part of `part_memory`."""
     return Memory(**{name: float(values[unit]) for name, values in terms.items()})
 
 

@@ -14,7 +14,7 @@ from megatron_hexi.mesh import Sweep, sweeps
 
 @dataclass(frozen=True, eq=False)
 class Passing:
-    """What comes to a stage's units for each ministage, and leaves again, seconds, [ministages] each.
+    """Transfers of a stage's units for each of its ministages, seconds, [ministages] each.
 
     Args:
         gathers: weights from the units that keep their shares.
@@ -32,12 +32,12 @@ class Passing:
 
     @classmethod
     def nothing(cls, ministages: int) -> Passing:
-        """All is there all the time."""
+        """No transfers: all weights and gradients stay on the device."""
         none = np.zeros(ministages)
         return cls(none, none, none, none)
 
     def without_host(self) -> Passing:
-        """The same if host memory were as near as the device's."""
+        """The transfers without those to and from host memory."""
         return replace(self, copies_in=0 * self.copies_in, copies_out=0 * self.copies_out, rows=0.0)
 
     @property
@@ -47,18 +47,20 @@ class Passing:
 
     @property
     def fetches(self) -> Floats:
-        """Until the weights are there."""
+        """Seconds until the weights are on the device."""
         return self.copies_in + self.gathers
 
     @property
     def leaves(self) -> Floats:
-        """Until the gradients are away."""
+        """Seconds until the gradients have left the device."""
         return self.sums + self.copies_out
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What of a stage works by itself: a domain that takes whole micro-batches, or all that share each.
+    """Units that work independently of the others of a stage.
+
+    They are a domain that takes whole micro-batches, or all domains that share each one.
 
     Args:
         takes: the micro-batches that it takes, ascending.
@@ -72,7 +74,7 @@ class Lane:
 
     @property
     def work(self) -> Phases:
-        """All its work in an iteration."""
+        """Where the time of its work in an iteration goes."""
         return self.phases * len(self.takes)
 
 
@@ -115,7 +117,7 @@ class MinistagePipeline:
         return self.busiest + self.waits(MinistagePipeline.seconds)
 
     def waits(self, seconds_of: SecondsOf) -> Phases:
-        """What a replica takes beside the work of its busiest lane.
+        """Time of a replica beyond the work of its busiest lane.
 
         Args:
             seconds_of: a pipeline's seconds; asked of this one, and of it without what passes.
@@ -130,7 +132,7 @@ class MinistagePipeline:
         return Phases(bubble=max(0.0, still - work), gradients=near - still, offload=here - near)
 
     def order(self) -> Iterator[tuple[int, Sweep]]:
-        """Stage and sweep, one after the other, so that what a sweep needs comes before it."""
+        """Stages with their sweeps, in an order in which each follows the sweep whose rows it needs."""
         depth, count = self.parts.shape
         own = [iter(sweeps(count, gives_loss=stage == depth - 1)) for stage in range(depth)]
         forward = [(stage, number) for number in range(count) for stage in range(depth)]
@@ -163,7 +165,10 @@ class MinistagePipeline:
         return found
 
     def posts_ahead(self, stage: int, other: int) -> bool:
-        """Whether a stage asks for the next rows when it takes up some: not where micro-batches are dealt."""
+        """Whether a stage posts the next receive when a micro-batch starts, not when it ends.
+
+        Stages whose domains take whole micro-batches post it at the end.
+        """
         return len(self.lanes[stage]) == len(self.lanes[other]) == 1
 
     def seconds(self) -> float:

@@ -1,52 +1,126 @@
-"""Where a plan's units stand on the cluster.
-
-A unit is GPUs of one node. Where the job repeats a stage they are consecutive, and each pipeline stage
-repeats all units. GPUs are numbered as Megatron numbers ranks by default (tp-cp-dp-pp): unit u of stage s is
-the ranks (s U + u) tp to (s U + u) tp + tp - 1, with U units a stage. Else the plan says a unit's ranks.
-"""
+"""Where a plan's units are on the cluster, and what they run on there. A unit is GPUs of one node."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.arrays import Ints
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
+from megatron_hexi.cost.compute import Speeds, device_speeds
 from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.layer import Stage
+from megatron_hexi.cost.memory import GIB
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.units import rank_gpus
+
+#: Placements that are kept: a search asks for few, over and over.
+_MOST_KEPT = 256
 
 
-def place(
-    plan: Plan, job: Job, cluster: Cluster, ranks: Sequence[Ints], gpus: Sequence[int] | None = None
-) -> list[Ints]:
-    """Put the plan's units on the cluster.
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The GPUs of a section's units.
 
     Args:
-        plan: the plan.
-        job: the job.
-        cluster: the cluster.
-        ranks: of the job, of the units of each section, [U, tensor_parallel] each.
-        gpus: the cluster's rank of each rank of the job; ``None``: those that the plan names, or else all
-            of the cluster in file order.
-
-    Returns:
-        The cluster's rank of each GPU, likewise.
-
-    Raises:
-        ClusterError: too many or too few GPUs, one given twice, or a unit on two nodes.
+        gpus: the cluster's GPU of each rank, [U, tensor_parallel].
+        stage: what the units run on.
+        usable: bytes that a GPU of each unit has, [U].
     """
-    gpus = plan.gpus if gpus is None else gpus
-    chosen = np.asarray(range(len(cluster.ranks)) if gpus is None else gpus, dtype=np.int64)
+
+    gpus: Ints
+    stage: Stage
+    usable: Floats
+
+
+class Placer:
+    """Finds the GPUs of plans' units.
+
+    Args:
+        job: of the plans.
+        cluster: that they run on.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster) -> None:
+        self._job, self._cluster = job, cluster
+        nodes = [cluster.nodes[rank.node] for rank in cluster.ranks]
+        #: The node of each GPU.
+        self.nodes = np.array([rank.node for rank in cluster.ranks])
+        self._bandwidth = np.array([node.bandwidth for node in nodes])
+        self._latency = np.array([node.latency_s for node in nodes])
+        self._usable = np.array([rank.device.usable_gib * GIB for rank in cluster.ranks])
+        #: By identity: devices are the cluster's own, few, and long to compare.
+        self._devices = list({id(rank.device): rank.device for rank in cluster.ranks}.values())
+        number = {id(device): place for place, device in enumerate(self._devices)}
+        #: Of each GPU of the cluster, its place among these.
+        self._device = np.array([number[id(rank.device)] for rank in cluster.ranks])
+        self._speeds: dict[int, Speeds] = {}
+        self._kept: dict[tuple[tuple[bytes, ...], tuple[int, ...] | None], list[Placement]] = {}
+
+    def place(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Placement]:
+        """The GPUs of a plan's units.
+
+        Args:
+            plan: the plan.
+            ranks: of the job, of the units of each section, [U, tensor_parallel] each.
+            gpus: the cluster's rank of each rank of the job; ``None``: those that the plan names, or else all
+                of the cluster in file order.
+
+        Raises:
+            ClusterError: too many or too few GPUs, one given twice, a unit on two nodes, or a GPU that cannot
+                do the job.
+        """
+        asked = tuple(own.tobytes() for own in ranks), plan.gpus if gpus is None else tuple(gpus)
+        if asked not in self._kept:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            placed = _find_gpus(plan, self._job, self._cluster, ranks, gpus)
+            slowest = [self._slowest(self._device[own]) for own in placed]
+            used = np.unique(np.concatenate(slowest))
+            speeds = tuple(map(self._device_speeds, used.tolist()))
+            self._kept[asked] = [
+                self._placement(own, np.searchsorted(used, device), speeds)
+                for own, device in zip(placed, slowest, strict=True)
+            ]
+        return self._kept[asked]
+
+    def _placement(self, gpus: Ints, kinds: Ints, speeds: tuple[Speeds, ...]) -> Placement:
+        first = gpus[:, 0]
+        stage = Stage(first, kinds, speeds, self._bandwidth[first], self._latency[first])
+        return Placement(gpus, stage, self._usable[gpus].min(axis=1))
+
+    def _slowest(self, devices: Ints) -> Ints:
+        """The device that each unit waits for, of those of its GPUs, [U, TP]."""
+        if (devices == devices[:, :1]).all():
+            return devices[:, 0]
+        found = {one: ceiling_tokens_per_s(self._job, [self._devices[one]]) for one in set(devices.flat)}
+        rates = np.vectorize(found.__getitem__)(devices)
+        return devices[np.arange(len(devices)), rates.argmin(axis=1)]
+
+    def _device_speeds(self, device: int) -> Speeds:
+        if device not in self._speeds:
+            self._speeds[device] = device_speeds(self._devices[device], self._job)
+        return self._speeds[device]
+
+
+def _find_gpus(
+    plan: Plan, job: Job, cluster: Cluster, ranks: Sequence[Ints], gpus: Sequence[int] | None
+) -> list[Ints]:
+    """The cluster's GPU of each rank, by section; arguments and errors are those of `Placer.place`."""
+    are_chosen = gpus is not None or plan.gpus is not None
+    chosen = np.asarray(rank_gpus(plan, len(cluster.ranks)) if gpus is None else gpus, dtype=np.int64)
     needed = sum(own.size for own in ranks)
     if len(chosen) != needed:
-        has = f"cluster {cluster.name} has" if gpus is None else "the plan names"
+        has = "the plan names" if are_chosen else f"cluster {cluster.name} has"
         raise ClusterError(
-            f"{has} {len(chosen)} GPUs, the plan is for {needed} ({_spell_size(plan, job)}); "
+            f"{has} {len(chosen)} GPUs, the plan is for {needed} ({_spell_size(plan, job, needed)}); "
             "make the plan for this cluster, or take GPUs out of the cluster file"
         )
-    if gpus is not None:
+    if are_chosen:
         _check_choice(chosen, cluster)
     node_of = np.array([rank.node for rank in cluster.ranks])
     placed = [chosen[own] for own in ranks]
@@ -58,11 +132,10 @@ def place(
     return placed
 
 
-def _spell_size(plan: Plan, job: Job) -> str:
-    tp, pp = job.tensor_parallel, job.pipeline_parallel
-    if not plan.is_repeated or tp * pp == 1:
-        return f"{plan.ranks} ranks"
-    return f"{plan.units} ranks x {tp} tensor x {pp} pipeline"
+def _spell_size(plan: Plan, job: Job, ranks: int) -> str:
+    if ranks == plan.ranks:
+        return f"{ranks} ranks"
+    return f"{plan.units} ranks x {job.tensor_parallel} tensor x {job.pipeline_parallel} pipeline"
 
 
 def _refuse_split(plan: Plan, cluster: Cluster, ranks: Ints, gpus: Ints) -> None:

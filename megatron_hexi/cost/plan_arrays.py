@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Ints
 from megatron_hexi.cost.serving import Serving, serving
-from megatron_hexi.plan import Domain, Plan, Workload, require_repeated
+from megatron_hexi.plan import Domain, Workload
 from megatron_hexi.plan.heads import head_parts, heads_first, kv_range
 from megatron_hexi.plan.layout import merge_segments
 from megatron_hexi.plan.model import Group, Range
@@ -90,16 +90,6 @@ class PlanArrays(Grouping):
     group_tokens: Ints
     starts: Ints
     stops: Ints
-
-
-def plan_arrays(plan: Plan) -> PlanArrays:
-    """The arrays of all units of a plan whose one stage the job repeats.
-
-    Raises:
-        PlanError: it has more to it than domains that hold all samples.
-    """
-    require_repeated(plan, "time")
-    return domain_arrays(plan.workload, [replica.domain for replica in plan.replicas], plan.exchange.parts)
 
 
 def domain_arrays(workload: Workload, domains: Sequence[Domain], parts: int) -> PlanArrays:

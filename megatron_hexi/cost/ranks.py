@@ -108,7 +108,7 @@ def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
         }
         for unit, numbers in enumerate(section.ranks):
             parts = {name: float(values[unit]) for name, values in times.items()}
-            for rank, gpu in zip(numbers.tolist(), section.ground.gpus[unit].tolist(), strict=True):
+            for rank, gpu in zip(numbers.tolist(), section.placement.gpus[unit].tolist(), strict=True):
                 device = cluster.ranks[gpu].device
                 ranks.append(
                     RankCost(

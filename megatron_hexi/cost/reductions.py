@@ -1,4 +1,4 @@
-"""Sums of gradients and new weights between whoever holds the same, and who keeps which optimizer state."""
+"""Collectives of gradients and weights, once an iteration and between ministages, and owners of the state."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from megatron_hexi.cost.ministage_pipeline import Passing
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.cost.sections import Section
 from megatron_hexi.mesh import Bucket, Keeping, Mesh, keeping, sweeps
-from megatron_hexi.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """Gradients, or weights, once an iteration.
+    """A collective of all gradients, or of all weights, once an iteration.
 
     Args:
-        seconds: of each section's domains, [sections][domains]: all that a rank of theirs takes part in.
+        seconds: of each section's domains, [sections][domains]: of all sets of holders that its ranks are in.
         hides_behind: the pass of a layer behind which it travels; ``None``: nothing hides it.
     """
 
@@ -37,13 +36,13 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Reductions:
-    """What all ranks of the job do together once an iteration.
+    """Collectives of all ranks of the job, and where weights, gradients and state are.
 
     Args:
-        turns: one after the other.
+        turns: the collectives of an iteration, in order.
         owned: weights whose optimizer state each unit's GPUs keep, [sections], numbers or [U].
-        present: what is where at the peak, [sections]; of a section ``None``: all of its part on the device.
-        passing: what comes and goes with ministages, by replica and stage.
+        present: how many weights are where at the peak, [sections]; ``None``: all on the device.
+        passing: transfers of ministages, by replica and stage.
     """
 
     turns: tuple[Turn, ...]
@@ -55,7 +54,7 @@ class Reductions:
 def repeated_reductions(
     job: Job, sections: Sequence[Section], rings: Rings, shards: int | None
 ) -> Reductions:
-    """Where pipeline stages are alike: a stage's ranks hold the same, and Megatron reduces over all of them.
+    """Collectives of alike pipeline stages, each over all ranks of a stage, as Megatron's are.
 
     With the distributed optimizer gradients are reduce-scattered and weights all-gathered, without it
     gradients are all-reduced (twice their bytes). With `overlap_gradients` both are hidden.
@@ -64,9 +63,12 @@ def repeated_reductions(
         job: the job.
         sections: its pipeline stages.
         rings: of the cluster.
-        shards: units that share the optimizer's state, where not those of the plan.
+        shards: units that share the optimizer's state; ``None``: those of the plan.
     """
-    held = [(section.parts, section.ground.stage.gpus, len(section.replicas)) for section in sections]
+    held = [
+        (section.parts.of(np.int64(0)), section.placement.stage.gpus, len(section.replicas))
+        for section in sections
+    ]
     owned: list[Floats | float] = [
         part_params(job, part) / ((shards or len(gpus)) if job.distributed_optimizer else 1)
         for part, gpus, _ in held
@@ -75,12 +77,12 @@ def repeated_reductions(
 
 
 def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], rings: Rings) -> tuple[Turn, ...]:
-    """What ranks do together there.
+    """Collectives of alike pipeline stages, in the order in which they run.
 
     Args:
         job: the job.
-        stages: of each what it has of the model, the first GPU of its units in rank order, and how many
-            domains it has.
+        stages: its part of the model, the first GPU of each unit in rank order, and the number of domains,
+            for each stage.
         rings: of the cluster.
     """
     gradients, weights = list[Floats](), list[Floats]()
@@ -100,9 +102,9 @@ def repeated_turns(job: Job, stages: Iterable[tuple[ModelPart, Ints, int]], ring
 
 
 def uneven_reductions(
-    plan: Plan, job: Job, sections: Sequence[Section], rings: Rings, hosts: Hosts
+    mesh: Mesh, job: Job, sections: Sequence[Section], rings: Rings, hosts: Hosts
 ) -> Reductions:
-    """Where stages have layers of their own: each set of holders by itself, by the tables of `mesh`.
+    """Collectives where stages differ: one for each set of ranks that hold the same weights (`mesh`).
 
     Gradients are reduced to the owners of the optimizer's state, and weights come from there. All ranks take
     the sets in one order, so a rank in several waits for the others of each. Gradients may hide behind the
@@ -110,20 +112,20 @@ def uneven_reductions(
     these (`ministage_pipeline`).
 
     Args:
-        plan: the plan.
+        mesh: the units of all ranks.
         job: the job.
         sections: the plan's.
         rings: of the cluster.
         hosts: its nodes' memory.
     """
-    mesh = Mesh(plan, job.micro_batch_size, job.sequence_parallel)
+    plan = mesh.plan
     weights = HeldWeights(job, mesh)
-    owned = np.zeros(len(mesh.places))
-    lead, gpu = (np.zeros(len(mesh.places), dtype=np.int64) for _ in range(2))
+    owned = np.zeros(len(mesh.units))
+    lead, gpu = (np.zeros(len(mesh.units), dtype=np.int64) for _ in range(2))
     for section in sections:
-        gpu[section.ranks] = section.ground.gpus
-        lead[section.ranks] = section.ground.gpus[:, :1]
-    busy = np.zeros((2, len(mesh.places)))
+        gpu[section.ranks] = section.placement.gpus
+        lead[section.ranks] = section.placement.gpus[:, :1]
+    busy = np.zeros((2, len(mesh.units)))
     placing, travel = _Placing(job, mesh), _Travel(job, mesh)
     for bucket, least in weights.buckets():
         holders = np.array(bucket.holders)
@@ -158,14 +160,14 @@ def uneven_reductions(
 
 
 class _Travel:
-    """What comes to each rank for each ministage, and leaves."""
+    """Transfers of each rank for each of its ministages."""
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
         self._mesh = mesh
-        most = max(mesh.stage(place).ministages or 0 for place in mesh.places)
+        most = max(len(unit.ministages or ()) for unit in mesh.units)
         #: Seconds of gathers and sums, bytes from and to host memory, [ranks, ministages].
-        self._gathers, self._sums, self._inward, self._outward = np.zeros((4, len(mesh.places), most))
+        self._gathers, self._sums, self._inward, self._outward = np.zeros((4, len(mesh.units), most))
 
     def add(self, kept: Keeping, rank: int, seconds: Sequence[float], count: float) -> None:
         """Note a bucket: how it is kept, seconds of its gradients and weights, and weights that are kept."""
@@ -179,7 +181,7 @@ class _Travel:
         self._outward[rank, number] += count * self._gradient * kept.gradients_on_host
 
     def passing(self, gpus: Ints, hosts: Hosts) -> dict[tuple[int, int], Passing]:
-        """By replica and stage, the slowest rank's.
+        """The transfers of each stage, by replica and stage: those of its slowest rank.
 
         Args:
             gpus: of the ranks.
@@ -192,12 +194,12 @@ class _Travel:
             for size in (self._inward, self._outward)
         )
         ranks: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for place in self._mesh.places:
-            if self._mesh.stage(place).ministages is not None:
-                ranks[place.replica, place.stage].append(place.rank)
+        for rank, unit in enumerate(self._mesh.units):
+            if unit.ministages is not None:
+                ranks[unit.replica, unit.stage].append(rank)
         found = {}
         for stage, own in ranks.items():
-            count = self._mesh.stage(self._mesh.places[own[0]]).ministages
+            count = len(self._mesh.units[own[0]].ministages or ())
             gathers, sums, copies_in, copies_out = (
                 times[own].max(axis=0)[:count] for times in (self._gathers, self._sums, inward, outward)
             )
@@ -206,14 +208,14 @@ class _Travel:
 
 
 class _Placing:
-    """Where each rank has weights, gradients and state, in numbers of weights (`mesh.residence`)."""
+    """Counts each rank's weights, gradients and state by where they are (`mesh.residence`)."""
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         self._element, self._gradient = job.element_bytes, GRADIENT_BYTES[job.precision]
         self._mesh = mesh
-        self._offload = [mesh.stage(place).offload or () for place in mesh.places]
-        self._counts = {name: np.zeros(len(mesh.places)) for name in (one.name for one in fields(Present))}
-        self._by_number: list[defaultdict[int, float]] = [defaultdict(float) for _ in mesh.places]
+        self._offload = [unit.offload for unit in mesh.units]
+        self._counts = {name: np.zeros(len(mesh.units)) for name in (one.name for one in fields(Present))}
+        self._by_number: list[defaultdict[int, float]] = [defaultdict(float) for _ in mesh.units]
         self._most = cache(self._most_at_once)  # ranks of a stage are alike
 
     def add(self, bucket: Bucket, rank: int, whole: float, own: float) -> Keeping:
@@ -234,13 +236,12 @@ class _Placing:
         return kept
 
     def at_peak(self) -> Present:
-        """What is where when weights and gradients take most on the device."""
+        """The counts at the time when weights and gradients take most bytes on the device."""
         here, added = self._counts["weights"].copy(), self._counts["gradients"].copy()
         for rank, sizes in enumerate(self._by_number):
             if sizes:
-                place = self._mesh.places[rank]
-                count, gives_loss = self._mesh.stage(place).ministages or 1, self._mesh.is_last_stage(place)
-                most = self._most(count, gives_loss, tuple(sizes.items()))
+                unit = self._mesh.units[rank]
+                most = self._most(len(unit.ministages or (1,)), unit.is_last, tuple(sizes.items()))
                 here[rank] += most[0]
                 added[rank] += most[1]
         return Present(**{**self._counts, "weights": here, "gradients": added})
@@ -262,7 +263,7 @@ def _ring(mesh: Mesh, holders: Ints, width: Sequence[int], lead: Ints, gpu: Ints
 
     Where units of one size hold the same, their other ranks form rings of their own, which take as long.
     """
-    places = {(width[rank], mesh.places[rank].tp_rank) for rank in holders.tolist()}
+    places = {(width[rank], mesh.units[rank].ranks.index(rank)) for rank in holders.tolist()}
     if len(places) == 1:
         return lead[holders], next(iter(places))[0]
     return gpu[holders], 1

@@ -55,7 +55,7 @@ def stage_cost(section: Section, links: LinkTable, following: Ints | None) -> St
         following: first GPU of each unit of the next stage, [U], where sends are waited for; ``None``: there
             are none, or they are left under way.
     """
-    plan, job, stage = section.arrays, section.job, section.ground.stage
+    plan, job, stage = section.arrays, section.job, section.placement.stage
     layer = layer_times(plan, job, stage, links, section.window)
     rows = job.micro_batch_size * plan.tokens.astype(float)
     logits, sums = np.zeros(len(rows)), np.zeros(len(rows))
@@ -115,27 +115,36 @@ def _pass_phases(plan: PlanArrays, one: Pass, units: Ints) -> Phases:
     )
 
 
+def exposed_seconds(seconds: Floats | float, layers: int, cover: Floats | float | None) -> Floats | float:
+    """Exposed time of a stage's gradients or weights, s: max(t / L, t - L x cover).
+
+    Gradients may travel behind the backward pass of the last micro-batch and weights behind the forward pass
+    of the first, in the time that attention leaves the network free; the part of the last layer (of the
+    first) always shows.
+
+    Args:
+        seconds: all that travels (t).
+        layers: of the stage (L).
+        cover: seconds of a layer's pass in which the network is free; ``None``: nothing hides it.
+    """
+    return seconds if cover is None else np.maximum(seconds / layers, seconds - layers * cover)
+
+
 def exposed_synchronisation(
     sections: Sequence[Section], costs: Sequence[StageCost], reductions: Reductions
 ) -> list[float]:
-    """What each replica waits for gradients and weights, s.
-
-    Gradients may travel behind the backward pass of the last micro-batch and weights behind the forward pass
-    of the first, in the time that attention leaves the wire free; the last layer's part (the first's)
-    always shows:  max(t / layers, t - layers x (pass - its wire time)).
-    """
+    """Exposed time of gradients and weights in each replica, s: that of its slowest stage."""
     waits = np.zeros(1 + max(int(section.replicas.max()) for section in sections))
     for number, (section, cost) in enumerate(zip(sections, costs, strict=True)):
         layers = section.by_domain(section.parts.layers)
         for domain, replica in enumerate(section.replicas):
             units, wait = section.arrays.unit_replica == domain, 0.0
             for one in reductions.turns:
-                seconds, free, least = float(one.seconds[number][domain]), 0.0, 1
+                cover = None
                 if one.hides_behind is not None:
-                    cover: Pass = getattr(cost.layer, one.hides_behind)
-                    least = layers[domain]
-                    free = least * max(0.0, float(cover.finish[units].max()) - cover.wire)
-                wait += max(seconds / least, seconds - free)
+                    way: Pass = getattr(cost.layer, one.hides_behind)
+                    cover = max(0.0, float(way.finish[units].max()) - way.wire)
+                wait += float(exposed_seconds(one.seconds[number][domain], layers[domain], cover))
             waits[replica] = max(waits[replica], wait)
     return [float(wait) for wait in waits]
 
@@ -148,7 +157,7 @@ def optimizer_times(section: Section, params: Ints | int, owned: Floats | float)
         params: weights on one GPU, a number or [U].
         owned: those of them whose optimizer state it keeps, likewise.
     """
-    job, stage = section.job, section.ground.stage
+    job, stage = section.job, section.placement.stage
     times = np.zeros(len(stage.gpus))
     held, own = params + times, owned + times
     for speeds, units in stage.by_kind:

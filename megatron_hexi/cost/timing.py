@@ -73,7 +73,7 @@ class Timing:
     @property
     def usable(self) -> list[Floats]:
         """Bytes that it has, [U]."""
-        return [section.ground.usable for section in self.sections]
+        return [section.placement.usable for section in self.sections]
 
     @property
     def fullness(self) -> float:

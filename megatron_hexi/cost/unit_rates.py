@@ -1,4 +1,4 @@
-"""What a plan's units take for a row and for a pair of query and key: by it a job deals each batch anew.
+"""Rates of a plan's units, by which a job assigns the documents of each batch.
 
 Attention's curves rise with the size of a block, so a document of L tokens is taken to last
 `a L^2 / 2 + b L`, fitted to a long and to a short one; b counts to the row.
@@ -11,16 +11,14 @@ import numpy as np
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost.compute import device_speeds, logits_times, own_block_times, token_times
 from megatron_hexi.cost.job import Job
-from megatron_hexi.cost.layer_bytes import Flights
-from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, part_params
+from megatron_hexi.cost.memory import GIB, ModelPart, token_bytes
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.terms import UnitRates
+from megatron_hexi.plan.units import rank_gpus
 
 #: Of the sequence's length, the short document that a fit takes beside the whole.
 _SHORT = 1 / 64
-#: Far more tokens than bytes that do not depend on them.
-_MANY = 1e6
 
 
 def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
@@ -39,14 +37,13 @@ def unit_rates(plan: Plan, job: Job, cluster: Cluster) -> UnitRates:
             "--batch-shares: the plan has pipeline stages, between which all batches have the same rows; "
             "give --pipeline-model-parallel-size 1, or leave it out"
         )
-    gpus = plan.gpus or tuple(range(len(cluster.ranks)))
+    gpus = rank_gpus(plan, len(cluster.ranks))
     devices = [[cluster.ranks[gpus[rank]].device for rank in member.ranks] for member in plan.members]
     found = {id(device): _rates(device, plan, job) for unit in devices for device in unit}
     units = [[found[id(device)] for device in unit] for unit in devices]
-    held, attended = _token_bytes(plan, job)
-    free = [
-        min(device.usable_gib * GIB for device in unit) - _needed(plan, job, 0.0, 0.0) for unit in devices
-    ]
+    part = ModelPart.of_job(job, 0)
+    alone, held, attended = token_bytes(job, part, plan.exchange.window, plan.units)
+    free = [min(device.usable_gib * GIB for device in unit) - alone for unit in devices]
     return UnitRates(
         row_s=tuple(_spelt(max(row for row, _ in unit)) for unit in units),
         pair_s=tuple(_spelt(max(pair for _, pair in unit)) for unit in units),
@@ -73,31 +70,6 @@ def _rates(device: Device, plan: Plan, job: Job) -> tuple[float, float]:
     pair = max(0.0, 2 * float(per_token[0] - per_token[1]) / (lengths[0] - lengths[1])) if long > 1 else 0.0
     pair = min(pair or np.inf, 2 * float(per_token[0]) / long)
     return row + max(0.0, float(per_token[0]) - pair * long / 2), pair
-
-
-def _token_bytes(plan: Plan, job: Job) -> tuple[float, float]:
-    """Bytes of a token held, and of one attended to with all heads."""
-    alone = _needed(plan, job, 0.0, 0.0)
-    return (
-        (_needed(plan, job, _MANY, 0.0) - alone) / _MANY,
-        (_needed(plan, job, 0.0, _MANY) - alone) / _MANY,
-    )
-
-
-def _needed(plan: Plan, job: Job, tokens: float, attended: float) -> float:
-    """Bytes on a GPU whose unit holds so many tokens, and attends to so many with all heads.
-
-    Keys under way are taken to be as many as those of the own group.
-    """
-    part = ModelPart.of_job(job, 0)
-    heads = np.full(1, float(plan.workload.local_heads))
-    keys, own = heads / plan.workload.queries_per_kv, np.full(1, attended)
-    holdings = Holdings(
-        np.full(1, tokens), own, heads, keys, np.ones(1, dtype=int), Flights(own * keys, own * keys)
-    )
-    owned = part_params(job, part) / (plan.units if job.distributed_optimizer else 1)
-    terms = part_memory(job, part, holdings, plan.exchange.window, owned)
-    return sum(float(values[0]) for values in terms.values())
 
 
 def _spelt(value: float) -> float:

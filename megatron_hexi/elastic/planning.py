@@ -20,6 +20,7 @@ from megatron_hexi.cost.job import job_of_plan
 from megatron_hexi.cost.megatron_arguments import model_from_arguments, terms_from_arguments
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan import Plan, dump_plan, plan_from_yaml
+from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner import CHOSEN, Request, find_plan
 from megatron_hexi.yaml_file import yaml_from_text
 
@@ -59,13 +60,13 @@ def survive(
     starts, job = _starts(cluster, present), _job(plan, words)
     if plan.provenance and plan.provenance.cluster_digest not in (None, cluster_digest(cluster)):
         raise HexiError(f"--hexi-plan was made for another cluster than {cluster.name}; give its own file")
-    gpus = plan.gpus or tuple(range(plan.ranks))
+    gpus = rank_gpus(plan, plan.ranks)
     numbers = sorted({cluster.ranks[gpu].node for gpu in starts})
     if not starts.keys() >= set(gpus):
         part = cluster.without(set(range(len(cluster.nodes))).difference(numbers))
         own = [rank for number in numbers for rank in cluster.nodes[number].ranks]
         found = find_plan(Request(job, frozenset(CHOSEN) - {"data_parallel"}), part).plan
-        gpus = tuple(own[gpu] for gpu in found.gpus or range(found.ranks))
+        gpus = tuple(own[gpu] for gpu in rank_gpus(found, found.ranks))
         plan = replace(found, gpus=gpus, job=plan.job)
     absent = [node.name for number, node in enumerate(cluster.nodes) if number not in numbers]
     return Survivors(plan, tuple(starts[gpu] for gpu in gpus), tuple(absent))

@@ -50,7 +50,7 @@ def _told(schedule: Callable[..., Any]) -> Callable[..., Any]:
             first, last = stages.view.place.samples
             micro_batch_size = last - first
             stages.channels.begin(num_microbatches, forward_only)
-        by_ministages = stages is not None and stages.stage.ministages is not None
+        by_ministages = stages is not None and stages.view.place.ministages is not None
         result = (forward_backward_by_ministages if by_ministages else schedule)(
             num_microbatches=num_microbatches,
             seq_length=length,

@@ -1,9 +1,8 @@
-"""The uneven mesh as tables: places, rows at borders, pieces of weights, shares of state. No torch here."""
+"""The uneven mesh as tables: ranks, rows at borders, pieces of weights, shares of state. No torch here."""
 
 from megatron_hexi.mesh.border import HeldRows, RowBlock, RowMessage, border_messages, held_rows, row_messages
-from megatron_hexi.mesh.deal import stage_deal
+from megatron_hexi.mesh.mesh import Mesh
 from megatron_hexi.mesh.pieces import Box, Cell, MinistageId, Piece, cell_contains, cell_size, cut_pieces
-from megatron_hexi.mesh.places import Mesh, Place
 from megatron_hexi.mesh.residence import ROWS_ON_DEVICE, Keeping, Sweep, is_summed_last, keeping, sweeps
 from megatron_hexi.mesh.shares import Bucket, Slab, make_buckets
 
@@ -17,7 +16,6 @@ __all__ = [
     "Mesh",
     "MinistageId",
     "Piece",
-    "Place",
     "RowBlock",
     "RowMessage",
     "Slab",
@@ -31,6 +29,5 @@ __all__ = [
     "keeping",
     "make_buckets",
     "row_messages",
-    "stage_deal",
     "sweeps",
 ]

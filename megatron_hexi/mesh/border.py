@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_hexi.mesh.places import Mesh, Place
+from megatron_hexi.mesh.mesh import Mesh
 from megatron_hexi.plan.layout import merge_segments, shard_segments, slice_segments
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.packing import packed_domain
@@ -83,32 +83,27 @@ class RowMessage:
         return sum(block.rows for block in self.blocks)
 
 
-def held_rows(mesh: Mesh, place: Place, documents: tuple[int, ...] | None = None) -> HeldRows:
+def held_rows(mesh: Mesh, rank: int, documents: tuple[int, ...] | None = None) -> HeldRows:
     """The rows that a rank holds outside attention and outside tensor-parallel layers.
 
     Args:
-        mesh: the places of all ranks.
-        place: of the rank.
+        mesh: the units of all ranks.
+        rank: its number in the job.
         documents: lengths of the documents of the sequence; ``None``: it is one.
     """
-    domain = mesh.domain(place)
-    lead = mesh.member(place).lead
+    unit = mesh.units[rank]
+    domain = unit.domain
     if documents is not None:
         domain = packed_domain(domain, documents)
-    group, number = next(
-        (group, number)
-        for group in domain.groups
-        for number, member in enumerate(group.members)
-        if member.lead == lead
-    )
-    member = group.members[number]
+    group = domain.groups[unit.group]
+    number = next(n for n, member in enumerate(group.members) if member.ranks == unit.ranks)
     positions = shard_segments(group, number)
-    width = len(member.ranks) if mesh.sequence_parallel else 1
-    rows = max(1, -(-member.tokens // width))  # as `LocalShard` pads them
+    width = unit.width if mesh.sequence_parallel else 1
+    rows = max(1, -(-unit.tokens // width))  # as `LocalShard` pads them
     if width > 1:
-        first = place.tp_rank * rows
+        first = unit.ranks.index(rank) * rows
         positions = slice_segments(positions, first, first + rows)
-    return HeldRows(place.rank, positions, place.samples, rows)
+    return HeldRows(rank, positions, unit.samples, rows)
 
 
 def border_messages(
@@ -125,7 +120,7 @@ def border_messages(
     holds its whole gradient, so the same rule says who sends it.
 
     Args:
-        mesh: the places of all ranks.
+        mesh: the units of all ranks.
         replica: number of the replica.
         source: number of the stage that sends.
         target: number of the stage that receives.
@@ -135,9 +130,9 @@ def border_messages(
     """
     sides = [
         [
-            held_rows(mesh, mesh.places[rank], documents)
+            held_rows(mesh, rank, documents)
             for rank in mesh.stage_ranks(replica, stage)
-            if domain in (None, mesh.places[rank].domain)
+            if domain in (None, mesh.units[rank].number)
         ]
         for stage, domain in zip((source, target), domains, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Shares: which micro-batches of a global batch each replica takes.
+"""Shares: which micro-batches of a global batch each replica takes, and each domain of a stage.
 
 The cost model and the runtime both read them here, so that they mean one schedule: the micro-batches of a
 global batch are dealt in the order of the replicas, consecutive ones to each. A replica runs its own one
@@ -8,10 +8,13 @@ after the other, beside the other replicas; when all are done, all ranks add up 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 
 from megatron_hexi.errors import PlanError
-from megatron_hexi.plan.model import Plan
+from megatron_hexi.plan.model import Plan, Stage
 
 
 @dataclass(frozen=True)
@@ -67,3 +70,31 @@ def deal_micro_batches(plan: Plan, global_batch_size: int, micro_batch_size: int
         )
     firsts = itertools.accumulate(counts, initial=0)
     return tuple(Share(first, count, total) for first, count in zip(firsts, counts, strict=False))
+
+
+def deal(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The micro-batches that each domain of a stage takes, ascending.
+
+    The deal follows what is predicted and no clock, so that all ranks know it: a domain that takes n
+    micro-batches of an iteration takes 1 / n of it for each. The next one goes to the domain that is free
+    first; of several, to the one that takes most; of several, to the first.
+
+    Args:
+        counts: how many each takes.
+    """
+    dealt: list[list[int]] = [[] for _ in counts]
+    for micro_batch in range(sum(counts)):
+        free = [number for number, count in enumerate(counts) if len(dealt[number]) < count]
+        first = min(free, key=lambda n: (Fraction(len(dealt[n]), counts[n]), -counts[n], n))
+        dealt[first].append(micro_batch)
+    return tuple(tuple(taken) for taken in dealt)
+
+
+_dealt = lru_cache(maxsize=64)(deal)
+
+
+def stage_deal(stage: Stage) -> tuple[tuple[int, ...] | None, ...]:
+    """The micro-batches that each domain of a stage takes, ascending; ``None``: some samples of all."""
+    if not stage.is_dealt:
+        return (None,) * len(stage.domains)
+    return _dealt(tuple(domain.micro_batches or 0 for domain in stage.domains))

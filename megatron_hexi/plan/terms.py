@@ -70,7 +70,7 @@ class UnitRates:
         row_s: seconds of one token outside attention, forward and backward, of one layer.
         pair_s: likewise, of one pair of query and key in all heads of a unit's rank.
         room: tokens that a unit has memory for.
-        attended: for how many of these a token of its group counts, if the unit has all heads.
+        attended: memory of a token of its group, in tokens that it holds, if the unit has all heads.
     """
 
     row_s: tuple[Rate, ...]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.memory import GIB, GRADIENT_BYTES, OPTIMIZER_BYTES
+from megatron_hexi.cost.memory import GIB, static_memory
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.bound import memory_fits
@@ -202,8 +202,9 @@ def _thinned(asked: _Other) -> Iterator[_Other]:
 def _spell_memory(request: Request, cluster: Cluster) -> str:
     """What there must be before any activations, and what there is."""
     job = request.job
-    each = job.element_bytes + GRADIENT_BYTES[job.precision] + OPTIMIZER_BYTES[job.precision]
-    least = job.model.total_params * each / GIB
+    params = job.model.total_params
+    terms = static_memory(replace(job, tensor_parallel=1), job.model.layers, params, params, params)
+    least = float(sum(terms.values())) / GIB
     there = sum(rank.device.usable_gib for rank in cluster.ranks)
     return (
         f"weights, gradients and optimizer state take {least:,.0f} GiB once, the rest grows with the "

@@ -56,7 +56,7 @@ class LeastMemory:
                 on_host = on_host & over if with_rows else on_host
             part = replace(section.part, ministages=ministages, rows_on_host=on_host)
             waiting.append(part_host_memory(section.job, part, held, _present(0.0, 0.0))["activations"])
-        loads = self._hosts.loads([section.ground.gpus for section, _ in self._sections], waiting)
+        loads = self._hosts.loads([section.placement.gpus for section, _ in self._sections], waiting)
         return [set() for _ in rungs] if any(load.fullness > 1 for load in loads) else found
 
     def _overfull(self, number: int, ministages: int, recompute: Recompute, with_rows: bool) -> Bools:
@@ -69,7 +69,7 @@ class LeastMemory:
             own = part.layers // ministages * job.model.layer_params(job.tensor_parallel)
             present = _present(2 * own, own * min(ministages - 1, 2))
         terms = part_memory(job, part, held, section.window, 0.0, present)
-        return np.sum(list(terms.values()), axis=0) > section.ground.usable
+        return np.sum(list(terms.values()), axis=0) > section.placement.usable
 
 
 def _present(weights: Floats | Ints | float, gradients: Floats | Ints | float) -> Present:

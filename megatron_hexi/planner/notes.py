@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import IterationCost
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.savings import spell_savings
 
@@ -60,4 +61,4 @@ def left_out(best: Candidate, cluster: Cluster, tried: Sequence[Candidate]) -> t
 
 def gpus_of(plan: Plan, cluster: Cluster) -> set[int]:
     """The cluster's GPUs that a plan uses."""
-    return set(range(len(cluster.ranks)) if plan.gpus is None else plan.gpus)
+    return set(rank_gpus(plan, len(cluster.ranks)))

@@ -20,6 +20,7 @@ from megatron_hexi.cost import RECOMPUTES, CostModel, Job
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.plan import Domain, Group, Member, Plan, Stage
 from megatron_hexi.plan.layout import apportion
+from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.features import keeps_to
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import order_of
@@ -119,7 +120,7 @@ class Savings:
 
     def _saving(self, base: Candidate, least: LeastMemory) -> Iterator[Candidate]:
         """With the state on the host; in ministages, on the device and with more and more on the host."""
-        gpus = base.plan.gpus or range(base.plan.ranks)
+        gpus = rank_gpus(base.plan, base.plan.ranks)
         on_host = self._rules.allow("offload") and all(
             self._cluster.ranks[gpu].device.host is not None for gpu in gpus
         )

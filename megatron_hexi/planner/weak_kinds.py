@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import CostModel, ceiling_tokens_per_s
 from megatron_hexi.errors import HexiError
+from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.layouts.trial import order_of
 from megatron_hexi.planner.notes import gpus_of
@@ -78,7 +79,7 @@ def weak_kinds(
 def _on_all(plan: Candidate, cluster: Cluster, left_out: set[int]) -> Candidate:
     """Return a plan for some nodes as one of the whole cluster."""
     kept = [gpu for gpu, rank in enumerate(cluster.ranks) if rank.node not in left_out]
-    own = range(len(kept)) if plan.plan.gpus is None else plan.plan.gpus
+    own = rank_gpus(plan.plan, len(kept))
     whole = replace(plan.plan, gpus=tuple(kept[gpu] for gpu in own))
     return Candidate(whole, plan.job, CostModel(plan.job, cluster).timing(whole))
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Phases, Throughput
+from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.report.estimate import spell_seconds, throughput_cells
 from megatron_hexi.report.planned import bound_line, cluster_ceiling, job_line, kernel_lines, planned_dict
 from megatron_hexi.report.shares import find_shares, spell_layout, spell_recomputed
@@ -120,7 +121,7 @@ def compare(planned: Planned, cluster: Cluster) -> Comparison:
             results.append(Result(one.name, one.layout, None, None, one.why_not, one.uniform))
             continue
         plan, job = one.trial.plan, one.trial.job
-        gpus = range(len(cluster.ranks)) if plan.gpus is None else plan.gpus
+        gpus = rank_gpus(plan, len(cluster.ranks))
         devices = [cluster.ranks[gpu].device for gpu in gpus]
         results.append(
             Result(

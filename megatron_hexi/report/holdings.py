@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_hexi.plan import Plan, Replica, Traffic, backward_traffic, build_schedule, forward_traffic
+from megatron_hexi.plan import Plan, Traffic, backward_traffic, build_schedule, forward_traffic
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.terms import Offload, Recompute
+from megatron_hexi.plan.units import Unit, unit_rows
 
 #: What the traffic is counted for: one sequence in bf16.
 BATCH = 1
@@ -72,48 +72,33 @@ class Holding:
 
 def holdings(plan: Plan) -> list[Holding]:
     """One row for each unit of a plan that passed its checks, ascending."""
-    number = {member.lead: number for number, member in enumerate(plan.members)}
-    rows = (
-        row
-        for r, replica in enumerate(plan.replicas)
-        for s in range(len(replica.stages))
-        for row in _stage_holdings(plan, number, replica, (r, s))
+    return [_holding(plan, number, unit) for number, unit in enumerate(unit_rows(plan))]
+
+
+def _holding(plan: Plan, number: int, unit: Unit) -> Holding:
+    workload = plan.workload_of(unit.domain)
+    schedule = build_schedule(workload, unit.domain, unit.member, unit.exchange.parts)
+    counted = (schedule, workload.head_dim, BATCH, ELEMENT_BYTES, workload.value_dim)
+    return Holding(
+        rank=number,
+        ranks=unit.ranks,
+        replica=unit.replica,
+        stage=unit.stage,
+        layers=unit.layers,
+        ministages=unit.ministages,
+        offload=unit.offload or None,
+        recompute=unit.recompute,
+        domain=unit.number,
+        samples=unit.domain.samples,
+        micro_batches=unit.domain.micro_batches,
+        group=unit.group,
+        group_name=unit.domain.groups[unit.group].name,
+        tokens=unit.tokens,
+        share=unit.tokens / workload.seq_length,
+        heads=unit.heads,
+        kv_heads=schedule.own_kv,
+        segments=schedule.segments,
+        state=unit.state,
+        forward=forward_traffic(*counted),
+        backward=backward_traffic(*counted),
     )
-    return sorted(rows, key=lambda row: row.rank)
-
-
-def _stage_holdings(
-    plan: Plan, number: dict[int, int], replica: Replica, place: tuple[int, int]
-) -> Iterator[Holding]:
-    stage = replica.stages[place[1]]
-    exchange = stage.exchange or plan.exchange
-    for d, domain in enumerate(stage.domains):
-        workload = plan.workload_of(domain)
-        group_of = {member.lead: g for g, group in enumerate(domain.groups) for member in group.members}
-        for index, member in enumerate(domain.members):
-            schedule = build_schedule(workload, domain, index, exchange.parts)
-            group = group_of[member.lead]
-            counted = (schedule, workload.head_dim, BATCH, ELEMENT_BYTES, workload.value_dim)
-            yield Holding(
-                rank=number[member.lead],
-                ranks=member.ranks,
-                replica=place[0],
-                stage=place[1],
-                layers=stage.layers,
-                ministages=None if stage.ministages is None else replica.ministage_layers(place[1]),
-                offload=stage.offload,
-                recompute=stage.recompute,
-                domain=d,
-                samples=domain.samples,
-                micro_batches=domain.micro_batches,
-                group=group,
-                group_name=domain.groups[group].name,
-                tokens=member.tokens,
-                share=member.tokens / workload.seq_length,
-                heads=member.heads,
-                kv_heads=schedule.own_kv,
-                segments=schedule.segments,
-                state=member.state,
-                forward=forward_traffic(*counted),
-                backward=backward_traffic(*counted),
-            )

@@ -27,6 +27,7 @@ from megatron_hexi.options.registry import ADDED
 from megatron_hexi.options.replaced import replaced_flags
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.kernels import join_kernels
+from megatron_hexi.plan.units import job_ranks
 from megatron_hexi.slurm import find_gpus
 
 #: What a trial run takes where the user has not said: synthetic data, few iterations.
@@ -132,7 +133,7 @@ def check_flags(flags: Sequence[str], plan: Plan) -> None:
         if getattr(args, name) is None and getattr(args, f"encoder_{name}", None) is None:
             raise HexiError(f"Megatron's flags: --{name.replace('_', '-')} is missing; add it")
     stages = plan.job.pipeline_parallel or args.pipeline_model_parallel_size
-    args.rank, args.world_size = 0, plan.ranks * (stages if plan.is_repeated else 1)
+    args.rank, args.world_size = 0, job_ranks(plan, stages)
     refuse_unsupported(args, "script")
     hold_job(args, {word.partition("=")[0] for word in flags if word.startswith("--")}, plan)
     take_shares(args, plan)

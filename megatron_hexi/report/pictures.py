@@ -265,7 +265,7 @@ def _shade(kind: int, number: int) -> Colour:
 
 def _heads(plan: Plan, row: Holding) -> Range:
     """The heads of all tensor-parallel ranks of a unit: stages may differ in how many these are."""
-    ranks = 1 if plan.is_repeated else len(row.ranks)
+    ranks = 1 if row.layers is None else len(row.ranks)
     return row.heads[0] * ranks, row.heads[1] * ranks
 
 
@@ -358,7 +358,7 @@ def _domain_name(row: Holding) -> str:
 
 
 def _group_name(plan: Plan, row: Holding) -> str:
-    several = len(plan.replicas) > 1 or not plan.is_repeated
+    several = len(plan.replicas) > 1 or row.layers is not None
     name = row.group_name or f"group {row.group}"
     if len(row.ranks) > 1:  # a unit of several GPUs is named after its first
         name = name.partition("/")[0]

@@ -10,8 +10,9 @@ from typing import Any
 from megatron_hexi.cost import IterationCost
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.errors import HexiError
-from megatron_hexi.plan import Member, Plan, plan_digest
+from megatron_hexi.plan import Plan, plan_digest
 from megatron_hexi.plan.model import Range
+from megatron_hexi.plan.units import job_ranks, unit_rows
 from megatron_hexi.record import Interval, Leg, Record, Round, Start
 from megatron_hexi.report.estimate import spell_seconds
 
@@ -135,7 +136,7 @@ def last_start(record: Record, plan: Plan) -> Start:
             f"{record.path}: was recorded under the plan {found}, not under {digest[:_DIGEST]}; give that "
             "run's plan"
         )
-    ranks = plan.ranks * (starts[-1].pipeline_parallel if plan.is_repeated else 1)
+    ranks = job_ranks(plan, starts[-1].pipeline_parallel)
     if len(starts[-1].devices) != ranks:
         raise HexiError(
             f"{record.path}: the job had {len(starts[-1].devices)} ranks, the plan makes it {ranks}; is the "
@@ -235,11 +236,12 @@ def _predicted(plan: Plan, cost: IterationCost | None) -> Pace | None:
 def _ranks(
     plan: Plan, start: Start, intervals: Sequence[Interval], cost: IterationCost | None
 ) -> tuple[RankRun, ...]:
-    places = _places(plan, start.pipeline_parallel)
+    units = unit_rows(plan, stages=start.pipeline_parallel)
+    unit_of = {rank: (number % plan.units, unit) for number, unit in enumerate(units) for rank in unit.ranks}
     count = sum(len(interval.iterations) for interval in intervals)
     found = []
     for rank, device in enumerate(start.devices):
-        number, stage, member = places[rank]
+        number, unit = unit_of[rank]
         busy, attention, gradients, pipeline = (total / count for total in _summed(intervals, rank))
         waited = attention + gradients + pipeline
         own = None if cost is None else cost.ranks[rank]
@@ -247,10 +249,10 @@ def _ranks(
             RankRun(
                 rank=rank,
                 member=number,
-                stage=stage,
+                stage=unit.stage,
                 device=device if own is None else f"{own.device} ({own.name})",
-                tokens=member.tokens,
-                heads=member.heads,
+                tokens=unit.tokens,
+                heads=unit.heads,
                 busy_s=busy,
                 attention_s=attention,
                 gradients_s=gradients,
@@ -264,25 +266,6 @@ def _ranks(
             )
         )
     return tuple(found)
-
-
-def _places(plan: Plan, pipeline_parallel: int) -> dict[int, tuple[int, int, Member]]:
-    """Of each rank of the job: its member's number in the plan, its stage, and its member."""
-    number = {member.lead: number for number, member in enumerate(plan.members)}
-    stages = [
-        (stage, member)
-        for replica in plan.replicas
-        for stage, one in enumerate(replica.stages)
-        for member in one.members
-    ]
-    # Megatron repeats a stage on the ranks that follow.
-    repeats = range(pipeline_parallel) if plan.is_repeated else (0,)
-    return {
-        repeat * plan.ranks + rank: (number[member.lead], stage + repeat, member)
-        for repeat in repeats
-        for stage, member in stages
-        for rank in member.ranks
-    }
 
 
 def _estimated_gib(plan: Plan, rank: int, ranks: int) -> float | None:

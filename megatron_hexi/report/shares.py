@@ -14,6 +14,7 @@ from megatron_hexi.cost import IterationCost, Job, RankCost
 from megatron_hexi.cost.job import layers_again, recompute_mode
 from megatron_hexi.plan import Group, Member, Plan, Stage
 from megatron_hexi.plan.terms import Offload, Recompute
+from megatron_hexi.plan.units import domain_rows
 
 _NODE = re.compile(r"(?P<base>.+)-(?P<number>\d+)")
 #: Nodes that a line names; more are counted.
@@ -240,12 +241,13 @@ def spell_recomputed(plan: Plan, job: Job) -> str:
         plan: the plan.
         job: as the plan runs it; says what stages that say nothing recompute, and how many repeat.
     """
-    repeats = job.pipeline_parallel if plan.is_repeated else 1
     counts: dict[str, int] = {}
-    for stage in (stage for replica in plan.replicas for stage in replica.stages):
-        recompute = job.recompute if stage.recompute is None else stage.recompute
-        layers = job.stage_layers if stage.layers is None else stage.layers[1] - stage.layers[0]
-        again = repeats * layers_again(layers, recompute)
+    rows = domain_rows(plan, stages=job.pipeline_parallel, layers=job.model.layers)
+    for row in rows:
+        if row.number or row.layers is None:
+            continue  # one domain speaks for its stage
+        recompute = job.recompute if row.recompute is None else row.recompute
+        again = layers_again(row.layers[1] - row.layers[0], recompute)
         if again:
             mode = recompute_mode(recompute)
             counts[mode] = counts.get(mode, 0) + again

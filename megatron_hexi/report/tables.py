@@ -23,8 +23,8 @@ def _always(plan: Plan, rows: Sequence[Holding]) -> bool:
 #: The columns of who holds what, and when each says something.
 _COLUMNS: dict[str, Callable[[Plan, Sequence[Holding]], bool]] = {
     "replica": lambda plan, rows: len(plan.replicas) > 1,
-    "stage": lambda plan, rows: not plan.is_repeated,
-    "layers": lambda plan, rows: not plan.is_repeated,
+    "stage": lambda plan, rows: rows[0].layers is not None,
+    "layers": lambda plan, rows: rows[0].layers is not None,
     "ministages": lambda plan, rows: plan.has_ministages,
     "offload": lambda plan, rows: plan.has_offload,
     "recompute": lambda plan, rows: any(row.recompute is not None for row in rows),

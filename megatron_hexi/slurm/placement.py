@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from megatron_hexi.cluster import Cluster, NodeEntry, cluster_digest
 from megatron_hexi.errors import ClusterError, PlanError, PlatformError
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.slurm.gres import gpus_of
 from megatron_hexi.slurm.nodes import SlurmNode
 
@@ -109,7 +110,7 @@ def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
             f"the plan was made for the cluster {name} (digest {made_for[:12]}), and cluster {cluster.name} "
             f"(digest {cluster_digest(cluster)[:12]}) is another; give its own cluster file, or plan again"
         )
-    gpus = range(len(cluster.ranks)) if plan.gpus is None else plan.gpus
+    gpus = rank_gpus(plan, len(cluster.ranks))
     odd = len(gpus) % plan.ranks if plan.is_repeated else len(gpus) != plan.ranks
     if max(gpus) >= len(cluster.ranks) or odd:
         each = " a pipeline stage" if plan.is_repeated else ""

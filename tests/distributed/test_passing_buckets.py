@@ -60,8 +60,8 @@ def run_ministages(mesh, dtype, seed, size, ministages, offload_of=nothing, in_s
     Returns:
         As `run_buffers`, without values at first.
     """
-    states = {place.rank: mesh.member(place).state for place in mesh.places}
-    turns = [None if in_step else place.rank for place in mesh.places]
+    states = {rank: unit.state for rank, unit in enumerate(mesh.units)}
+    turns = [None if in_step else rank for rank in range(len(mesh.units))]
     boxes = [
         [in_turns(box, ministages, turn) for box in own]
         for turn, own in zip(turns, boxes_of(mesh), strict=True)
@@ -123,7 +123,7 @@ def run_ministages(mesh, dtype, seed, size, ministages, offload_of=nothing, in_s
         assert not sum(buffer.values.untyped_storage().nbytes() for buffer in passing)
         return [], sums, ended
 
-    return run_ranks(len(mesh.places), work)
+    return run_ranks(len(mesh.units), work)
 
 
 def own(buffer, tensor, slab):

@@ -27,7 +27,7 @@ class RankModel:
     """A rank's parameters with their boxes, and the gradients that they get.
 
     Args:
-        mesh: the places of all ranks.
+        mesh: the units of all ranks.
         rank: this rank.
         dtype: of its parameters. Gradients in bf16 are whole numbers, whose sums are exact.
         seed: of its values and gradients.
@@ -35,7 +35,7 @@ class RankModel:
 
     def __init__(self, mesh, rank, dtype, seed):
         self.held, self.gradients, self.scales = [], {}, {}
-        width = len(mesh.member(mesh.places[rank]).ranks)
+        width = mesh.units[rank].width
         generator = torch.Generator().manual_seed(100 * seed + rank)
 
         def draw(shape):
@@ -43,7 +43,7 @@ class RankModel:
                 return torch.randint(-2, 3, shape, generator=generator).to(dtype)
             return torch.randn(shape, generator=generator, dtype=dtype)
 
-        for one in parameters_of(mesh, mesh.places[rank]):
+        for one in parameters_of(mesh, rank):
             stacked = int(one.boxes[0].key.startswith("layers."))
             first, *rest = [stop - start for start, stop in one.boxes[0].cell][stacked:]
             data = draw((first * len(one.boxes), *rest))
@@ -70,8 +70,8 @@ def part(whole, cell):
 def expected_sums(mesh, dtype, seed, iteration):
     """The gradients of whole weights: what all holders add up, each copy by its share."""
     sums = whole_weights(mesh)
-    for place in mesh.places:
-        model = RankModel(mesh, place.rank, dtype, seed)
+    for rank in range(len(mesh.units)):
+        model = RankModel(mesh, rank, dtype, seed)
         for held in model.held:
             steps = model.gradients[held.parameter][iteration * MICRO_BATCHES :][:MICRO_BATCHES]
             for gradient in steps:
@@ -104,7 +104,7 @@ def run_buffers(mesh, dtype, seed, size, in_fp32, pauses=0.0):
         For each rank: values that it started with, gradients of its slabs in each iteration, and values in
         the end.
     """
-    states = {place.rank: mesh.member(place).state for place in mesh.places}
+    states = {rank: unit.state for rank, unit in enumerate(mesh.units)}
     buckets = make_buckets(cut_pieces(boxes_of(mesh)), states, size)
 
     def work(thread):
@@ -151,7 +151,7 @@ def run_buffers(mesh, dtype, seed, size, in_fp32, pauses=0.0):
         ended = [(held.box, part_of(held, held.parameter.data)) for held in model.held]
         return started, sums, ended
 
-    return run_ranks(len(mesh.places), work)
+    return run_ranks(len(mesh.units), work)
 
 
 def gradient_of(buffer, slab):
@@ -199,7 +199,7 @@ def test_values_are_those_of_one_holder_at_first_and_of_the_owners_later(dtype):
     @examples(20)
     @given(mesh=MESHES, seed=SEEDS, size=SIZES)
     def hand_out(mesh, seed, size):
-        before = [RankModel(mesh, place.rank, dtype, seed) for place in mesh.places]
+        before = [RankModel(mesh, rank, dtype, seed) for rank in range(len(mesh.units))]
         first = whole_weights(mesh)
         for model in before:  # the last holder's stay
             for held in model.held:
@@ -229,7 +229,7 @@ def test_sums_start_as_soon_as_all_their_gradients_are_there(monkeypatch):
     @given(mesh=meshes(most_ranks=2), seed=SEEDS)
     def overlap(mesh, seed):
         model = RankModel(mesh, 0, torch.float32, seed)
-        boxes = [[held.box for held in model.held], *[[] for _ in mesh.places[1:]]]
+        boxes = [[held.box for held in model.held], *[[] for _ in mesh.units[1:]]]
         others = [box for own in boxes_of(mesh)[1:] for box in own]
         boxes[1] = [box for box in others if box not in boxes[0]]
         buckets = make_buckets(cut_pieces(boxes), {0: 1, 1: 1}, 1)

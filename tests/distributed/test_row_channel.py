@@ -61,7 +61,7 @@ def run_border(mesh, dtype, seed, micro_batches, forward_only=False, pauses=0.0)
         rank = ranks[thread.rank]
         random = Random(seed + rank)
         groups = ThreadRank(rank, thread.store)
-        held = held_rows(mesh, mesh.places[rank])
+        held = held_rows(mesh, rank)
         channels = [
             RowChannel(messages, held, groups.new_group(name, ranks), CPU)
             for name, messages in (("forward", forward), ("backward", backward))

@@ -76,9 +76,14 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
     With `job` they take the place of the mock data.
     """
+    return write_documents(tmp_path_factory.mktemp("documents"))
+
+
+def write_documents(folder: Path) -> tuple[str, ...]:
+    """Write the data set of `documents` into a folder, and give its arguments."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    prefix = tmp_path_factory.mktemp("documents") / "documents"
+    prefix = folder / "documents"
     generator = numpy.random.default_rng(1)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
     for length in numpy.exp(generator.uniform(0, numpy.log(300), size=400)).astype(int):

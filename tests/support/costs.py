@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_hexi.cluster import cluster_from_yaml
 from megatron_hexi.cost import Job, Model
+from megatron_hexi.cost.plan_arrays import domain_arrays
 from megatron_hexi.yaml_file import read_yaml
 
 #: 100 TFLOP/s in everything at every size, memory at 1000 GB/s; DOUBLE computes twice as fast.
@@ -59,3 +60,8 @@ def cluster(nodes, bandwidth=10, latency=0, per="gpu", extra=""):
 def tiny_job(**changes):
     """A job for TINY: one sequence of 4096 tokens."""
     return Job(**{"model": TINY, "seq_length": 4096, "global_batch_size": 1, **changes})
+
+
+def plan_arrays(plan):
+    """The arrays of all units of a plan whose one stage the job repeats."""
+    return domain_arrays(plan.workload, [replica.domain for replica in plan.replicas], plan.exchange.parts)

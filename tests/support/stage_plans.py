@@ -17,7 +17,7 @@ _LENGTHS = (1, 2, 3, 5, 7, 11, 13, *range(1, 60))
 
 @st.composite
 def meshes(draw, most_ranks=8, most_replicas=3):
-    """The places of a random plan with stages, with and without sequence parallelism."""
+    """The mesh of a random plan with stages, with and without sequence parallelism."""
     random = draw(RANDOMS)
     heads = random.choice([1, 2, 4, 8, 8, 12])
     workload = Workload(
@@ -137,14 +137,15 @@ class ModelParameter:
     is_copy: bool = False
 
 
-def parameters_of(mesh, place):
+def parameters_of(mesh, rank):
     """What a rank holds: norms, both kinds of projection, fused gates, and tied embeddings at both ends."""
-    stage, width = mesh.stage(place), len(mesh.member(place).ranks)
+    unit = mesh.units[rank]
+    width = unit.width
     total = mesh.plan.workload.layers
     step = _ROWS // width
-    own = (place.tp_rank * step, (place.tp_rank + 1) * step)
+    own = (unit.ranks.index(rank) * step, (unit.ranks.index(rank) + 1) * step)
     found = []
-    for layer in range(*stage.layers):
+    for layer in range(*unit.layers):
         one = (layer, layer + 1)
 
         def box(key, shape, *cell, one=one):
@@ -162,16 +163,18 @@ def parameters_of(mesh, place):
             ),
         ]
     embedding = Box("embedding", (own, (0, _HIDDEN)), (_ROWS, _HIDDEN), 0)
-    if place.stage == 0:
+    if unit.stage == 0:
         found.append(ModelParameter((embedding,)))
-    if mesh.is_last_stage(place):
+    if unit.is_last:
         behind = Box("last norm", ((0, _HIDDEN),), (_HIDDEN,), total + 1)
         found.append(ModelParameter((behind,), is_copy=True))
-        if place.stage > 0:
+        if unit.stage > 0:
             found.append(ModelParameter((replace(embedding, depth=total + 1),)))
     return found
 
 
 def boxes_of(mesh):
     """The boxes of all ranks."""
-    return [[box for one in parameters_of(mesh, place) for box in one.boxes] for place in mesh.places]
+    return [
+        [box for one in parameters_of(mesh, rank) for box in one.boxes] for rank in range(len(mesh.units))
+    ]

@@ -12,9 +12,8 @@ from megatron_hexi.cost.collectives import all_to_all_bytes
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
 from megatron_hexi.cost.overlap import Part, Start, pass_ends
-from megatron_hexi.cost.plan_arrays import plan_arrays
 from megatron_hexi.plan import Group, Member, Workload, backward_traffic, build_schedule, forward_traffic
-from tests.support.costs import TINY, tiny_job
+from tests.support.costs import TINY, plan_arrays, tiny_job
 from tests.support.plans import SPARSE, TORN, examples, one_replica, plans
 
 

@@ -23,16 +23,19 @@ from megatron_hexi.cost.memory import (
     GIB,
     RESERVE_BYTES,
     SLACK_BYTES,
+    TAGS,
     Holdings,
+    Memory,
     ModelPart,
     part_memory,
-    stage_memory,
+    part_params,
     stage_params,
+    sum_terms,
+    token_bytes,
     unit_memory,
 )
-from megatron_hexi.cost.plan_arrays import plan_arrays
 from megatron_hexi.plan import Group, Member, proportional_plan
-from tests.support.costs import TINY, cluster, tiny_job
+from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.plans import examples, one_replica
 
 LAYER, VOCAB = 3145728 + 1024, 1024 * 512
@@ -47,7 +50,14 @@ def alone(**changes):
     """Memory of a single GPU that does everything."""
     job = tiny_job(**changes)
     plan = one_replica(job.workload(), Group(((0, 4096),), (Member((0,), 4096, (0, 4)),)))
-    return unit_memory(stage_memory(job, 0, Holdings.of(plan_arrays(plan), np.array(1), NONE), 1, 1), 0)
+    return unit_memory(whole(job, Holdings.of(plan_arrays(plan), np.array(1), NONE), 1), 0)
+
+
+def whole(job, held, shards):
+    """Bytes of units that have the whole model."""
+    part = ModelPart.of_job(job, 0)
+    owned = part_params(job, part) / (shards if job.distributed_optimizer else 1)
+    return part_memory(job, part, held, 1, owned)
 
 
 def test_weights_by_hand():
@@ -74,7 +84,7 @@ def test_the_optimizer_is_shared_by_all_ranks():
     flights = Flights(np.zeros(4), np.zeros(4))
     params = stage_params(job, 0)
     for given_job, share in ((job, 4), (tiny_job(distributed_optimizer=False), 1)):
-        found = stage_memory(given_job, 0, Holdings.of(plan_arrays(plan), np.array(1), flights), 1, 4)
+        found = whole(given_job, Holdings.of(plan_arrays(plan), np.array(1), flights), 4)
         assert list(found["optimizer"]) == [12 * params / share] * 4
 
 
@@ -229,3 +239,38 @@ def test_longer_contexts_never_take_less(length, recompute):
         return estimate(plan, job, cluster([("a", "PLAIN", 1)])).memory_gib[0]
 
     assert total(length * 1000) <= total(length * 1000 + 777)
+
+
+@examples(40)
+@given(
+    st.sampled_from(["none", "selective", "full"]),
+    st.lists(st.lists(st.sampled_from([1.0, 2.0]), min_size=1, max_size=3), min_size=1, max_size=2),
+    st.booleans(),
+)
+def test_readers_of_tags_count_each_term_once(recompute, groups, is_last):
+    assert list(TAGS) == [field.name for field in dataclasses.fields(Memory)]
+    job = tiny_job(recompute=recompute)
+    plan = proportional_plan(job.workload(), [groups])
+    held = Holdings.of(plan_arrays(plan), np.array(1), Flights(np.ones(plan.units), np.ones(plan.units)))
+    part = dataclasses.replace(ModelPart.of_job(job, 0), is_last=is_last)
+    terms = part_memory(job, part, held, 1, 0.0)
+    assert terms.keys() == TAGS.keys()
+    # As a balance of tokens and heads reads them (layouts/measured.py), and a stage's table (layer_times.py).
+    kept = [sum_terms(terms, "kept", grows) for grows in ("tokens", "heads")]
+    assert sum(kept) == pytest.approx(sum_terms(terms, "kept"))
+    moving = sum(kept) + sum_terms(terms, "layer") + sum_terms(terms, "loss")
+    static = sum(terms[name] for name, tag in TAGS.items() if tag.lasts == "always")
+    assert moving + static == pytest.approx(sum(terms.values()))
+    assert {tag.grows for tag in TAGS.values() if tag.lasts == "layer"} == {"heads"}
+    assert {tag.grows for tag in TAGS.values() if tag.lasts == "loss"} == {"tokens"}
+    assert all(tag.remedy for tag in TAGS.values())
+
+
+def test_bytes_of_a_token_are_those_of_many_less_those_of_none():
+    job = tiny_job(recompute="full")
+    alone, held, attended = token_bytes(job, ModelPart.of_job(job, 0), window=1, shards=2)
+    params = stage_params(job, 0)
+    assert alone == pytest.approx((2 + 4 + 12 / 2) * params + RESERVE_BYTES)
+    # Of two layers the inputs; the one at work has all of its activations; then the embedding's gradient.
+    assert held > 2 * 512 * 2
+    assert attended > 0

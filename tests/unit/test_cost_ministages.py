@@ -20,8 +20,8 @@ from megatron_hexi.errors import ClusterError
 from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.lab.simulator.ministages import replay_ministages
 from megatron_hexi.mesh import sweeps
-from megatron_hexi.mesh.deal import deal
 from megatron_hexi.plan import read_plan
+from megatron_hexi.plan.shares import deal
 from tests.support.plans import examples
 
 SECONDS = st.integers(1, 50).map(float)

@@ -15,11 +15,10 @@ from megatron_hexi.cost.collectives import (
     tensor_parallel_seconds,
 )
 from megatron_hexi.cost.network import LinkTable
-from megatron_hexi.cost.plan_arrays import plan_arrays
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.plan import Group, Member, Workload
 from megatron_hexi.yaml_file import YamlFile
-from tests.support.costs import cluster, tiny_job
+from tests.support.costs import cluster, plan_arrays, tiny_job
 from tests.support.fleets import read_text
 from tests.support.plans import examples, one_replica
 

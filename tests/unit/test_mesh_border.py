@@ -17,8 +17,7 @@ from tests.support.stage_plans import meshes
 
 def held_by(mesh, rank, documents):
     """Positions of a rank's rows in order, from the plan alone; padding is ``None``."""
-    place = mesh.places[rank]
-    domain = mesh.domain(place)
+    domain = mesh.units[rank].domain
     if documents is not None:
         domain = packed_domain(domain, documents)
     for group in domain.groups:
@@ -31,7 +30,7 @@ def held_by(mesh, rank, documents):
                 return own or [None]
             width = len(member.ranks)
             own += [None] * ((max(len(own), 1) + width - 1) // width * width - len(own))
-            return own[place.tp_rank * len(own) // width :][: len(own) // width]
+            return own[member.ranks.index(rank) * len(own) // width :][: len(own) // width]
     raise AssertionError
 
 
@@ -48,7 +47,7 @@ def check_messages(mesh, messages, targets, documents):
     arrived: Counter[tuple[int, int, int]] = Counter()
     for message in messages:
         holds = set(held_by(mesh, message.source, documents))
-        samples = range(*mesh.places[message.source].samples)
+        samples = range(*mesh.units[message.source].samples)
         for block in message.blocks:
             for span in block.positions:
                 for position, sample in itertools.product(range(*span), range(*block.samples)):
@@ -59,7 +58,7 @@ def check_messages(mesh, messages, targets, documents):
         (rank, position, sample)
         for rank in targets
         for position in held_by(mesh, rank, documents)
-        for sample in range(*mesh.places[rank].samples)
+        for sample in range(*mesh.units[rank].samples)
         if position is not None
     )
     assert arrived == wanted
@@ -81,12 +80,12 @@ def cases(draw):
 @given(case=cases())
 def test_local_rows_are_the_positions_in_order_with_padding_last(case):
     mesh, documents = case
-    for place in mesh.places:
-        held, expected = held_rows(mesh, place, documents), held_by(mesh, place.rank, documents)
+    for rank, unit in enumerate(mesh.units):
+        held, expected = held_rows(mesh, rank, documents), held_by(mesh, rank, documents)
         positions = [position for span in held.positions for position in range(*span)]
         assert held.rows == len(expected)
         assert positions + [None] * (held.rows - len(positions)) == expected
-        assert held.samples == place.samples
+        assert held.samples == unit.samples
         for position in positions:
             assert held.local([(position, position + 1)]) == (
                 (expected.index(position), expected.index(position) + 1),
@@ -121,8 +120,8 @@ def test_ranks_that_hold_the_same_rows_share_the_load_within_one_row_a_run(case)
                         rank
                         for rank in ranks
                         if position in held[rank]
-                        and mesh.places[rank].samples[0] <= block.samples[0]
-                        and block.samples[1] <= mesh.places[rank].samples[1]
+                        and mesh.units[rank].samples[0] <= block.samples[0]
+                        and block.samples[1] <= mesh.units[rank].samples[1]
                     )
                     run = sent.setdefault((message.target, block.samples, holders), Counter())
                     run[message.source] += 1

@@ -13,7 +13,7 @@ from tests.support.stage_plans import boxes_of, meshes
 
 
 def states_of(mesh):
-    return {place.rank: mesh.member(place).state for place in mesh.places}
+    return {rank: unit.state for rank, unit in enumerate(mesh.units)}
 
 
 def check_buckets(pieces, buckets, states):

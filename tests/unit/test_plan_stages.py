@@ -297,8 +297,8 @@ def test_domains_that_take_whole_micro_batches_are_read_written_and_shown(read, 
     write_plan(plan, tmp_path / "again.yaml")
     assert read_plan(tmp_path / "again.yaml") == plan
     mesh = Mesh(plan, 2, sequence_parallel=False)
-    assert [place.micro_batches for place in mesh.places] == [(0, 2, 3), (1,), None]
-    assert [place.samples for place in mesh.places] == [(0, 2)] * 3
+    assert [unit.micro_batches for unit in mesh.units] == [(0, 2, 3), (1,), None]
+    assert [unit.samples for unit in mesh.units] == [(0, 2)] * 3
     assert [mesh.taking(0, 0, number) for number in range(4)] == [0, 1, 0, 0]
     assert mesh.taking(0, 1, 0) is None
     console = Console(width=200, record=True, file=io.StringIO())

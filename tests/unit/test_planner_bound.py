@@ -89,7 +89,7 @@ def just_enough(plan, job, nodes, network):
     timing = CostModel(job, roomy).timing(plan)
     needed = [0.0] * len(nodes)
     for section, needs in zip(timing.sections, timing.needed, strict=True):
-        for gpu, need in zip(section.ground.gpus[:, 0], needs, strict=True):
+        for gpu, need in zip(section.placement.gpus[:, 0], needs, strict=True):
             node = roomy.ranks[gpu].node
             needed[node] = max(needed[node], need / GIB)
     devices = [node.device for node in roomy.nodes]

@@ -33,7 +33,7 @@ def replay(plan, job, known, layers=2):
     """The first stage, replayed; units on the cluster's GPUs in order."""
     timing = CostModel(job, known).timing(plan)
     section, cost = timing.sections[0], timing.stages[0]
-    work = layer_work(section.arrays, job, section.ground.stage, cost.layer)
+    work = layer_work(section.arrays, job, section.placement.stage, cost.layer)
     found = replay_section(section, cost, work, known, layers)
     return found, work, cost
 

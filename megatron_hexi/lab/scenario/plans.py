@@ -5,7 +5,6 @@ Every plan names GPUs of the whole cluster, so that the cost model can be asked 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +16,7 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.lab.scenario.conditions import Conditions
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.units import rank_gpus, unit_rows
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.replan.planning.recut import recut
 
@@ -76,11 +76,9 @@ class Plans:
 
     def add(self, plan: Plan, job: Job) -> PlacedPlan:
         """Know a plan of the whole cluster."""
-        gpus = range(len(self.cluster.ranks)) if plan.gpus is None else plan.gpus
-        firsts = range(0, job.pipeline_parallel * plan.ranks, plan.ranks)
-        units = tuple(
-            tuple(gpus[first + rank] for rank in member.ranks) for first in firsts for member in plan.members
-        )
+        gpus = rank_gpus(plan, len(self.cluster.ranks))
+        rows = unit_rows(plan, stages=job.pipeline_parallel)
+        units = tuple(tuple(gpus[rank] for rank in unit.ranks) for unit in rows)
         nodes = frozenset(self.cluster.ranks[gpu].node for unit in units for gpu in unit)
         placed = PlacedPlan(plan, job, units, nodes)
         self._known.append(placed)
@@ -151,8 +149,8 @@ class Plans:
         except NothingFitsError:
             return None
         there = [rank for node in left for rank in self.cluster.nodes[node].ranks]
-        used: Sequence[int] = range(len(there)) if planned.plan.gpus is None else planned.plan.gpus
-        return self.add(replace(planned.plan, gpus=tuple(there[gpu] for gpu in used)), planned.job)
+        gpus = tuple(there[gpu] for gpu in rank_gpus(planned.plan, len(there)))
+        return self.add(replace(planned.plan, gpus=gpus), planned.job)
 
 
 def _at_units(conditions: Conditions, placed: PlacedPlan) -> Conditions:

@@ -56,7 +56,7 @@ def simulate(
     timing = CostModel(job, cluster).timing(plan, gpus)
     sections = timing.sections
     works = [
-        layer_work(section.arrays, section.job, section.ground.stage, cost.layer)
+        layer_work(section.arrays, section.job, section.placement.stage, cost.layer)
         for section, cost in zip(sections, timing.stages, strict=True)
     ]
     layers = [_layers(section, work) for section, work in zip(sections, works, strict=True)]
@@ -146,7 +146,7 @@ def _ranks(
             busy = {kind: float(seconds[unit]) for kind, seconds in work.items()}
             # Rounding must not make a rank that never waits wait less than nothing.
             idle = max(0.0, whole - sum(busy.values()) - float(communication[unit]))
-            for rank, gpu in zip(numbers.tolist(), section.ground.gpus[unit].tolist(), strict=True):
+            for rank, gpu in zip(numbers.tolist(), section.placement.gpus[unit].tolist(), strict=True):
                 ranks.append(
                     RankTimeline(
                         rank=rank,

@@ -136,7 +136,7 @@ def replay_section(
     laps = section_laps(section, layers)
     program = build_program(work, laps, section.window, cost.logits, cost.logits_sum)
     routes = Routes(cluster, section.job.tensor_parallel)
-    gpus = section.ground.stage.gpus
+    gpus = section.placement.stage.gpus
     route = routes.numbers(gpus[program.src], gpus[program.dst])
     table = routes.table()
     return Replay(section.arrays, program, table, route, Engine(program, table, route, progress).run())

@@ -11,9 +11,10 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_hexi.mesh import Mesh, Place
+from megatron_hexi.mesh import Mesh
 from megatron_hexi.options.job_terms import recompute_settings
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.units import Unit
 
 
 @contextlib.contextmanager
@@ -22,7 +23,7 @@ def as_one_rank(args: Namespace, mesh: Mesh | None) -> Iterator[None]:
 
     Args:
         args: Megatron's arguments; changed in place.
-        mesh: the places of all ranks; ``None``: nothing is changed.
+        mesh: the units of all ranks; ``None``: nothing is changed.
     """
     if mesh is None:
         yield
@@ -37,7 +38,7 @@ def as_one_rank(args: Namespace, mesh: Mesh | None) -> Iterator[None]:
     args.hexi_overlap_values = args.overlap_param_gather
     args.overlap_param_gather = False
     args.dist_ckpt_optim_fully_reshardable = True
-    _set_view(args, mesh, mesh.places[args.rank])
+    _set_view(args, mesh.plan, mesh.units[args.rank])
 
 
 def overlaps_values() -> bool:
@@ -48,10 +49,9 @@ def overlaps_values() -> bool:
     return bool(args.hexi_overlap_values) and args.curr_iteration + 1 < args.train_iters
 
 
-def _set_view(args: Namespace, mesh: Mesh, place: Place) -> None:
+def _set_view(args: Namespace, plan: Plan, unit: Unit) -> None:
     """Set what Megatron reads of a rank's stage."""
-    plan, stage = mesh.plan, mesh.stage(place)
-    width = len(mesh.member(place).ranks)
+    width = unit.width
     args.tensor_model_parallel_size = width
     for name in (
         "expert_tensor_parallel_size",
@@ -61,15 +61,15 @@ def _set_view(args: Namespace, mesh: Mesh, place: Place) -> None:
         if getattr(args, name, None) is not None:
             setattr(args, name, width)
     args.sequence_parallel = args.sequence_parallel and width > 1
-    args.context_parallel_size = len(mesh.domain(place).members)
-    args.pipeline_model_parallel_size = mesh.depth(place)
-    stages = mesh.replica(place).stages
+    args.context_parallel_size = len(unit.domain.members)
+    args.pipeline_model_parallel_size = unit.depth
+    stages = plan.replicas[unit.replica].stages
     if len(stages) > 1:
         cells = ["t" * (layers[1] - layers[0]) for layers in (one.layers for one in stages) if layers]
         cells[0], cells[-1] = f"E{cells[0]}", f"{cells[-1]}L"
         args.pipeline_model_parallel_layout = "|".join(cells)
     args.make_vocab_size_divisible_by = _vocabulary_step(plan, args) // width
-    recompute = plan.job.recompute if stage.recompute is None else stage.recompute
+    recompute = plan.job.recompute if unit.recompute is None else unit.recompute
     if recompute is not None:
         for flag, value in recompute_settings(recompute).items():
             setattr(args, flag.removeprefix("--").replace("-", "_"), value)

@@ -126,9 +126,8 @@ def _by_rank(original: Callable[..., Any]) -> Callable[..., Any]:
         state = original(*args, **kwargs)
         session = active_session()
         if session is not None and session.stages is not None:
-            place = session.stages.view.place
-            state.global_shape = (len(session.stages.mesh.places), 1)
-            state.global_offset, state.replica_id = (place.rank, 0), 0
+            state.global_shape = (len(session.stages.mesh.units), 1)
+            state.global_offset, state.replica_id = (session.stages.view.rank, 0), 0
         return state
 
     return get_rng_state

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.megatron.stages.groups import RankView
-from megatron_hexi.mesh import HeldRows, Mesh, Place, RowMessage, border_messages, held_rows
+from megatron_hexi.mesh import HeldRows, Mesh, RowMessage, border_messages, held_rows
 from megatron_hexi.runtime.row_channel import RowChannel
 
 #: Micro-batches on their way out in one direction. 1F1B has a stage take the one before the last without
@@ -34,25 +34,27 @@ class _Direction:
     """One direction over one border, as this rank sees it.
 
     Args:
-        mesh: the places of all ranks.
-        place: of this rank.
+        mesh: the units of all ranks.
+        rank: this rank.
         ends: numbers of the stages where it begins and ends.
         group: of the direction.
         device: of the rows.
     """
 
     def __init__(
-        self, mesh: Mesh, place: Place, ends: tuple[int, int], group: dist.ProcessGroup, device: torch.device
+        self, mesh: Mesh, rank: int, ends: tuple[int, int], group: dist.ProcessGroup, device: torch.device
     ) -> None:
+        replica = mesh.units[rank].replica
+
         @lru_cache(maxsize=16)  # the micro-batches under way
         def table(documents: Documents, domains: _Domains) -> tuple[tuple[RowMessage, ...], HeldRows]:
-            messages = border_messages(mesh, place.replica, *ends, documents, domains)
-            return messages, held_rows(mesh, place, documents)
+            messages = border_messages(mesh, replica, *ends, documents, domains)
+            return messages, held_rows(mesh, rank, documents)
 
         self._table = table
-        self._is_dealt = any(mesh.plan.replicas[place.replica].stages[stage].is_dealt for stage in ends)
+        self._is_dealt = any(mesh.plan.replicas[replica].stages[stage].is_dealt for stage in ends)
         self._domains = lru_cache(maxsize=None)(
-            lambda micro_batch: tuple(mesh.taking(place.replica, stage, micro_batch) for stage in ends)
+            lambda micro_batch: tuple(mesh.taking(replica, stage, micro_batch) for stage in ends)
         )
         #: The one that is sent and received next, where domains take whole micro-batches.
         self.micro_batch = 0
@@ -94,25 +96,24 @@ class BorderChannels:
     come in the order of the activations, and so do their documents.
 
     Args:
-        mesh: the places of all ranks.
+        mesh: the units of all ranks.
         view: the groups of this rank.
         device: of the rows.
         is_packed: whether sequences consist of documents.
     """
 
     def __init__(self, mesh: Mesh, view: RankView, device: torch.device, is_packed: bool) -> None:
-        place = view.place
-        stage, depth = place.stage, mesh.depth(place)
+        stage, depth, rank = view.place.stage, view.place.depth, view.rank
         before, behind = (stage - 1) % depth, (stage + 1) % depth
         self._is_packed = is_packed
         self._device = device
         self._activations_in = self._gradients_out = self._activations_out = self._gradients_in = None
         if view.before is not None:
-            self._activations_in = _Direction(mesh, place, (before, stage), view.before.forward, device)
-            self._gradients_out = _Direction(mesh, place, (stage, before), view.before.backward, device)
+            self._activations_in = _Direction(mesh, rank, (before, stage), view.before.forward, device)
+            self._gradients_out = _Direction(mesh, rank, (stage, before), view.before.backward, device)
         if view.behind is not None:
-            self._activations_out = _Direction(mesh, place, (stage, behind), view.behind.forward, device)
-            self._gradients_in = _Direction(mesh, place, (behind, stage), view.behind.backward, device)
+            self._activations_out = _Direction(mesh, rank, (stage, behind), view.behind.forward, device)
+            self._gradients_in = _Direction(mesh, rank, (behind, stage), view.behind.backward, device)
         #: With ministages: what was sent, in order, as far as it may be under way; and how much may be.
         self._sent: deque[tuple[_Direction, int]] = deque()
         self._most_sent: int | None = None

@@ -65,16 +65,14 @@ def _with_pieces(original: type) -> type:
             stages = session.stages
             #: The ministages of the model, where it runs in some.
             self.slices = (
-                None
-                if stages.stage.ministages is None
-                else StageSlices(module, stages.mesh, stages.view.place)
+                None if stages.view.place.ministages is None else StageSlices(module, stages.view.place)
             )
             with user_errors():
                 self.pieces = _piece_buffers(
                     session, config, module, self.slices, size, ddp_config.grad_reduce_in_fp32
                 )
             #: What waits between ministages, from iteration to iteration.
-            offloads_rows = stages.stage.offloads("activations")
+            offloads_rows = "activations" in stages.view.place.offload
             self.waiting_rows = HostRows(self.pieces.host) if offloads_rows else DeviceRows()
             self.buffers = self.bucket_groups = [self.pieces]
             self.expert_parallel_buffers: list[Any] = []
@@ -132,12 +130,12 @@ def _piece_buffers(
         held = [
             replace(one, box=replace(one.box, ministage=slices.ministage_of(one.parameter))) for one in held
         ]
-    boxes: list[list[Box]] = [[] for _ in mesh.places]
+    boxes: list[list[Box]] = [[] for _ in mesh.units]
     dist.all_gather_object(boxes, [one.box for one in held])
-    weights = {place.rank: mesh.member(place).state for place in mesh.places}
+    weights = {rank: unit.state for rank, unit in enumerate(mesh.units)}
     buckets = make_buckets(cut_pieces(boxes), weights, bucket_size)
     names = {parameter: name for name, parameter in module.named_parameters()}
-    unit = mesh.member(view.place).ranks
+    unit = view.place.ranks
     common = _held_by_all([boxes[rank] for rank in unit])
     copies = {one.parameter for one in held if (one.box.key, one.box.cell) in common}
 
@@ -153,14 +151,14 @@ def _piece_buffers(
         buckets,
         held,
         scale_of,
-        view.place.rank,
+        view.rank,
         group_of,
         torch.float32 if in_fp32 else None,
-        lambda rank: mesh.stage(mesh.places[rank]).offload or (),
+        lambda rank: mesh.units[rank].offload,
         session.shard.positions.device,
     )
     # Tied embeddings are zero where the last stage makes them, and Megatron's seeds differ by stage.
-    stage_of = [place.stage for place in mesh.places]
+    stage_of = [unit.stage for unit in mesh.units]
     buffers.take_values_from(lambda holders: min(holders, key=lambda rank: (stage_of[rank], rank)))
     return buffers
 
@@ -200,7 +198,7 @@ def _over_all_holders(original: Callable[..., None]) -> Callable[..., None]:
         assert num_tokens is not None, "a plan sets --calculate-per-token-loss"
         stages = session.stages
         # The ranks of one unit all counted the unit's tokens.
-        counts = stages.view.place.rank in stages.mesh.loss_ranks()
+        counts = stages.view.rank in stages.mesh.loss_ranks()
         total = num_tokens if counts else torch.zeros_like(num_tokens)
         dist.all_reduce(total, group=stages.view.world)
         for chunk in model:

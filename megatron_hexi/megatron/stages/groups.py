@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from megatron_hexi.megatron.process_groups import GroupOptions
-from megatron_hexi.mesh import Mesh, Place
+from megatron_hexi.mesh import Mesh
+from megatron_hexi.plan.units import Unit
 
 
 class PipelineView(dist.ProcessGroup):
@@ -90,7 +91,8 @@ class RankView:
     """The groups of one rank.
 
     Args:
-        place: of the rank.
+        rank: its number in the job.
+        place: what its unit does.
         unit: its tensor-parallel ranks.
         domain: those with which it exchanges keys.
         a2a: those of its A2A group.
@@ -101,7 +103,8 @@ class RankView:
         world: all ranks of the job.
     """
 
-    place: Place
+    rank: int
+    place: Unit
     unit: dist.ProcessGroup
     domain: dist.ProcessGroup
     a2a: dist.ProcessGroup
@@ -113,14 +116,13 @@ class RankView:
 
 def make_view(mesh: Mesh, groups: MeshGroups) -> RankView:
     """Make all groups that the plan needs; to be called by all ranks of the job."""
-    own = mesh.places[groups.rank]
-    world = groups.of(range(len(mesh.places)), "JOB")
+    world = groups.of(range(len(mesh.units)), "JOB")
     loss = groups.of(mesh.loss_ranks(), "LOSS")
     unit = domain = a2a = None
-    for place in mesh.places:
-        unit = groups.of(mesh.member(place).ranks, "UNIT") or unit
-        domain = groups.of(mesh.lane(place), "DOMAIN") or domain
-        a2a = groups.of(a2a_lane(mesh, place), "A2A") or a2a
+    for rank, own in enumerate(mesh.units):
+        unit = groups.of(own.ranks, "UNIT") or unit
+        domain = groups.of(mesh.lane(rank), "DOMAIN") or domain
+        a2a = groups.of(a2a_lane(mesh, rank), "A2A") or a2a
     borders: list[BorderGroups | None] = [None, None]
     for number, replica in enumerate(mesh.plan.replicas):
         depth = len(replica.stages)
@@ -138,41 +140,41 @@ def make_view(mesh: Mesh, groups: MeshGroups) -> RankView:
     assert domain is not None
     assert a2a is not None
     assert world is not None
-    return RankView(own, unit, domain, a2a, loss or groups.alone, borders[0], borders[1], world)
+    own = mesh.units[groups.rank]
+    before, behind = borders
+    return RankView(groups.rank, own, unit, domain, a2a, loss or groups.alone, before, behind, world)
 
 
-def a2a_lane(mesh: Mesh, place: Place) -> tuple[int, ...]:
+def a2a_lane(mesh: Mesh, rank: int) -> tuple[int, ...]:
     """The ranks of a rank's A2A group: its counterpart in each unit, in the order of the domain's ranks."""
-    lead = mesh.member(place).lead
-    group = next(
-        group for group in mesh.domain(place).groups if any(member.lead == lead for member in group.members)
-    )
-    return tuple(sorted(member.ranks[place.tp_rank] for member in group.members))
+    unit = mesh.units[rank]
+    index = unit.ranks.index(rank)
+    return tuple(sorted(member.ranks[index] for member in unit.domain.groups[unit.group].members))
 
 
 def set_megatron_groups(mesh: Mesh, view: RankView, alone: dist.ProcessGroup) -> None:
     """Put a rank's view in the place of Megatron's groups.
 
     Args:
-        mesh: the places of all ranks.
+        mesh: the units of all ranks.
         view: the groups of this rank.
         alone: a group of this rank alone.
     """
     from megatron.core import parallel_state
 
-    place, rank = view.place, view.place.rank
-    chain = mesh.chain(place)
+    rank = view.rank
+    chain = mesh.chain(rank)
     ends = {chain[0], chain[-1]}
     by_name: dict[str, Any] = {
         "TENSOR_MODEL_PARALLEL_GROUP": view.unit,
-        "TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(mesh.member(place).ranks),
+        "TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(view.place.ranks),
         "PIPELINE_MODEL_PARALLEL_GROUP": PipelineView(chain, rank),
         "PIPELINE_GLOBAL_RANKS": list(chain),
         "CONTEXT_PARALLEL_GROUP": view.domain,
         "CONTEXT_PARALLEL_GLOBAL_RANKS": dist.get_process_group_ranks(view.domain),
         # Norms of gradients, and whether a step is skipped: over all ranks.
         "MODEL_PARALLEL_GROUP": view.world,
-        "MODEL_PARALLEL_GLOBAL_RANKS": list(range(len(mesh.places))),
+        "MODEL_PARALLEL_GLOBAL_RANKS": list(range(len(mesh.units))),
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": view.world,
         # Tied embeddings are pieces that the first and the last stages hold.
         "EMBEDDING_GROUP": alone if rank in ends else None,

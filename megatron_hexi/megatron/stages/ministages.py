@@ -82,7 +82,7 @@ class _Iteration:
         self._own = tuple(range(micro_batches)) if place.micro_batches is None else place.micro_batches
         #: The rows that entered each ministage, until its backward pass.
         self._rows: RowStore = model.waiting_rows
-        self._hands_to_itself = self._stages.mesh.depth(place) == 1
+        self._hands_to_itself = place.depth == 1
 
     def run(self, forward_only: bool) -> None:
         """All micro-batches through all ministages; the gradients of this rank are in its buckets then."""

@@ -11,7 +11,6 @@ from megatron_hexi.megatron.stages.communicator import BorderChannels
 from megatron_hexi.megatron.stages.groups import MeshGroups, RankView, make_view, set_megatron_groups
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import Schedules
-from megatron_hexi.plan.model import Stage
 from megatron_hexi.runtime import DomainAttention
 from megatron_hexi.runtime.wire import connect
 
@@ -21,7 +20,7 @@ class StagesSession:
     """The mesh as this rank sees it.
 
     Args:
-        mesh: the places of all ranks.
+        mesh: the units of all ranks.
         groups: the process groups made so far; those of weights' holders are added when the model is there.
         view: the groups of this rank.
         channels: to the neighbouring stages.
@@ -31,11 +30,6 @@ class StagesSession:
     groups: MeshGroups
     view: RankView
     channels: BorderChannels
-
-    @property
-    def stage(self) -> Stage:
-        """The stage of this rank."""
-        return self.mesh.stage(self.view.place)
 
 
 def start_stages_session(
@@ -47,7 +41,7 @@ def start_stages_session(
 
     Args:
         given: the plan.
-        mesh: the places of all ranks.
+        mesh: the units of all ranks.
         groups: makes the process groups.
         device: of this rank's tensors.
         is_packed: whether sequences consist of documents.
@@ -55,9 +49,8 @@ def start_stages_session(
     view = make_view(mesh, groups)
     set_megatron_groups(mesh, view, groups.alone)
     place = view.place
-    stage, domain, workload = mesh.stage(place), mesh.domain(place), mesh.workload(place)
-    exchange = stage.exchange or mesh.plan.exchange
-    schedules = Schedules(workload, domain, place.member, exchange.parts)
+    workload, exchange = mesh.plan.workload_of(place.domain), place.exchange
+    schedules = Schedules(workload, place.domain, place.member, exchange.parts)
     attention = DomainAttention(
         workload, schedules, view.domain, view.a2a, window=exchange.window, kernel_name=given.kernel
     )

@@ -16,8 +16,9 @@ import torch
 from torch.nn import Parameter
 
 from megatron_hexi.megatron.session import Session, active_session
-from megatron_hexi.mesh import Mesh, MinistageId, Place
+from megatron_hexi.mesh import MinistageId
 from megatron_hexi.patching import Patch
+from megatron_hexi.plan.units import Unit
 
 
 class StageSlices:
@@ -25,20 +26,20 @@ class StageSlices:
 
     Args:
         model: Megatron's, wrapped or not.
-        mesh: the places of all ranks.
-        place: of this rank.
+        place: what this rank's unit does.
     """
 
-    def __init__(self, model: Any, mesh: Mesh, place: Place) -> None:
+    def __init__(self, model: Any, place: Unit) -> None:
         from megatron.core.utils import get_attr_wrapped_model
 
         self._model = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
         self._decoder = self._model.decoder
         layers = iter(self._decoder.layers)
-        sizes = mesh.stage(place).ministage_sizes
+        assert place.ministages is not None
+        sizes = [stop - start for start, stop in place.ministages]
         self._layers = [torch.nn.ModuleList(itertools.islice(layers, size)) for size in sizes]
         self.count = len(self._layers)
-        self._is_first, self._is_last = place.stage == 0, mesh.is_last_stage(place)
+        self._is_first, self._is_last = place.stage == 0, place.is_last
         self._place = place
         self._uses = self._find_uses()
 
@@ -118,12 +119,11 @@ def dealt_layers(session: Session | None) -> list[int] | None:
 
     ``None``: they have.
     """
-    if session is None or session.stages is None or session.stages.stage.ministages is None:
+    place = None if session is None or session.stages is None else session.stages.view.place
+    if place is None or place.ministages is None:
         return None
-    place, stage = session.stages.view.place, session.stages.stage
-    assert stage.layers is not None
-    ranges = session.stages.mesh.replica(place).ministage_layers(place.stage)
-    return [layer - stage.layers[0] for start, stop in ranges for layer in range(start, stop)]
+    assert place.layers is not None
+    return [layer - place.layers[0] for start, stop in place.ministages for layer in range(start, stop)]
 
 
 def _numbered(original: Callable[..., None]) -> Callable[..., None]:

@@ -15,11 +15,10 @@ from megatron_hexi.cost import RECOMPUTES, CostModel, Job
 from megatron_hexi.cost.fit import Shortage, find_shortage
 from megatron_hexi.cost.memory import (
     GIB,
-    GRADIENT_BYTES,
-    OPTIMIZER_BYTES,
     RESERVE_BYTES,
     ModelPart,
     part_params,
+    static_memory,
 )
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
@@ -211,10 +210,9 @@ def _fleets(request: Request, cluster: Cluster) -> list[Fleet]:
 def _least_bytes(fleet: Fleet) -> float:
     """What a GPU of the emptiest stage needs before activations, optimizer state cut over all units."""
     job = fleet.job
-    params = np.min(part_params(job, ModelPart.of_job(job, np.arange(job.pipeline_parallel))))
+    params = float(np.min(part_params(job, ModelPart.of_job(job, np.arange(job.pipeline_parallel)))))
     owned = params / (len(fleet.units) if job.distributed_optimizer else 1)
-    held = params * (job.element_bytes + GRADIENT_BYTES[job.precision])
-    return float(held + owned * OPTIMIZER_BYTES[job.precision] + RESERVE_BYTES)
+    return float(sum(static_memory(job, job.stage_layers, params, params, owned).values()) + RESERVE_BYTES)
 
 
 def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:

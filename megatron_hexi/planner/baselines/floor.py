@@ -34,9 +34,10 @@ from megatron_hexi.cost.compute import (
 )
 from megatron_hexi.cost.job import layers_again
 from megatron_hexi.cost.layer_bytes import Flights
-from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_params, stage_memory
+from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, part_params
 from megatron_hexi.cost.reductions import repeated_turns
 from megatron_hexi.cost.rings import Rings
+from megatron_hexi.cost.stage import exposed_seconds
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.layout import Layout
 
@@ -124,7 +125,8 @@ class Floor:
         held = [(ModelPart.of_job(job, stage), self._gpus[stage, order], 1) for stage in stages.tolist()]
         self._turns = repeated_turns(job, held, rings)
         params = np.asarray(part_params(job, ModelPart.of_job(job, stages)), dtype=float)
-        owned = params / (len(fleet.units) if job.distributed_optimizer else 1)
+        self._shards = len(fleet.units) if job.distributed_optimizer else 1
+        owned = params / self._shards
         steps = np.array([optimizer_seconds(one, job, params, owned) for one in self._speeds])
         #: Seconds of all work at the best rates, and of the optimizer.
         self._work = job.global_batch_size * job.seq_length / fleet.ceiling_tokens_per_s
@@ -153,8 +155,9 @@ class Floor:
             micro_batches=one.micro_batches[one.replica][one.group],
             flights=Flights(nothing, nothing),
         )
-        stages = np.arange(self._job.pipeline_parallel)[:, None]
-        needed = sum(stage_memory(self._job, stages, held, 1, len(self._fleet.units)).values())
+        part = ModelPart.of_job(self._job, np.arange(self._job.pipeline_parallel)[:, None])
+        owned = part_params(self._job, part) / self._shards
+        needed = sum(part_memory(self._job, part, held, 1, owned).values())
         fits = (needed <= self._usable[self._device[:, one.units]]).all(axis=0)
         return np.logical_and.reduceat(fits, one.first[one.begin[one.starts]])
 
@@ -245,11 +248,8 @@ class Floor:
         """Seconds that gradients and weights add to each stage, given those of a layer's passes."""
         layers, shown = self._job.stage_layers, np.zeros(1)
         for turn in self._turns:
-            seconds = np.array(turn.seconds)
-            if turn.hides_behind is not None:
-                cover = forward if turn.hides_behind == "forward" else backward
-                seconds = np.maximum(seconds / layers, seconds - layers * cover)
-            shown = shown + seconds
+            cover = {"forward": forward, "backward": backward, None: None}[turn.hides_behind]
+            shown = shown + exposed_seconds(np.array(turn.seconds), layers, cover)
         return shown
 
 

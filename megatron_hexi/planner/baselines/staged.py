@@ -20,6 +20,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, CostModel, Job, ceiling_tokens_per_s
 from megatron_hexi.plan import Domain, Group, JobTerms, Member, Plan, Replica, Stage
 from megatron_hexi.plan.terms import Recompute
+from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.fleet.units import find_units
 from megatron_hexi.planner.joint import Candidate
 from megatron_hexi.planner.joint.placing import Place, number_ranks
@@ -143,7 +144,7 @@ class StagedJudge:
         return self._less_again(pipelines, settled, found)
 
     def _gpus(self, found: Candidate) -> Sequence[int]:
-        return found.plan.gpus or tuple(range(len(self.cluster.ranks)))
+        return tuple(rank_gpus(found.plan, len(self.cluster.ranks)))
 
     def _rate(self, stage: StageChoice) -> float:
         return sum(self.speeds[gpu] for unit in stage.units for gpu in unit)
@@ -256,7 +257,7 @@ def spell_stages(plan: Plan, cluster: Cluster) -> str:
         plan: any.
         cluster: that it is for.
     """
-    gpus = plan.gpus or tuple(range(len(cluster.ranks)))
+    gpus = rank_gpus(plan, len(cluster.ranks))
     replicas = []
     for replica in plan.replicas:
         stages = []

@@ -1,4 +1,4 @@
-"""What each unit achieves at its best, and has room for: the first guess of a balance."""
+"""Best rates of units and their memory for tokens: the first guess of a balance."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ import numpy as np
 from megatron_hexi.cost import attention_seconds, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
-from megatron_hexi.cost.layer_bytes import Flights
-from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, part_params
+from megatron_hexi.cost.memory import GIB, ModelPart, token_bytes
 from megatron_hexi.planner.fleet.units import Fleet
-
-#: Far more tokens than bytes that do not depend on them.
-_MANY = 1e6
 
 
 class Rates:
@@ -50,22 +46,7 @@ class Rates:
 
 
 def _stage_bytes(fleet: Fleet, window: int, shards: int, micro_batches: int) -> Floats:
-    """Bytes of a GPU of each pipeline stage: with nothing, of a token held, of one attended to, [stages, 3].
-
-    They grow in proportion to the tokens that the unit holds, and to those that it attends to: with h of a
-    group's H heads, h / H of the group's tokens. Keys under way are as many as the own group's.
-    """
+    """`token_bytes` of each pipeline stage, [stages, 3]."""
     job = fleet.job
-    # With nothing, with tokens alone, with attention alone.
-    tokens, attended = np.array([0.0, _MANY, 0.0]), np.array([0.0, 0.0, _MANY])
-    heads = np.full(3, float(job.workload().local_heads))
-    keys = heads / job.workload().queries_per_kv
-    flights = Flights(attended * keys, attended * keys)
-    holdings = Holdings(tokens, attended, heads, keys, np.full(3, micro_batches), flights)
-    taken = []
-    for stage in range(job.pipeline_parallel):
-        part = fleet.part or ModelPart.of_job(job, stage)
-        owned = part_params(job, part) / (shards if job.distributed_optimizer else 1)
-        alone, *more = np.sum(list(part_memory(job, part, holdings, window, owned).values()), axis=0)
-        taken.append([alone, *((one - alone) / _MANY for one in more)])
-    return np.array(taken)
+    parts = [fleet.part or ModelPart.of_job(job, stage) for stage in range(job.pipeline_parallel)]
+    return np.array([token_bytes(job, part, window, shards, micro_batches) for part in parts])

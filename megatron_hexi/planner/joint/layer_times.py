@@ -18,7 +18,7 @@ from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds, ceiling_token
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.layer_bytes import border_bytes
-from megatron_hexi.cost.memory import FRAGMENTATION, Holdings, ModelPart, part_memory
+from megatron_hexi.cost.memory import FRAGMENTATION, Holdings, ModelPart, part_memory, sum_terms
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.pools import Pools, Shape
@@ -208,7 +208,7 @@ class LayerTimer:
         (section,), (stage,) = trial.timing.sections, trial.timing.stages
         assert stage.layer.attention_again is not None, "core attention is timed again"
         pool_of_node = {node: pool for pool in shape.kinds for node in self.pools.pools[pool].nodes}
-        nodes = [self.cluster.ranks[gpu].node for gpu in section.ground.gpus[:, 0].tolist()]
+        nodes = [self.cluster.ranks[gpu].node for gpu in section.placement.gpus[:, 0].tolist()]
         pool = np.array([shape.kinds.index(pool_of_node[node]) for node in nodes])
         held = Holdings.of(section.arrays, np.ones(1, dtype=np.int64), stage.layer.flights)
         memory = [
@@ -229,9 +229,9 @@ class LayerTimer:
             logits=float((stage.logits + stage.logits_sum).max()),
             units=np.bincount(pool).astype(float),
             tokens=most(section.arrays.tokens.astype(float)),
-            kept=np.array([most(whole * (terms["activations"] + terms["attention"])) for terms in memory]),
-            working=np.array([most(whole * terms["working_set"]) for terms in memory]),
-            logits_bytes=most(whole * memory[0]["logits"]),
+            kept=np.array([most(whole * sum_terms(terms, "kept")) for terms in memory]),
+            working=np.array([most(whole * sum_terms(terms, "layer")) for terms in memory]),
+            logits_bytes=most(whole * sum_terms(memory[0], "loss")),
             border_bytes=most(whole * border_bytes(section.job, held.tokens)),
         )
 

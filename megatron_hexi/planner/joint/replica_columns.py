@@ -1,4 +1,4 @@
-"""What a replica may be made of: GPUs by pool, the pipelines on them, and what each takes."""
+"""Candidate replicas: GPUs of each pool, the pipelines on them, and their seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from operator import truediv
 
-from megatron_hexi.cost.memory import GIB
+from megatron_hexi.cost.memory import GIB, static_memory
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pipes import Pipe
@@ -17,8 +17,6 @@ from megatron_hexi.planner.joint.pools import Counts, Pools, pools_of
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
 from megatron_hexi.planner.request import Request
 
-#: Bytes a weight that a replica has room for at least.
-_LEAST_BYTES = 6.0
 #: Choices of GPUs that get pipelines, and that are tried as one stage: by one replica, by each of several.
 _WITH_PIPELINES, _WITH_ONE_STAGE = (24, 16), (60, 150)
 #: Pipelines whose gradients are looked at, the fastest, and of one replica the fastest of each depth and
@@ -84,7 +82,10 @@ class ReplicaColumns:
         self.equal = not request.rules.allow("unequal_replicas")
         self._sync = Synchronisation(timer)
         self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(pools.pools))]
-        self._choices = self._find_choices(request.job.model.total_params * _LEAST_BYTES)
+        params = request.job.model.total_params
+        self._choices = self._find_choices(
+            float(sum(static_memory(request.job, 0, params, params, 0).values()))
+        )
         self._least_alone = _LEAST_ALONE if len(self._choices) > _WITH_PIPELINES[0] else 0.0
         #: Whether each choice of GPUs gets pipelines.
         self.looks_at_all = len(self._choices) <= min(_WITH_PIPELINES)

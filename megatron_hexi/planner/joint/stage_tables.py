@@ -21,11 +21,10 @@ from megatron_hexi.cost.arrays import Floats, Ints
 from megatron_hexi.cost.job import layers_again, recompute_mode
 from megatron_hexi.cost.memory import (
     GIB,
-    GRADIENT_BYTES,
-    OPTIMIZER_BYTES,
     RESERVE_BYTES,
     ModelPart,
     part_params,
+    static_memory,
 )
 from megatron_hexi.plan.terms import Recompute
 from megatron_hexi.planner.joint.layer_times import LayerTimer, LayerTimes
@@ -101,9 +100,7 @@ class StageTables:
         part = ModelPart(layers=count, again=count, is_first=is_first, is_last=is_last, ahead=1)
         params = np.asarray(part_params(job, part), dtype=float)
         owners = shape.units * shards if job.distributed_optimizer else 1
-        static = params * (
-            job.element_bytes + GRADIENT_BYTES[job.precision] + OPTIMIZER_BYTES[job.precision] / owners
-        )
+        static = sum(static_memory(job, count, params, params, params / owners).values())
         # Bytes left for activations.
         ends = is_last * layer.logits_bytes + part.borders * layer.border_bytes
         usable = GIB * np.array([self.pools.pools[kind].device.usable_gib for kind in shape.kinds])

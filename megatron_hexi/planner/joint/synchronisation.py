@@ -13,6 +13,7 @@ from megatron_hexi.cost.compute import device_speeds, optimizer_seconds
 from megatron_hexi.cost.memory import GRADIENT_BYTES, ModelPart, part_params
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
+from megatron_hexi.cost.stage import exposed_seconds
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pipes import Stage
 from megatron_hexi.planner.joint.pools import Shape
@@ -87,7 +88,7 @@ class Synchronisation:
     def _stage_seconds(
         self, shape: Shape, layers: int, is_first: bool, is_last: bool, shards: int, end: Shape | None
     ) -> float:
-        """Return a stage's part, as `cost.stage.exposed_synchronisation` charges it.
+        """Exposed time of a stage's gradients and weights, and the optimizer's step, s.
 
         Args:
             shape: what it runs on.
@@ -107,7 +108,7 @@ class Synchronisation:
             seconds = self._ring(shape, shards, float((params - shared) * size))
             if end and shared:
                 seconds += self._ring_of_ends(shape, end, shards, float(shared * size))
-            shown += max(seconds / layers, seconds - layers * cover) if cover else seconds
+            shown += float(exposed_seconds(seconds, layers, cover or None))
         return shown
 
     def _turns(self, shape: Shape) -> list[tuple[int, float]]:

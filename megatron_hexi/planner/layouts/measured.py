@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.memory import FRAGMENTATION
+from megatron_hexi.cost.memory import FRAGMENTATION, sum_terms
 from megatron_hexi.planner.layouts.layout import units_by_rank
 from megatron_hexi.planner.layouts.trial import Trial
 
@@ -51,12 +51,11 @@ class Measured:
             moves = np.maximum(moves, sum(one.all_to_all_in + one.all_to_all_out for one in stage.passes))
             busy = np.maximum(busy, sum(one.undisturbed for one in stage.passes) + logits)
             terms = timing.memory[number]
-            # Where the loss takes more than the working set, it hides all of that.
-            at_loss = terms["logits"] > 0
-            loss = np.where(at_loss, terms["logits"] + terms["working_set"], 0.0)
-            by_tokens = (1 + FRAGMENTATION) * (terms["activations"] + loss)
-            working = np.where(at_loss, 0.0, terms["working_set"])
-            by_heads = (1 + FRAGMENTATION) * (terms["attention"] + working)
+            # A layer grows with heads, the loss with tokens; the larger of the two is there.
+            loss, layer = sum_terms(terms, "loss"), sum_terms(terms, "layer")
+            held, inside_kept = sum_terms(terms, "kept", "tokens"), sum_terms(terms, "kept", "heads")
+            by_tokens = (1 + FRAGMENTATION) * (held + np.where(loss > 0, loss + layer, 0.0))
+            by_heads = (1 + FRAGMENTATION) * (inside_kept + np.where(loss > 0, 0.0, layer))
             left = _FULL * timing.usable[number] - (timing.needed[number] - by_tokens - by_heads)
             inside, free = np.maximum(inside, by_heads), np.minimum(free, left)
             tokens = timing.arrays.tokens

@@ -12,6 +12,7 @@ from dataclasses import replace
 from megatron_hexi.cluster import Cluster, Device
 from megatron_hexi.cost import CostModel, Job, ceiling_tokens_per_s
 from megatron_hexi.plan import Domain, Plan, Replica, Stage
+from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, Kind, Unit
 from megatron_hexi.planner.layouts.deal import deal_heads
@@ -99,7 +100,7 @@ def _stage(stage: Stage, plan: Plan, number: int, job: Job, cluster: Cluster) ->
 
 def _fleet(domain: Domain, plan: Plan, job: Job, cluster: Cluster) -> Fleet:
     """The domain's members as units, in the order of their ranks."""
-    gpus = plan.gpus or tuple(range(len(cluster.ranks)))
+    gpus = rank_gpus(plan, len(cluster.ranks))
     devices: dict[tuple[int, ...], tuple[int, tuple[Device, ...]]] = {}
     units = []
 

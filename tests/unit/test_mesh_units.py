@@ -16,17 +16,22 @@ from tests.support.stage_plans import boxes_of, job_plan, meshes
 @examples(150)
 @given(mesh=meshes())
 def test_every_rank_stands_once_and_where_the_plan_has_it(mesh):
-    assert [place.rank for place in mesh.places] == list(range(mesh.plan.ranks))
+    assert len(mesh.units) == mesh.plan.ranks
     stands: Counter[int] = Counter()
     for r, replica in enumerate(mesh.plan.replicas):
         for s, stage in enumerate(replica.stages):
             for d, domain in enumerate(stage.domains):
                 for m, member in enumerate(domain.members):
-                    for t, rank in enumerate(member.ranks):
-                        place = mesh.places[rank]
-                        assert (place.replica, place.stage, place.domain) == (r, s, d)
-                        assert (place.member, place.tp_rank) == (m, t)
-                        assert mesh.member(place) == member
+                    for rank in member.ranks:
+                        unit = mesh.units[rank]
+                        assert (unit.replica, unit.stage, unit.number, unit.member) == (r, s, d, m)
+                        assert (unit.ranks, unit.tokens, unit.heads, unit.state) == (
+                            *(member.ranks, member.tokens, member.heads, member.state),
+                        )
+                        assert member in domain.groups[unit.group].members
+                        assert (unit.domain, unit.layers, unit.depth) == (
+                            *(domain, stage.layers, len(replica.stages)),
+                        )
                         stands[rank] += 1
     assert stands == Counter(range(mesh.plan.ranks))
 
@@ -37,9 +42,7 @@ def test_the_domains_of_a_stage_take_each_sample_once(mesh):
     for r, replica in enumerate(mesh.plan.replicas):
         for s in range(len(replica.stages)):
             taken = {
-                (place.domain, place.samples)
-                for place in mesh.places
-                if (place.replica, place.stage) == (r, s)
+                (unit.number, unit.samples) for unit in mesh.units if (unit.replica, unit.stage) == (r, s)
             }
             samples = [sample for _, (start, stop) in sorted(taken) for sample in range(start, stop)]
             assert samples == list(range(mesh.micro_batch_size))
@@ -48,24 +51,23 @@ def test_the_domains_of_a_stage_take_each_sample_once(mesh):
 @examples(100)
 @given(mesh=meshes())
 def test_a_chain_has_a_rank_of_each_stage_and_its_own_at_its_place(mesh):
-    for place in mesh.places:
-        chain = mesh.chain(place)
-        assert chain[place.stage] == place.rank
-        assert [mesh.places[rank].stage for rank in chain] == list(range(mesh.depth(place)))
-        assert {mesh.places[rank].replica for rank in chain} == {place.replica}
+    for rank, unit in enumerate(mesh.units):
+        chain = mesh.chain(rank)
+        assert chain[unit.stage] == rank
+        assert [mesh.units[other].stage for other in chain] == list(range(unit.depth))
+        assert {mesh.units[other].replica for other in chain} == {unit.replica}
 
 
 @examples(100)
 @given(mesh=meshes())
 def test_ranks_of_a_group_are_in_one_order_in_the_unit_and_in_the_domain(mesh):
     """Process groups number their ranks in ascending order; tables number them as units and domains do."""
-    for place in mesh.places:
-        lane = mesh.lane(place)
+    for rank, unit in enumerate(mesh.units):
+        lane = mesh.lane(rank)
         assert list(lane) == sorted(lane)
-        assert lane[place.member] == place.rank
-        ranks = mesh.member(place).ranks
-        assert list(ranks) == sorted(ranks)
-        assert ranks[place.tp_rank] == place.rank
+        assert lane[unit.member] == rank
+        assert list(unit.ranks) == sorted(unit.ranks)
+        assert rank in unit.ranks
 
 
 @examples(150)
@@ -73,13 +75,14 @@ def test_ranks_of_a_group_are_in_one_order_in_the_unit_and_in_the_domain(mesh):
 def test_every_part_of_a_weight_has_one_copy_0_and_no_two_alike(mesh):
     """As the boxes of checkpoints count: holders of one box, apart from ranks that share a unit."""
     copies: dict[tuple, list[int]] = {}
-    for place, boxes in zip(mesh.places, boxes_of(mesh), strict=True):
+    for rank, boxes in enumerate(boxes_of(mesh)):
+        unit = mesh.units[rank]
         for box in boxes:
             if box.key == "embedding" and box.depth > 0:
                 continue  # Megatron counts the copy behind the layers apart
-            shared = place.tp_rank if box.key.endswith("norm") else 0  # likewise
+            shared = unit.ranks.index(rank) if box.key.endswith("norm") else 0  # likewise
             for index in itertools.product(*(range(*span) for span in box.cell)):
-                copies.setdefault((box.key, shared, index), []).append(mesh.copy(place))
+                copies.setdefault((box.key, shared, index), []).append(mesh.copy(unit))
     for (_, shared, _), found in copies.items():
         assert len(set(found)) == len(found)
         if shared == 0:
@@ -89,16 +92,15 @@ def test_every_part_of_a_weight_has_one_copy_0_and_no_two_alike(mesh):
 @examples(150)
 @given(mesh=meshes())
 def test_loss_ranks_hold_each_token_of_each_sample_once(mesh):
-    units = {place.rank: mesh.member(place).ranks for place in mesh.places}
     found: Counter[tuple[int, int, int]] = Counter()
     for rank in mesh.loss_ranks():
-        place = mesh.places[rank]
-        assert mesh.is_last_stage(place)
+        unit = mesh.units[rank]
+        assert unit.is_last
         # A loss is of the whole unit, whatever part of the rows its ranks hold between layers.
-        for other in units[rank] if mesh.sequence_parallel else [rank]:
-            for span in held_rows(mesh, mesh.places[other]).positions:
-                for position, sample in itertools.product(range(*span), range(*place.samples)):
-                    found[place.replica, position, sample] += 1
+        for other in unit.ranks if mesh.sequence_parallel else [rank]:
+            for span in held_rows(mesh, other).positions:
+                for position, sample in itertools.product(range(*span), range(*unit.samples)):
+                    found[unit.replica, position, sample] += 1
     length, replicas = mesh.plan.workload.seq_length, len(mesh.plan.replicas)
     everything = itertools.product(range(replicas), range(length), range(mesh.micro_batch_size))
     assert found == Counter(everything)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.mesh.deal import deal
+from megatron_hexi.plan.shares import deal
 from tests.support.plans import examples
 
 COUNTS = st.lists(st.integers(1, 9), min_size=1, max_size=5)

@@ -1,0 +1,67 @@
+"""Which ranks of a job work together, under a plan whose stages have layers of their own."""
+
+from __future__ import annotations
+
+from megatron_hexi.plan import Plan
+from megatron_hexi.plan.shares import stage_deal
+from megatron_hexi.plan.units import Unit, unit_rows
+
+
+class Mesh:
+    """The units of all ranks, and what follows from them. All ranks derive the same.
+
+    Args:
+        plan: a plan that passed its checks, with layers in every stage.
+        micro_batch_size: samples of a micro-batch (B).
+        sequence_parallel: whether units of several ranks hold a part of the rows each, outside the
+            tensor-parallel layers.
+    """
+
+    def __init__(self, plan: Plan, micro_batch_size: int, sequence_parallel: bool) -> None:
+        self.plan = plan
+        self.micro_batch_size = micro_batch_size
+        self.sequence_parallel = sequence_parallel
+        unit_of = {rank: unit for unit in unit_rows(plan, micro_batch_size) for rank in unit.ranks}
+        #: The unit of each rank, by rank.
+        self.units: tuple[Unit, ...] = tuple(unit_of[rank] for rank in range(len(unit_of)))
+
+    def goes_round(self, replica: int) -> bool:
+        """Whether the last stage of a replica sends to the first, for the next ministage."""
+        stages = self.plan.replicas[replica].stages
+        return len(stages) > 1 and (stages[0].ministages or 1) > 1
+
+    def stage_ranks(self, replica: int, stage: int) -> tuple[int, ...]:
+        """All ranks of a stage, ascending."""
+        members = self.plan.replicas[replica].stages[stage].members
+        return tuple(sorted(rank for member in members for rank in member.ranks))
+
+    def taking(self, replica: int, stage: int, micro_batch: int) -> int | None:
+        """The number of the domain that takes a micro-batch; ``None``: all take some samples of it."""
+        domains = enumerate(stage_deal(self.plan.replicas[replica].stages[stage]))
+        return next((number for number, own in domains if own is not None and micro_batch in own), None)
+
+    def lane(self, rank: int) -> tuple[int, ...]:
+        """The ranks that exchange keys with a rank: its counterpart in each unit of its domain."""
+        unit = self.units[rank]
+        index = unit.ranks.index(rank)
+        return tuple(member.ranks[index] for member in unit.domain.members)
+
+    def chain(self, rank: int) -> tuple[int, ...]:
+        """A rank of each stage of a rank's replica, itself at its own: the pipeline as it sees it."""
+        unit = self.units[rank]
+        chain = [self.stage_ranks(unit.replica, stage)[0] for stage in range(unit.depth)]
+        chain[unit.stage] = rank
+        return tuple(chain)
+
+    def loss_ranks(self) -> tuple[int, ...]:
+        """One rank of each unit that computes the loss: together they hold each token of the batch once."""
+        return tuple(sorted({unit.ranks[-1] for unit in self.units if unit.is_last}))
+
+    def copy(self, unit: Unit) -> int:
+        """Which copy of its weights a unit has, from 0, counted over all replicas."""
+        before = sum(
+            max(len(stage.members) for stage in replica.stages)
+            for replica in self.plan.replicas[: unit.replica]
+        )
+        domains = self.plan.replicas[unit.replica].stages[unit.stage].domains[: unit.number]
+        return before + sum(len(domain.members) for domain in domains) + unit.member
