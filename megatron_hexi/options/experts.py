@@ -71,21 +71,21 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Supported(
             "--num-experts, --moe-router-load-balancing-type aux_loss|seq_aux_loss, --moe-z-loss-coeff, "
             "--moe-router-enable-expert-bias, --moe-shared-expert-intermediate-size, --moe-layer-freq",
-            _STAGES + "test_experts_train_as_on_one_rank",
+            _STAGES + "test_experts_train_as_on_one_rank[slices-all-moe]",
             "any experts on any ranks of a stage",
         ),
         Supported(
             "--moe-router-load-balancing-type global_aux_loss",
-            _STAGES + "test_experts_train_as_on_one_rank",
+            _STAGES + "test_experts_train_as_on_one_rank[uneven-global-long]",
             "with one replica in 1F1B",
         ),
         Supported(
             "--moe-grouped-gemm",
-            "tests/megatron/test_te_training.py::test_stages_train_experts_as_one_rank",
+            "tests/megatron/test_te_training.py::test_stages_train_experts_as_one_rank[slices-grouped]",
         ),
         Supported(
             "--ckpt-format torch_dist",
-            _STAGES + "test_any_layout_goes_on_from_any_other",
+            _STAGES + "test_any_layout_goes_on_from_any_other[samples-to-slices-fp32]",
             "from and to any layout; of what Megatron saves with expert parallelism, the weights",
         ),
         Refused(

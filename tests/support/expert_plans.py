@@ -27,7 +27,7 @@ def _with_experts(random, stage, experts):
     """A stage with experts of all its units, in expert domains of some neighbouring ones."""
     units = [one for domain in stage.domains for group in domain.groups for one in group.members]
     ends = [place for place in range(1, len(units)) if random.random() < 0.4]
-    held = {}
+    held: dict[int, tuple] = {}
     for first, stop in itertools.pairwise([0, *ends, len(units)]):
         held |= _share(random, units[first:stop], experts)
     return replace(
@@ -55,7 +55,7 @@ def _share(random, units, experts):
     cuts = sorted(random.randint(0, experts) for _ in cells[1:])
     ranges = list(itertools.pairwise([0, *cuts, experts]))
     random.shuffle(ranges)
-    held = {unit.lead: () for unit in units}
+    held: dict[int, tuple] = {unit.lead: () for unit in units}
     for lead, own in zip(cells, ranges, strict=True):
         held[lead] += (own,)
     return held

@@ -242,7 +242,5 @@ def test_a_running_mean_is_refused_where_micro_batches_run_in_another_order(kind
 
 
 def test_the_cost_model_refuses_a_plan_with_experts(read):
-    with pytest.raises(
-        PlanError, match=r"workload\.experts is 8: their time and memory are not modelled yet"
-    ):
+    with pytest.raises(PlanError, match=r"workload\.experts is 8: their time and memory are not modelled"):
         check_job(read(MIXED), tiny_job())

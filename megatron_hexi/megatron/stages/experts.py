@@ -149,7 +149,7 @@ def _renumbered(tree: Any, axis: int, first: int, total: int) -> Any:
     if isinstance(tree, ShardedTensorFactory):
         build = tree.build_fn
         return replace(tree, build_fn=lambda *args, **kwargs: again(build(*args, **kwargs)))
-    place = {
+    place: dict[str, Any] = {
         "global_shape": at_axis(tree.global_shape, total),
         "global_offset": at_axis(tree.global_offset, tree.global_offset[axis] + first),
     }
