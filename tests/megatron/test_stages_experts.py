@@ -279,6 +279,16 @@ def test_weights_of_megatrons_expert_parallelism_are_loaded(loader, forks, refer
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loader", ["one-rank", "slices"])
+def test_its_optimizer_state_is_refused(loader, forks, references, tmp_path):
+    start, _ = references((*MODEL, *LOSSES["all"]), 3)
+    parallel = ("--expert-model-parallel-size", "2", "--save", tmp_path / "weights", "--save-interval", "2")
+    forks.train(tmp_path, ranks=2, args=words((*MODEL, *LOSSES["all"]), 2, start, *parallel))
+    with pytest.raises(AssertionError, match="--expert-model-parallel-size 2, this job has 1, and with more"):
+        go_on(loader, "fp32", 4, ["--load", tmp_path / "weights"], forks, tmp_path)
+
+
+@pytest.mark.slow
 def test_what_is_loaded_is_what_was_saved(trainings, forks, tmp_path):
     """Each weight and each moment: saved again under another layout without a step between."""
     weights, _ = trainings("samples", "fp32")

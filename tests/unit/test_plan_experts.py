@@ -73,7 +73,7 @@ def test_each_expert_domain_holds_every_expert_once(random, ranks, experts):
     plan = expert_plan(random, workload, random.randint(1, 4), ranks, experts)
     by_rank = job_experts(plan, experts)
     assert sorted(by_rank) == list(range(plan.ranks))
-    copies = Counter()
+    copies: Counter[tuple[int, int]] = Counter()
     for replica in plan.replicas:
         for stage in replica.stages:
             own = {by_rank[rank][0].ranks: by_rank[rank][0] for one in stage.members for rank in one.ranks}
@@ -86,7 +86,7 @@ def test_each_expert_domain_holds_every_expert_once(random, ranks, experts):
                 cut = {expert: of for expert, _, of in parts}
                 assert sorted(parts) == [(e, p, cut[e]) for e in range(experts) for p in range(cut[e])]
                 assert Counter(domain.slots)[None] == len(domain.slots) - len(parts)
-                copies.update((layer, domain.copy) for layer in range(*stage.layers))
+                copies.update((layer, domain.copy) for layer in range(*(stage.layers or ())))
     assert set(copies.values()) == {1}
     assert {layer for layer, copy in copies if copy == 0} == set(range(workload.layers))
 
