@@ -84,6 +84,7 @@ def test_experts_train_as_on_one_rank(layout, loss, how, iterations, forks, refe
     print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
     assert difference < 1e-5
     assert balances(log) == pytest.approx(balances(reference), rel=1e-5)
+    assert bool(balances(log)) == (loss != "bias")
 
 
 def words(model, iterations, weights, *more):
@@ -94,7 +95,8 @@ def words(model, iterations, weights, *more):
 
 def balances(log):
     """The routers' losses, as Megatron prints them."""
-    names = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
+    kinds = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss")
+    names = (*kinds, "z_loss")
     found = {name: [] for name in names}
     for line in log.output.splitlines():
         for part in line.split("|"):
