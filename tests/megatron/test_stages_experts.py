@@ -34,14 +34,16 @@ def balanced(*losses: str) -> tuple[str, ...]:
     return ("--moe-router-load-balancing-type", *losses, "--moe-aux-loss-coeff", *("0.1" for _ in losses))
 
 
+#: With a rate of 0.01 two experts of one token are equal to rounding in the fourth iteration; it then goes to
+#: either of them, and gradient norms are off by 1e-4.
 BIAS = (
     *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
-    *("--moe-router-bias-update-rate", "0.01"),
+    *("--moe-router-bias-update-rate", "0.02"),
 )
 Z_LOSS = ("--moe-z-loss-coeff", "0.01")
 LOSSES = {
     "all": (*balanced("aux_loss", "seq_aux_loss"), *Z_LOSS, *BIAS),
-    "batches": balanced("aux_loss"),
+    "batches": (*balanced("aux_loss"), *Z_LOSS),
     "sequences": balanced("seq_aux_loss"),
     "global": (*balanced("global_aux_loss"), *Z_LOSS),
     "bias": ("--moe-router-load-balancing-type", "none", *BIAS),
@@ -54,9 +56,9 @@ JOBS = {
 }
 IN_CI = {("replicas", "all", ""), ("samples", "all", ""), ("slices", "all", "moe")}
 ALL = [
-    *((layout, "all", "") for layout in LAYOUTS),
+    *((layout, loss, "") for layout in LAYOUTS for loss in ("batches", "all")),
     *((layout, "all", how) for layout in ("uneven", "slices") for how in JOBS if how),
-    *((layout, loss, "") for layout in ("samples", "slices") for loss in ("batches", "sequences", "bias")),
+    *((layout, loss, "") for layout in ("samples", "slices") for loss in ("sequences", "bias")),
     *(("uneven", "global", ""), ("recomputed", "global", "")),
 ]
 
