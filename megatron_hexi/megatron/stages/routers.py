@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.experts import active_experts
 from megatron_hexi.megatron.stages.session import StagesSession
 
@@ -53,12 +54,13 @@ def _over_the_job(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def _sync_metrics(self: Any, metric_names: list[str], pg_collection: Any = None) -> None:
-        if active_experts() is None:
+        session = active_session()
+        if session is None or session.stages is None:
             original(self, metric_names, pg_collection)
             return
         for name in metric_names:
             if name in self._metrics:
-                dist.all_reduce(self._metrics[name].values)
+                dist.all_reduce(self._metrics[name].values, group=session.stages.view.world)
 
     return _sync_metrics
 
