@@ -34,11 +34,11 @@ def balanced(*losses: str) -> tuple[str, ...]:
     return ("--moe-router-load-balancing-type", *losses, "--moe-aux-loss-coeff", *("0.1" for _ in losses))
 
 
-#: With a rate of 0.01 two experts of one token are equal to rounding in the fourth iteration; it then goes to
-#: either of them, and gradient norms are off by 1e-4.
+#: In fp32 with a rate of 0.01 two experts of one token are equal to rounding in the fourth iteration; it then
+#: goes to either of them, and gradient norms are off by 1e-4.
 BIAS = (
     *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
-    *("--moe-router-bias-update-rate", "0.02"),
+    *("--moe-router-bias-update-rate", "0.02", "--moe-router-dtype", "fp64"),
 )
 Z_LOSS = ("--moe-z-loss-coeff", "0.01")
 LOSSES = {
