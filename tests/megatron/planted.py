@@ -130,7 +130,7 @@ def _slot_of_another_expert() -> None:
     swapped = {0: 1, 1: 0}
 
     def slots(self: ExpertDomain) -> tuple[int | None, ...]:
-        return tuple(expert and swapped.get(expert, expert) for expert in original(self))
+        return tuple(None if expert is None else swapped.get(expert, expert) for expert in original(self))
 
     ExpertDomain.slots = property(slots)  # type: ignore[assignment, method-assign]
 
