@@ -79,9 +79,8 @@ def test_experts_train_as_on_one_rank(layout, loss, how, iterations, forks, refe
     model = (*MODEL, *LOSSES[loss])
     weights, reference = references(model, iterations)
     plan = expert_layout(layout, tmp_path)
-    log = forks.train(
-        tmp_path, ranks=plan.ranks, args=words(model, iterations, weights, *SEQUENCE, *JOBS[how]), plan=plan
-    )
+    args = words(model, iterations, weights, *SEQUENCE, *JOBS[how])
+    log = forks.train(tmp_path, ranks=plan.ranks, args=args, plan=plan, timeout=600)
     difference = largest_difference(log, reference)
     print(f"{len(log.losses)} iterations, losses and gradient norms within {difference:.1e}")
     assert difference < 1e-5
