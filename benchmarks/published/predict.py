@@ -132,7 +132,7 @@ def _needed_gib(row: Row, wanted: Job, timing: Timing) -> float:
             own |= {"weights": 2.0 * params, "optimizer": _FSDP_WEIGHT * params / shards}
         section = timing.sections[stage]
         rows = section.arrays.tokens.max(keepdims=True).astype(float) * wanted.micro_batch_size
-        loss = float(logits_bytes(wanted, rows, _TORCH_LOGIT)[0]) if section.part.is_last else 0.0
+        loss = float(logits_bytes(wanted, rows, _TORCH_LOGIT)[0]) if np.all(section.part.is_last) else 0.0
         own["logits"] = max(0.0, loss - own["working_set"])
         own["reserve"] = _reserved(section.arrays, wanted, own)
         largest = max(largest, sum(own.values()))

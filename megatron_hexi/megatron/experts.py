@@ -87,7 +87,9 @@ def _weighed(original: Callable[..., None], value: str) -> Callable[..., None]:
     def record(*args: Any, **kwargs: Any) -> None:
         session = active_session()
         call = signature.bind(*args, **kwargs)
-        if session is not None and call.arguments["name"] == "z_loss":
+        if session is not None and session.stages is not None:
+            call.arguments[value] = call.arguments[value] * _part(session, call.arguments["name"])
+        elif session is not None and call.arguments["name"] == "z_loss":
             call.arguments[value] = call.arguments[value] * _share(session)
             # Before 0.19 Megatron logs that of one rank.
             call.arguments["avg_group"] = parallel_state.get_tensor_and_data_parallel_group(
@@ -118,10 +120,28 @@ def _share(session: Session) -> float:
     from megatron.core import parallel_state
 
     ranks = dist.get_world_size(session.attention.domain_group)
-    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
-    rows = session.shard.rows // tensor_parallel
-    tokens = rows - int(padding_rows(session, rows, torch.device("cpu")).sum())
-    return tokens * ranks * tensor_parallel / session.seq_length
+    return _tokens(session) * ranks * parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _part(session: Session, name: str) -> float:
+    """What a rank's value of a loss weighs in the sum over the ranks of a stage: that of a micro-batch.
+
+    Args:
+        session: what this rank trains by.
+        name: of the loss: a mean over the rank's rows or over its samples; else a part of the value already.
+    """
+    assert session.stages is not None
+    samples, stages = session.stages.view.place.samples, session.stages
+    part = (samples[1] - samples[0]) / stages.mesh.micro_batch_size
+    return {"z_loss": part * _tokens(session), "seq_load_balancing_loss": part}.get(name, 1.0)
+
+
+def _tokens(session: Session) -> float:
+    """The part of a sequence that this rank holds; under sequence parallelism, of its unit's."""
+    from megatron.core import parallel_state
+
+    rows = session.shard.rows // parallel_state.get_tensor_model_parallel_world_size()
+    return (rows - int(padding_rows(session, rows, torch.device("cpu")).sum())) / session.seq_length
 
 
 EXPERT_PATCHES = (

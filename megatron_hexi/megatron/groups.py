@@ -184,7 +184,10 @@ def _with_plan_groups(original: Callable[..., Any], device: torch.device) -> Cal
                 session = start_session(given, device, options)
             else:
                 groups = MeshGroups(dist.get_rank(), options)
-                session = start_stages_session(given, given.mesh, groups, device, is_packed(get_args()))
+                job = get_args()
+                session = start_stages_session(
+                    given, given.mesh, groups, device, is_packed(job), job.num_experts
+                )
             set_active_session(session)
             _announce(given)
 

@@ -99,6 +99,12 @@ def check_optimizer_state(folder: str, args: Namespace, saved: Namespace, shardi
             f"--load {folder}: it was saved {_with(there)} --use-distributed-optimizer, this job trains "
             f"{_with(here)} it; train {_with(there)} it, or {_FRESH}"
         )
+    sizes = saved.expert_model_parallel_size, args.expert_model_parallel_size
+    if min(sizes) == 1 < max(sizes):
+        raise CheckpointError(
+            f"--load {folder}: it was saved with --expert-model-parallel-size {sizes[0]}, this job has "
+            f"{sizes[1]}, and with more than 1 Megatron keeps the optimizer state of experts apart; {_FRESH}"
+        )
     if sharding == "dp_reshardable":
         for name in _LAYOUT:
             if getattr(saved, name, None) != getattr(args, name, None):

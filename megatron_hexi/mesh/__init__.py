@@ -1,6 +1,7 @@
 """The uneven mesh as tables: ranks, rows at borders, pieces of weights, shares of state. No torch here."""
 
 from megatron_hexi.mesh.border import HeldRows, RowBlock, RowMessage, border_messages, held_rows, row_messages
+from megatron_hexi.mesh.experts import ExpertDomain, job_experts
 from megatron_hexi.mesh.mesh import Mesh
 from megatron_hexi.mesh.pieces import Box, Cell, MinistageId, Piece, cell_contains, cell_size, cut_pieces
 from megatron_hexi.mesh.residence import ROWS_ON_DEVICE, Keeping, Sweep, is_summed_last, keeping, sweeps
@@ -11,6 +12,7 @@ __all__ = [
     "Box",
     "Bucket",
     "Cell",
+    "ExpertDomain",
     "HeldRows",
     "Keeping",
     "Mesh",
@@ -26,6 +28,7 @@ __all__ = [
     "cut_pieces",
     "held_rows",
     "is_summed_last",
+    "job_experts",
     "keeping",
     "make_buckets",
     "row_messages",

@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 
-from megatron_hexi.options.kinds import DRAWS, UNSHOWN, Refused, Supported, given, one_of, shown
+from megatron_hexi.options.kinds import (
+    DRAWS,
+    UNSHOWN,
+    Refused,
+    Supported,
+    beside_stages,
+    given,
+    one_of,
+    shown,
+)
+
+_STAGES = "tests/megatron/test_stages_experts.py::"
+
+
+def _is_set(name: str) -> Callable[[Namespace], bool]:
+    return lambda args: bool(getattr(args, name, None))
+
 
 OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
     "Mixture of experts": (
@@ -49,6 +66,39 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         given("--moe-paged-stash", UNSHOWN),
         given("--moe-shared-expert-overlap", UNSHOWN),
         given("--overlap-moe-expert-parallel-comm", UNSHOWN),
+    ),
+    "Experts in stages that differ": (
+        Supported(
+            "--num-experts, --moe-router-load-balancing-type aux_loss|seq_aux_loss, --moe-z-loss-coeff, "
+            "--moe-router-enable-expert-bias, --moe-shared-expert-intermediate-size, --moe-layer-freq",
+            _STAGES + "test_experts_train_as_on_one_rank[slices-all-moe]",
+            "any experts on any ranks of a stage; not with --bf16, --fp16, Transformer Engine's layers, "
+            "--dataloader-inter-document-masking, --sft or global_aux_loss yet",
+        ),
+        Supported(
+            "--ckpt-format torch_dist",
+            _STAGES + "test_any_layout_goes_on_from_any_other[samples-to-slices-fp32]",
+            "from and to any layout; of what Megatron saves with expert parallelism, the weights",
+        ),
+        Refused(
+            "--num-experts",
+            lambda args: bool(args.num_experts),
+            "expert layers are others before 0.19",
+            "install megatron-core 0.19, or train without it",
+            beside="stages",
+            versions="<0.19",
+        ),
+        beside_stages(
+            "--moe-token-dispatcher-type",
+            lambda args: bool(args.num_experts) and args.moe_token_dispatcher_type == "allgather",
+            "tokens travel to uneven experts by an all-to-all",
+            "give --moe-token-dispatcher-type alltoall",
+            "allgather",
+        ),
+        *(
+            beside_stages(f"--{name.replace('_', '-')}", _is_set(name), UNSHOWN)
+            for name in ("moe_latent_size", "moe_use_upcycling", "moe_router_padding_for_quantization")
+        ),
     ),
 }
 

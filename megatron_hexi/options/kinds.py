@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: What an option may be refused beside: any plan, unequal replicas, stages of their own layers (which make
-#: replicas unequal too), a plan that the planner makes, or the script ``megatron_hexi.pretrain_gpt``.
-PlanKind = Literal["any", "unequal", "stages", "planned", "script"]
+#: What an option may be refused beside: any plan, unequal replicas, those of them whose one stage the job
+#: repeats, stages of their own layers (which make replicas unequal too), a plan that the planner makes, or
+#: the script ``megatron_hexi.pretrain_gpt``.
+PlanKind = Literal["any", "unequal", "repeated", "stages", "planned", "script"]
 
 _TRAINING = "tests/megatron/test_option_training.py::test_losses_and_gradient_norms_are_those_without_a_plan"
 _REFUSAL = "tests/megatron/test_option_refusals.py::test_an_option_is_refused_by_its_real_name"
@@ -68,6 +69,7 @@ class Refused:
         return {
             "any": "--hexi-plan",
             "unequal": "unequal replicas",
+            "repeated": "unequal replicas whose stages have no layers of their own",
             "stages": "stages that have layers of their own",
             "planned": "hexi plan",
             "script": "megatron_hexi.pretrain_gpt",

@@ -7,6 +7,7 @@ from argparse import Namespace
 from megatron_hexi.errors import PlanError
 from megatron_hexi.options.job_terms import set_job_terms
 from megatron_hexi.options.kinds import PlanKind, is_packed
+from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.options.replaced import PARALLEL_SIZES, STAGE_FLAGS
 from megatron_hexi.plan import Plan, Share, deal_micro_batches, has_equal_replicas, require_repeated
@@ -103,6 +104,7 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
                 f"{path}: ranks {list(member.ranks)} cut each weight in {width}, which does not divide "
                 f"--ffn-hidden-size {size}; give the unit another number of ranks"
             )
+    check_experts(args, plan)
 
 
 def check_workload(args: Namespace, plan: Plan) -> None:
@@ -136,6 +138,7 @@ def check_workload(args: Namespace, plan: Plan) -> None:
         ("value_dim", workload.value_size, "--v-head-dim", args.v_head_dim if latent else key_dim),
         ("layers", workload.layers, "--num-layers", args.num_layers),
         ("hidden_size", workload.hidden_size, "--hidden-size", args.hidden_size),
+        ("experts", workload.experts, "--num-experts", args.num_experts),
         (
             "tensor_parallel",
             workload.tensor_parallel if plan.is_repeated else None,

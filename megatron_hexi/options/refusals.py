@@ -13,7 +13,8 @@ from megatron_hexi.options.rules import OPTIONS
 #: What a plan of a kind refuses besides what is special to it.
 _KINDS: dict[PlanKind, tuple[PlanKind, ...]] = {
     "any": ("any",),
-    "unequal": ("any", "unequal"),
+    "unequal": ("any", "unequal", "repeated"),
+    "repeated": ("repeated",),
     "stages": ("stages", "any", "unequal"),
     "planned": ("any", "planned", "script"),
     "script": ("script",),

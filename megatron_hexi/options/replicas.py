@@ -28,11 +28,12 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
         Supported("--window-size, --softmax-type", _UNEQUAL.format("windows-sinks")),
         Supported("--dataloader-inter-document-masking", _UNEQUAL.format("documents")),
         Supported("--dataloader-type cyclic", _UNEQUAL.format("cyclic")),
-        beside_unequal(
+        Refused(
             "--num-experts",
             lambda args: bool(args.num_experts),
             "routers and experts join ranks that run different numbers of micro-batches",
-            "make a plan with equal replicas: --data-parallel-size N in place of auto",
+            "give the stages layers: [0, L], or make a plan with equal replicas",
+            beside="repeated",
         ),
         beside_unequal(
             "--sft",

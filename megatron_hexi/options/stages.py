@@ -53,11 +53,6 @@ OPTIONS: dict[str, tuple[Supported | Refused, ...]] = {
             "from and to any layout, and stock Megatron, with --dist-ckpt-optim-fully-reshardable",
         ),
         beside_stages(
-            "--num-experts",
-            lambda args: bool(args.num_experts),
-            "experts are not sharded by the stages' own sizes yet",
-        ),
-        beside_stages(
             "--mtp-num-layers",
             lambda args: bool(args.mtp_num_layers),
             "multi-token prediction over stages of other domains is not supported yet",

@@ -7,6 +7,7 @@ import itertools
 from megatron_hexi.errors import PlanError
 from megatron_hexi.plan.check_deal import check_shares
 from megatron_hexi.plan.check_domain import check_domain, refuse
+from megatron_hexi.plan.check_experts import check_experts
 from megatron_hexi.plan.check_ministages import check_ministages, check_offload, refuse_turns
 from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage, Workload
 from megatron_hexi.plan.terms import UnitRates
@@ -143,6 +144,7 @@ def _check_stage(
         _check_lanes(domain, here, where)
         check_domain(plan.workload, domain, here, where)
     check_shares(plan, replica, stage, (*place, "domains"), where)
+    check_experts(plan.workload, stage, (*place, "domains"), where)
 
 
 def _check_batch(plan: Plan, where: Where) -> None:

@@ -42,7 +42,7 @@ def check_domain(workload: Workload, domain: Domain, place: Place, where: Where)
 
 def _check_group(workload: Workload, group: Group, place: Place, where: Where) -> None:
     for i, segment in enumerate(group.segments):
-        _check_range(segment, workload.seq_length, "seq_length", (*place, "segments", i), where)
+        check_range(segment, workload.seq_length, "seq_length", (*place, "segments", i), where)
     for i, (before, after) in enumerate(itertools.pairwise(group.segments), start=1):
         if after[0] < before[1]:
             refuse(
@@ -61,7 +61,7 @@ def _check_group(workload: Workload, group: Group, place: Place, where: Where) -
         )
     heads = "heads" if workload.tensor_parallel == 1 else "heads / tensor_parallel"
     for m, member in enumerate(group.members):
-        _check_range(member.heads, workload.local_heads, heads, (*place, "members", m, "heads"), where)
+        check_range(member.heads, workload.local_heads, heads, (*place, "members", m, "heads"), where)
     _check_partition(
         [(member.heads, (*place, "members", m, "heads")) for m, member in enumerate(group.members)],
         workload.local_heads,
@@ -71,7 +71,8 @@ def _check_group(workload: Workload, group: Group, place: Place, where: Where) -
     )
 
 
-def _check_range(span: Range, total: int, name: str, place: Place, where: Where) -> None:
+def check_range(span: Range, total: int, name: str, place: Place, where: Where) -> None:
+    """Refuse a range that runs backwards or ends after `total`, which is called `name`."""
     start, stop = span
     if stop < start:
         refuse(where, place, f"[{start}, {stop}] runs backwards", "write [start, stop] with start <= stop")

@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from megatron_hexi.plan.terms import (
     STRICT,
     Count,
     Estimate,
+    Experts,
     Heads,
     JobTerms,
     Layers,
@@ -45,6 +46,12 @@ Range = tuple[Count, Count]
 FORMAT_VERSION: Final = 2
 
 
+def _ranges(value: Any) -> Any:
+    """A list of ranges, of which a single one may stand alone."""
+    is_alone = isinstance(value, (list, tuple)) and not any(isinstance(one, (list, tuple)) for one in value)
+    return [value] if is_alone else value
+
+
 @dataclass(frozen=True)
 class Workload:
     """The model and the sequence that a plan was made for; a job that differs in a given field is refused.
@@ -59,6 +66,7 @@ class Workload:
         hidden_size: width of the model.
         value_dim: size of one head's values, where it is not `head_dim` (multi-latent attention).
         padded_vocabulary: rows of the embedding, padding included.
+        experts: --num-experts, where units say which of them they hold.
         tensor_parallel: not in the file: ranks of a member, 0 where members differ. Head ranges count the
             heads of one of them.
     """
@@ -72,6 +80,7 @@ class Workload:
     hidden_size: Positive | None = None
     value_dim: Positive | None = None
     padded_vocabulary: Positive | None = None
+    experts: Experts | None = None
     tensor_parallel: Count = 1
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -108,12 +117,15 @@ class Member:
         tokens: size of its shard (T); may be 0.
         heads: its query heads in attention, of one of its ranks; may be empty.
         state: its share of the optimizer's state, relative to the others that hold the same weights.
+        experts: its experts of each layer that has some: one range, whose experts its ranks cut between them,
+            or a range for each rank, of whole experts. Left out: all of them, cut.
     """
 
     ranks: Annotated[tuple[Count, ...], Field(min_length=1)]
     tokens: Count
     heads: Range
     state: Positive = 1
+    experts: Annotated[tuple[Range, ...], BeforeValidator(_ranges)] | None = None
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 

@@ -12,6 +12,8 @@ from typing import Any
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 
+#: What such a domain says of its unit.
+_OF_A_UNIT = ("ranks", "state", "experts")
 #: Where the one member of a shortened domain stands in the groups.
 _MEMBER: Place = ("groups", 0, "members", 0)
 
@@ -31,7 +33,7 @@ def spelt_out(data: dict[str, Any], where: Where) -> tuple[dict[str, Any], Where
         if "ranks" not in domain or "groups" in domain:
             continue
         shortened.add(place)
-        member: dict[str, Any] = {key: domain.pop(key) for key in ("ranks", "state") if key in domain}
+        member: dict[str, Any] = {key: domain.pop(key) for key in _OF_A_UNIT if key in domain}
         width = len(member["ranks"]) if isinstance(member["ranks"], list) else 1
         heads = sizes.get("heads", 0)
         heads = heads // max(1, width) if type(heads) is int else 0
@@ -49,18 +51,20 @@ def spelt_out(data: dict[str, Any], where: Where) -> tuple[dict[str, Any], Where
 
 
 def shorten(domain: dict[str, Any]) -> dict[str, Any]:
-    """A domain's plain values as they are written; `samples` and `state` only where they say something."""
+    """A domain's plain values as they are written: no `state` that says nothing, a single range alone."""
     for group in domain["groups"]:
         for member in group["members"]:
             if member["state"] == 1:
                 del member["state"]
+            if len(member.get("experts", ())) == 1:
+                (member["experts"],) = member["experts"]
     members = [member for group in domain["groups"] for member in group["members"]]
     first = domain["groups"][0]
     if len(members) > 1 or len(domain["groups"]) > 1 or len(first["segments"]) > 1 or first["name"]:
         return domain
     member = members[0]
     rest = {key: value for key, value in domain.items() if key != "groups"}
-    return {**{key: member[key] for key in ("ranks", "state") if key in member}, **rest}
+    return {**{key: member[key] for key in _OF_A_UNIT if key in member}, **rest}
 
 
 def _domains(data: dict[str, Any]) -> list[tuple[Place, dict[str, Any]]]:

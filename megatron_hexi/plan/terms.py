@@ -14,6 +14,7 @@ from megatron_hexi.yaml_schema import Label
 
 # Of a whole model and of an iteration, far above any: commands spend time on each of them.
 Heads = Annotated[int, Field(strict=True, ge=1, le=100_000)]
+Experts = Annotated[int, Field(strict=True, ge=1, le=100_000)]
 Layers = Annotated[int, Field(strict=True, ge=1, le=10_000)]
 MicroBatches = Annotated[int, Field(strict=True, ge=1, le=100_000)]
 Count = Annotated[int, Field(strict=True, ge=0, le=2**40)]

@@ -38,6 +38,7 @@ class Holding:
         kv_heads: the KV heads that these read.
         segments: positions of the sequence that it holds.
         state: its share of the optimizer's state, relative to others.
+        experts: the ranges that its ranks hold, or the one that they cut; ``None``: all, cut.
         forward: what it sends in the forward pass.
         backward: what it sends in the backward pass.
     """
@@ -61,6 +62,7 @@ class Holding:
     kv_heads: Range
     segments: tuple[Range, ...]
     state: int
+    experts: tuple[Range, ...] | None
     forward: Traffic
     backward: Traffic
 
@@ -99,6 +101,7 @@ def _holding(plan: Plan, number: int, unit: Unit) -> Holding:
         kv_heads=schedule.own_kv,
         segments=schedule.segments,
         state=unit.state,
+        experts=unit.domain.members[unit.member].experts,
         forward=forward_traffic(*counted),
         backward=backward_traffic(*counted),
     )

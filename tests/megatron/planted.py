@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from megatron_hexi.mesh import RowMessage
+from megatron_hexi.mesh import ExpertDomain, RowMessage
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer
 from megatron_hexi.runtime.hand_out import HandOut
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
@@ -86,11 +87,67 @@ OTHER_FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
+def _balanced_in_a_domain() -> None:
+    from megatron_hexi.megatron.stages import session
+
+    original = session.make_experts_view  # type: ignore[attr-defined]
+
+    def make_experts_view(*args: Any) -> Any:
+        view = original(*args)
+        return dataclasses.replace(view, micro_batch=view.sequence)
+
+    session.make_experts_view = make_experts_view  # type: ignore[attr-defined]
+
+
+def _bias_of_a_stage() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    from megatron_hexi.megatron.stages.experts import active_experts
+
+    original = moe_utils.get_updated_expert_bias
+
+    def get_updated_expert_bias(*args: Any, tp_dp_cp_group: Any) -> Any:
+        view = active_experts()
+        assert view is not None
+        return original(*args, tp_dp_cp_group=view.micro_batch)
+
+    moe_utils.get_updated_expert_bias = get_updated_expert_bias
+
+
+def _experts_as_copies() -> None:
+    """Each rank's own experts are divided as if all ranks of a unit had them."""
+    from megatron_hexi.megatron.stages import gradients
+
+    original = gradients._held_by_all
+    gradients._held_by_all = lambda boxes: (
+        original(boxes) | {(box.key, box.cell) for own in boxes for box in own if ".experts." in box.key}
+    )
+
+
+def _slot_of_another_expert() -> None:
+    original = vars(ExpertDomain)["slots"].fget
+    swapped = {0: 1, 1: 0}
+
+    def slots(self: ExpertDomain) -> tuple[int | None, ...]:
+        return tuple(None if expert is None else swapped.get(expert, expert) for expert in original(self))
+
+    ExpertDomain.slots = property(slots)  # type: ignore[assignment, method-assign]
+
+
+#: Of ranks that hold some of the experts.
+EXPERT_FAULTS: dict[str, Callable[[], None]] = {
+    "balanced-in-a-domain": _balanced_in_a_domain,
+    "bias-of-a-stage": _bias_of_a_stage,
+    "experts-as-copies": _experts_as_copies,
+    "slot-of-another-expert": _slot_of_another_expert,
+}
+
+
 def main() -> None:
     """Train with the fault."""
     from megatron_hexi import pretrain_gpt
 
     place = sys.argv.index("--planted")
-    {**FAULTS, **OTHER_FAULTS}[sys.argv[place + 1]]()
+    {**FAULTS, **OTHER_FAULTS, **EXPERT_FAULTS}[sys.argv[place + 1]]()
     del sys.argv[place : place + 2]
     pretrain_gpt.main()

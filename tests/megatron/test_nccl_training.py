@@ -21,9 +21,12 @@ from tests.megatron.option_cases import (
 )
 from tests.megatron.posting import UNCHECKED, posted
 from tests.megatron.test_ministages import OFFLOADED
+from tests.megatron.test_stages_experts import LOSSES
+from tests.megatron.test_stages_experts import MODEL as EXPERTS_MODEL
 from tests.megatron.test_stages_training import MODEL as STAGES_MODEL
 from tests.megatron.test_unequal_replicas import BATCH, plan_of
 from tests.megatron.test_uneven_training import SEQ_LENGTH, WORKLOAD
+from tests.support.expert_layouts import expert_layout
 from tests.support.nccl_rules import Call, replay
 
 #: Plan, whether it has unequal replicas, and arguments.
@@ -84,3 +87,16 @@ def test_stages_that_offload_beside_others_go_by_nccls_rules(name, forks, tmp_pa
     calls = posted(tmp_path, plan.ranks)
     assert replay(calls) > 0
     assert any(call.collective == "reduce_" for one in calls for call in one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["replicas", "slices", "nothing", "offload", "dealt"])
+def test_uneven_experts_go_by_nccls_rules(layout, forks, tmp_path):
+    """Tokens that travel between ranks with many, few and no experts, among sums of gradients behind them."""
+    plan = expert_layout(layout, tmp_path)
+    words = [*job((*EXPERTS_MODEL, *LOSSES["all"])), "--sequence-parallel", "--train-iters", "2"]
+    words += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--ddp-bucket-size", "5000"]
+    forks.train(tmp_path, ranks=plan.ranks, args=words, plan=plan, entry="tests.megatron.posting")
+    calls = posted(tmp_path, plan.ranks)
+    assert replay(calls) > 0
+    assert any(call.collective == "alltoall_base_" for one in calls for call in one)

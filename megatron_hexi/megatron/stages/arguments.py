@@ -11,7 +11,7 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megatron_hexi.mesh import Mesh
+from megatron_hexi.mesh import Mesh, job_experts
 from megatron_hexi.options.job_terms import recompute_settings
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.units import Unit
@@ -52,14 +52,15 @@ def overlaps_values() -> bool:
 def _set_view(args: Namespace, plan: Plan, unit: Unit) -> None:
     """Set what Megatron reads of a rank's stage."""
     width = unit.width
+    slices = job_experts(plan, args.num_experts)[unit.ranks[0]][1].parts if args.num_experts else width
     args.tensor_model_parallel_size = width
-    for name in (
-        "expert_tensor_parallel_size",
-        "tensor_parallel_num_weight_shards",
-        "expert_tensor_parallel_num_weight_shards",
+    for name, size in (
+        ("expert_tensor_parallel_size", slices),
+        ("tensor_parallel_num_weight_shards", width),
+        ("expert_tensor_parallel_num_weight_shards", slices),
     ):
         if getattr(args, name, None) is not None:
-            setattr(args, name, width)
+            setattr(args, name, size)
     args.sequence_parallel = args.sequence_parallel and width > 1
     args.context_parallel_size = len(unit.domain.members)
     args.pipeline_model_parallel_size = unit.depth

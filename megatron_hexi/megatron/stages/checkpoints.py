@@ -32,22 +32,29 @@ def with_own_boxes(state: dict[str, Any]) -> dict[str, Any]:
     session = active_session()
     if session is None or session.stages is None:
         return state
-    copy = session.stages.mesh.copy(session.stages.view.place)
-    state["model"] = _walk(state["model"], copy)
+    stages = session.stages
+    copy, experts = stages.mesh.copy(stages.view.place), stages.experts
+
+    def copy_of(key: str) -> int:
+        return experts.domain.copy if experts is not None and ".experts." in key else copy
+
+    state["model"] = _walk(state["model"], copy_of)
     return state
 
 
-def _walk(tree: Any, copy: int) -> Any:
+def _walk(tree: Any, copy_of: Callable[[str], int]) -> Any:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     if isinstance(tree, dict):
-        return {key: _walk(value, copy) for key, value in tree.items()}
+        return {key: _walk(value, copy_of) for key, value in tree.items()}
+    if not hasattr(tree, "replica_id"):
+        return tree
+    replica_id = _replica(tree.replica_id, copy_of(tree.key))
     if isinstance(tree, ShardedTensor):
-        return _own_box(replace(tree, replica_id=_replica(tree.replica_id, copy)))
+        return _own_box(replace(tree, replica_id=replica_id))
     if isinstance(tree, ShardedTensorFactory):
-        return _own_boxes(replace(tree, replica_id=_replica(tree.replica_id, copy)))
-    if hasattr(tree, "replica_id"):
-        tree.replica_id = _replica(tree.replica_id, copy)
+        return _own_boxes(replace(tree, replica_id=replica_id))
+    tree.replica_id = replica_id
     return tree
 
 

@@ -20,6 +20,7 @@ from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.packing import document_ends, packed_shard
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.stages.boxes import held_boxes
+from megatron_hexi.megatron.stages.routers import end_iteration
 from megatron_hexi.megatron.stages.slices import StageSlices
 from megatron_hexi.mesh import Box, Cell, cut_pieces, make_buckets
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
@@ -85,6 +86,9 @@ def _with_pieces(original: type) -> type:
             for parameter in module.parameters():
                 if not parameter.requires_grad:
                     continue
+                # Megatron's mark of experts that have groups of their own, and an optimizer: here pieces say
+                # who holds what, and parameter groups are those of one rank.
+                parameter.allreduce = True  # type: ignore[attr-defined]
                 self.param_to_bucket_group[parameter] = self.pieces
                 self.params_with_grad.append(parameter)
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -203,5 +207,6 @@ def _over_all_holders(original: Callable[..., None]) -> Callable[..., None]:
         dist.all_reduce(total, group=stages.view.world)
         for chunk in model:
             chunk.scale_gradients(1.0 / torch.clamp(total, min=1))
+        end_iteration(model, stages)
 
     return finalize_model_grads

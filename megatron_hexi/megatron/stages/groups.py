@@ -152,13 +152,16 @@ def a2a_lane(mesh: Mesh, rank: int) -> tuple[int, ...]:
     return tuple(sorted(member.ranks[index] for member in unit.domain.groups[unit.group].members))
 
 
-def set_megatron_groups(mesh: Mesh, view: RankView, alone: dist.ProcessGroup) -> None:
+def set_megatron_groups(
+    mesh: Mesh, view: RankView, alone: dist.ProcessGroup, expert_slices: dist.ProcessGroup
+) -> None:
     """Put a rank's view in the place of Megatron's groups.
 
     Args:
         mesh: the units of all ranks.
         view: the groups of this rank.
         alone: a group of this rank alone.
+        expert_slices: the ranks that cut this rank's experts between them.
     """
     from megatron.core import parallel_state
 
@@ -168,6 +171,7 @@ def set_megatron_groups(mesh: Mesh, view: RankView, alone: dist.ProcessGroup) ->
     by_name: dict[str, Any] = {
         "TENSOR_MODEL_PARALLEL_GROUP": view.unit,
         "TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(view.place.ranks),
+        "EXPERT_TENSOR_PARALLEL_GROUP": expert_slices,
         "PIPELINE_MODEL_PARALLEL_GROUP": PipelineView(chain, rank),
         "PIPELINE_GLOBAL_RANKS": list(chain),
         "CONTEXT_PARALLEL_GROUP": view.domain,

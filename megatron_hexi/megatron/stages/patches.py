@@ -9,8 +9,11 @@ from typing import Any
 from megatron_hexi.megatron.session import active_session
 from megatron_hexi.megatron.stages.checkpoints import _by_rank, _into_buckets, _of_whole_models, stages_active
 from megatron_hexi.megatron.stages.communicator import BorderCommunicator
+from megatron_hexi.megatron.stages.dispatcher import _over_slots
+from megatron_hexi.megatron.stages.experts import _with_global_numbers, _with_own_experts
 from megatron_hexi.megatron.stages.gradients import _over_all_holders, _with_pieces
 from megatron_hexi.megatron.stages.optimizer import _for_pieces
+from megatron_hexi.megatron.stages.routers import _of_a_micro_batch, _of_a_sequence, _over_the_job
 from megatron_hexi.megatron.stages.slices import MINISTAGE_PATCHES
 from megatron_hexi.patching import Patch
 
@@ -33,8 +36,56 @@ def _of_equal_stages(original: Callable[..., Any]) -> Callable[..., Any]:
     return report_theoretical_memory
 
 
+#: What is replaced in expert layers; before 0.19 plans with stages refuse experts.
+_EXPERTS_OF_STAGES = (
+    Patch(
+        target="megatron.core.transformer.moe.moe_layer:BaseMoELayer.__init__",
+        why="a rank holds the experts that the plan gives it",
+        build=_with_own_experts,
+        parameters=("self", "config", "layer_number", "pg_collection", "is_mtp_layer"),
+        only=">=0.19",
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher",
+        why="tokens travel to ranks with unequal numbers of experts",
+        build=_over_slots,
+        only=">=0.19",
+    ),
+    *(
+        Patch(
+            target=f"megatron.core.transformer.moe.experts:{name}.sharded_state_dict",
+            why="experts have the numbers that the plan gives them",
+            build=_with_global_numbers,
+            parameters=("self", "prefix", "sharded_offsets", "metadata"),
+            only=">=0.19",
+        )
+        for name in ("SequentialMLP", "TEGroupedMLP")
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter.__init__",
+        why="a router's losses count the tokens of a micro-batch, whatever ranks hold them",
+        build=_of_a_micro_batch,
+        parameters=("self", "config", "pg_collection", "is_mtp_layer"),
+        only=">=0.19",
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.router:TopKRouter._apply_seq_aux_loss",
+        why="the loss of sequences counts the tokens of each, whatever ranks hold them",
+        build=_of_a_sequence,
+        only=">=0.19",
+    ),
+    Patch(
+        target="megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+        why="logs a router's losses as sums over unequal ranks",
+        build=_over_the_job,
+        parameters=("self", "metric_names", "pg_collection"),
+        only=">=0.19",
+    ),
+)
+
 STAGES_PATCHES = (
     *MINISTAGE_PATCHES,
+    *_EXPERTS_OF_STAGES,
     Patch(
         target="megatron.core.pipeline_parallel.schedules:P2PCommunicator",
         why="rows travel between stages by the plan's table",

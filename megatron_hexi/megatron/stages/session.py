@@ -8,6 +8,7 @@ import torch
 
 from megatron_hexi.megatron.session import GivenPlan, Session, local_shard
 from megatron_hexi.megatron.stages.communicator import BorderChannels
+from megatron_hexi.megatron.stages.experts import ExpertsView, make_experts_view
 from megatron_hexi.megatron.stages.groups import MeshGroups, RankView, make_view, set_megatron_groups
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import Schedules
@@ -24,16 +25,23 @@ class StagesSession:
         groups: the process groups made so far; those of weights' holders are added when the model is there.
         view: the groups of this rank.
         channels: to the neighbouring stages.
+        experts: those of this rank; ``None``: the model has none.
     """
 
     mesh: Mesh
     groups: MeshGroups
     view: RankView
     channels: BorderChannels
+    experts: ExpertsView | None = None
 
 
 def start_stages_session(
-    given: GivenPlan, mesh: Mesh, groups: MeshGroups, device: torch.device, is_packed: bool
+    given: GivenPlan,
+    mesh: Mesh,
+    groups: MeshGroups,
+    device: torch.device,
+    is_packed: bool,
+    experts: int | None = None,
 ) -> Session:
     """Make all groups, put this rank's view in the place of Megatron's, and derive its tables.
 
@@ -45,9 +53,12 @@ def start_stages_session(
         groups: makes the process groups.
         device: of this rank's tensors.
         is_packed: whether sequences consist of documents.
+        experts: of a layer; ``None``: the model has none.
     """
     view = make_view(mesh, groups)
-    set_megatron_groups(mesh, view, groups.alone)
+    experts_view = None if experts is None else make_experts_view(mesh, groups, experts)
+    cuts_experts = experts_view is not None and experts_view.held.parts > 1
+    set_megatron_groups(mesh, view, groups.alone, view.unit if cuts_experts else groups.alone)
     place = view.place
     workload, exchange = mesh.plan.workload_of(place.domain), place.exchange
     schedules = Schedules(workload, place.domain, place.member, exchange.parts)
@@ -60,6 +71,9 @@ def start_stages_session(
         if border is not None:
             connect(border.forward, device)
             connect(border.backward, device)
+    if experts_view is not None:
+        for group in (experts_view.dispatch, experts_view.micro_batch, experts_view.sequence):
+            connect(group, device)
     shard = local_shard(schedules(), given.row_multiple, device)
     assert given.shares is not None
     return Session(
@@ -67,5 +81,5 @@ def start_stages_session(
         attention,
         shard,
         given.shares[place.replica],
-        StagesSession(mesh, groups, view, BorderChannels(mesh, view, device, is_packed)),
+        StagesSession(mesh, groups, view, BorderChannels(mesh, view, device, is_packed), experts_view),
     )

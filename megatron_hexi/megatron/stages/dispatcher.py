@@ -1,0 +1,83 @@
+"""Tokens travel to uneven experts by Megatron's own all-to-all, over slots of which some are empty.
+
+Each rank of an expert domain has as many slots as the rank with the most experts. Megatron is told that slots
+are the experts: so all ranks have equally many, and an empty one gets no tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_hexi.megatron.session import active_session
+from megatron_hexi.megatron.stages.experts import active_experts
+
+
+def _over_slots(original: type) -> type:
+    """A class that is Megatron's dispatcher, or where the plan says who holds which experts the one below."""
+
+    class MoEAlltoAllTokenDispatcher(original):
+        __doc__ = original.__doc__
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            uneven = cls is MoEAlltoAllTokenDispatcher and active_experts() is not None
+            return super().__new__(SlotDispatcher if uneven else cls)
+
+    class SlotDispatcher(MoEAlltoAllTokenDispatcher):
+        """Megatron's dispatcher of the tokens to slots.
+
+        A slice of an expert is a slot of its own: a token that goes to the expert goes to every slice, and
+        what comes back is added up, as it is over the token's top k.
+        """
+
+        def __init__(
+            self,
+            num_local_experts: int,
+            local_expert_indices: list[int],
+            config: Any,
+            pg_collection: Any = None,
+        ) -> None:
+            view, session = active_experts(), active_session()
+            assert view is not None
+            assert session is not None
+            assert session.stages is not None
+            device, domain = session.shard.positions.device, view.domain
+            self.held = view.held
+            self.sends_copies = domain.has_slices
+            #: The expert of each slot, and whether it has one, [ranks of the domain * slots of each].
+            self.expert_of_slot = torch.tensor([expert or 0 for expert in domain.slots], device=device)
+            self.is_used = torch.tensor([expert is not None for expert in domain.slots], device=device)
+            config, groups = copy.copy(config), copy.copy(pg_collection)
+            config.num_moe_experts = len(domain.slots)
+            groups.ep = groups.tp_ep = view.dispatch
+            groups.expt_tp = session.stages.groups.alone
+            first = domain.ranks.index(view.held.rank) * domain.width
+            super().__init__(domain.width, list(range(first, first + domain.width)), config, groups)
+
+        def dispatch_preprocess(
+            self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            """Spread the map and the probabilities, [rows, experts], over slots first."""
+            routing_map = routing_map[:, self.expert_of_slot] & self.is_used
+            result: tuple[Tensor, Tensor] = super().dispatch_preprocess(
+                hidden_states, routing_map, probs[:, self.expert_of_slot]
+            )
+            return result
+
+        def preprocess(self, routing_map: Tensor) -> Tensor:
+            """Count rows; with slices a token has more than its top k, as where experts drop some."""
+            per_slot: Tensor = super().preprocess(routing_map)
+            if self.sends_copies:
+                self.num_out_tokens = routing_map.sum()
+                self._maybe_update_cuda_sync_point("before_permutation_1")
+            return per_slot
+
+        def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Leave out the empty slots of this rank, which are its last."""
+            tokens, per_slot, probs = super().dispatch_postprocess(tokens, probs)
+            return tokens, per_slot[: self.held.count], probs
+
+    return MoEAlltoAllTokenDispatcher

@@ -1,0 +1,158 @@
+"""Experts where stages differ: the layer of a rank that holds some of them, or none.
+
+Megatron divides the experts evenly over the ranks of its expert-parallel group, of which a rank here is the
+only one; which experts it holds is said by the plan, and tokens reach them by `dispatcher`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hexi.megatron.session import active_session
+from megatron_hexi.megatron.stages.groups import MeshGroups
+from megatron_hexi.mesh import ExpertDomain, Mesh, job_experts
+from megatron_hexi.plan.experts import HeldExperts
+
+
+@dataclass(frozen=True)
+class ExpertsView:
+    """The experts of one rank, and the groups of its layers.
+
+    Args:
+        held: its experts.
+        domain: the ranks that hold all of them.
+        dispatch: the group of these ranks.
+        micro_batch: the ranks of its stage that hold the tokens of one micro-batch together.
+        sequence: the ranks that hold the tokens of its sequences together.
+    """
+
+    held: HeldExperts
+    domain: ExpertDomain
+    dispatch: dist.ProcessGroup
+    micro_batch: dist.ProcessGroup
+    sequence: dist.ProcessGroup
+
+
+def make_experts_view(mesh: Mesh, groups: MeshGroups, total: int) -> ExpertsView:
+    """Make the groups of all expert layers; to be called by all ranks of the job.
+
+    Args:
+        mesh: the units of all ranks.
+        groups: makes the process groups.
+        total: experts of a layer.
+    """
+    by_rank = job_experts(mesh.plan, total)
+    own: dict[str, dist.ProcessGroup] = {}
+    for rank, unit in enumerate(mesh.units):
+        sequence = tuple(sorted(rank for member in unit.domain.members for rank in member.ranks))
+        stage = mesh.plan.replicas[unit.replica].stages[unit.stage]
+        together = {
+            "dispatch": by_rank[rank][0].ranks,
+            "micro_batch": sequence if stage.is_dealt else mesh.stage_ranks(unit.replica, unit.stage),
+            "sequence": sequence,
+        }
+        for name, ranks in together.items():
+            group = groups.of(ranks, f"EXPERTS_{name.upper()}")
+            if group is not None:
+                own[name] = group
+    domain, held = by_rank[groups.rank]
+    return ExpertsView(held, domain, **own)
+
+
+def active_experts() -> ExpertsView | None:
+    """The experts of this rank; ``None`` where Megatron's own groups say them, or there are none."""
+    session = active_session()
+    return None if session is None or session.stages is None else session.stages.experts
+
+
+class NoExperts(torch.nn.Module):
+    """The experts of a rank that holds none: it takes part in every exchange of tokens without rows.
+
+    Takes the arguments of Megatron's experts.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, states: Tensor, per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """No rows, [0, hidden], which depend on both inputs: backward, both exchanges are made again."""
+        return states * probs.unsqueeze(-1).to(states.dtype), None
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def backward_dw(self) -> None:
+        """Nothing to do: there are no weights."""
+
+
+def _with_own_experts(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(
+        self: Any,
+        config: Any,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        is_mtp_layer: bool = False,
+    ) -> None:
+        original(self, config, layer_number, pg_collection, is_mtp_layer)
+        view = active_experts()
+        if view is not None:
+            self.num_local_experts = view.held.count
+            self.local_expert_indices = list(range(*view.held.experts))
+            if not view.held.count:
+                self.submodules = replace(self.submodules, experts=NoExperts)
+
+    return __init__
+
+
+def _with_global_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> Any:
+        tree = original(self, prefix, sharded_offsets, metadata)
+        view = active_experts()
+        if view is None:
+            return tree
+        return _renumbered(tree, len(sharded_offsets), view.held.experts[0], self.config.num_moe_experts)
+
+    return sharded_state_dict
+
+
+def _renumbered(tree: Any, axis: int, first: int, total: int) -> Any:
+    """Boxes of local experts, which Megatron numbers from 0 on, as those of all experts.
+
+    Args:
+        tree: tensors, factories of tensors, and objects of a checkpoint.
+        axis: of the experts.
+        first: number of the first local expert.
+        total: experts of a layer.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    def at_axis(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:axis], value, *values[axis + 1 :])
+
+    again = functools.partial(_renumbered, axis=axis, first=first, total=total)
+    if isinstance(tree, dict):
+        return {key: again(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(again(value) for value in tree)
+    if isinstance(tree, ShardedTensorFactory):
+        build = tree.build_fn
+        return replace(tree, build_fn=lambda *args, **kwargs: again(build(*args, **kwargs)))
+    place: dict[str, Any] = {
+        "global_shape": at_axis(tree.global_shape, total),
+        "global_offset": at_axis(tree.global_offset, tree.global_offset[axis] + first),
+    }
+    if isinstance(tree, ShardedTensor):
+        place["axis_fragmentations"] = None
+    return replace(tree, **place)

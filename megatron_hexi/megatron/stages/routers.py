@@ -1,0 +1,101 @@
+"""Routers where stages differ: over which ranks each of their sums is taken.
+
+Under a mean over tokens a micro-batch's loss counts times its tokens, and the tokens of the job divide all in
+the end. So a balancing loss that is right for each micro-batch is right for any replicas.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hexi.megatron.session import active_session
+from megatron_hexi.megatron.stages.experts import active_experts
+from megatron_hexi.megatron.stages.session import StagesSession
+
+
+def _of_a_micro_batch(original: Callable[..., None]) -> Callable[..., None]:
+    """The balancing loss counts the tokens of a micro-batch."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
+        original(self, config, pg_collection, is_mtp_layer)
+        view = active_experts()
+        if view is not None:
+            self.tp_cp_group = self.tp_dp_cp_group = view.micro_batch
+
+    return __init__
+
+
+def _of_a_sequence(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The balancing loss of sequences counts the tokens of each."""
+
+    @functools.wraps(original)
+    def _apply_seq_aux_loss(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        view = active_experts()
+        if view is None:
+            return original(self, *args, **kwargs)
+        self.tp_cp_group = view.sequence
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.tp_cp_group = view.micro_batch
+
+    return _apply_seq_aux_loss
+
+
+def _over_the_job(original: Callable[..., None]) -> Callable[..., None]:
+    """What is logged is a sum over all ranks: each has a part of a micro-batch's value."""
+
+    @functools.wraps(original)
+    def _sync_metrics(self: Any, metric_names: list[str], pg_collection: Any = None) -> None:
+        session = active_session()
+        if session is None or session.stages is None:
+            original(self, metric_names, pg_collection)
+            return
+        for name in metric_names:
+            if name in self._metrics:
+                dist.all_reduce(self._metrics[name].values, group=session.stages.view.world)
+
+    return _sync_metrics
+
+
+def end_iteration(model: list[Any], stages: StagesSession) -> None:
+    """Update the experts' biases by the tokens of all ranks, and reset the routers' counts.
+
+    Replicas may cut the layers otherwise, so the counts of all layers are summed in one table over the job.
+
+    Args:
+        model: this rank's part.
+        stages: what this rank derived from the plan.
+    """
+    from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+    from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
+
+    if stages.experts is None:
+        return
+    config = model[0].config
+    if config.moe_router_enable_expert_bias:
+        routers = [
+            module
+            for chunk in model
+            for module in chunk.modules()
+            if getattr(module, "expert_bias", None) is not None
+        ]
+        counts, biases = torch.zeros(
+            2, config.num_layers, config.num_moe_experts, device=torch.cuda.current_device()
+        )
+        for router in routers:
+            counts[router.layer_number - 1] = router.local_tokens_per_expert
+            biases[router.layer_number - 1] = router.expert_bias
+        updated = get_updated_expert_bias(
+            counts, biases, config.moe_router_bias_update_rate, tp_dp_cp_group=stages.view.world
+        )
+        for router in routers:
+            router.expert_bias.copy_(updated[router.layer_number - 1])
+    reset_model_temporary_tensors(config, model)

@@ -1,0 +1,67 @@
+"""Whether the experts of a job are ones that a plan's stages can hold."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+
+from megatron_hexi.errors import PlanError
+from megatron_hexi.options.kinds import is_packed
+from megatron_hexi.plan import Plan
+from megatron_hexi.plan.experts import held_experts
+
+#: What is not tested beside experts in stages yet, and whether a job uses it.
+_UNSHOWN: tuple[tuple[str, Callable[[Namespace], bool]], ...] = (
+    ("--bf16", lambda args: args.bf16),
+    ("--fp16", lambda args: args.fp16),
+    ("--transformer-impl other than local", lambda args: args.transformer_impl != "local"),
+    ("--dataloader-inter-document-masking or --sft", is_packed),
+    ("--moe-router-load-balancing-type global_aux_loss", lambda args: "global_aux_loss" in _losses(args)),
+)
+
+
+def check_experts(args: Namespace, plan: Plan) -> None:
+    """Hold a plan whose stages have layers of their own against the job's experts.
+
+    Args:
+        args: Megatron's arguments, not yet checked.
+        plan: the plan.
+
+    Raises:
+        PlanError: they contradict each other; with both values.
+    """
+    if not args.num_experts:
+        return
+    path = args.hexi_plan
+    for option, used in _UNSHOWN:
+        if used(args):
+            raise PlanError(f"{path}: {option} is not tested with experts in stages yet; train without it")
+    shared, size = args.moe_shared_expert_intermediate_size, args.moe_ffn_hidden_size or args.ffn_hidden_size
+    for member in plan.members:
+        ranks, width = list(member.ranks), len(member.ranks)
+        if width > 1 and not args.sequence_parallel:
+            raise PlanError(
+                f"{path}: ranks {ranks} are a unit, and with tensor parallelism Megatron trains experts "
+                "under sequence parallelism only; add --sequence-parallel"
+            )
+        if shared and shared % width:
+            raise PlanError(
+                f"{path}: ranks {ranks} cut each shared expert in {width}, which does not divide "
+                f"--moe-shared-expert-intermediate-size {shared}; give the unit another number of ranks"
+            )
+        parts = held_experts(member, args.num_experts)[0].parts
+        if size is not None and size % parts:
+            raise PlanError(
+                f"{path}: ranks {ranks} cut each expert in {parts}, which does not divide "
+                f"--moe-ffn-hidden-size {size}; give each rank a range of experts: [[0, 2], [2, 4]]"
+            )
+        if parts > 1 and args.add_bias_linear:
+            raise PlanError(
+                f"{path}: ranks {ranks} cut each expert in {parts}, and each would add its biases; give "
+                "--disable-bias-linear, or each rank a range of experts: [[0, 2], [2, 4]]"
+            )
+
+
+def _losses(args: Namespace) -> list[str]:
+    kinds = args.moe_router_load_balancing_type
+    return kinds if isinstance(kinds, list) else [kinds]
