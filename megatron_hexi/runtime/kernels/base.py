@@ -6,6 +6,7 @@ Shape letters: B batch, H query heads, K KV heads (K divides H), Q queries, S ke
 from __future__ import annotations
 
 import math
+from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -59,9 +60,23 @@ class Kernel(Protocol):
     Shapes: query [B, H, Q, D], key [B, K, S, D], value [B, K, S, D]; output as query; log-sum-exp
     [B, H, Q] in fp32 (fp64 for fp64 inputs). Any strides whose last is 1. No size is 0. With `sequences` the
     queries of each block see its own keys only.
+
+    On CUDA tensors can be read by 16 bytes (`dispatch.aligned`), and the log-sum-exp is contiguous
+    (`dispatch.aligned_log_sum_exp`).
     """
 
     name: str
+
+    def choose(
+        self,
+        query: abc.Sequence[int],
+        key: abc.Sequence[int],
+        causal: bool,
+        sequences: Sequences | None,
+        device: torch.device,
+    ) -> Kernel:
+        """The kernel that computes blocks of these shapes, forward and backward; here, this one."""
+        return self
 
     def forward(
         self,
@@ -92,20 +107,20 @@ class Kernel(Protocol):
 
 
 class KernelOnOffer(Kernel, Protocol):
-    """A kernel that can be chosen, for some tensors and some of their blocks.
-
-    On CUDA it is given tensors that it can read by 16 bytes (`dispatch.aligned`), and the log-sum-exp
-    contiguous.
-    """
+    """A kernel that can be chosen, for some tensors and some of their blocks."""
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why the kernel cannot be used for such tensors; ``None`` if it can."""
 
-    def takes(self, query: Tensor, key: Tensor, causal: bool, sequences: Sequences | None) -> bool:
-        """Whether it may be given these blocks, forward and backward; asked for tensors not refused.
-
-        Must not look at values: that would wait for the device.
-        """
+    def takes(
+        self,
+        query: abc.Sequence[int],
+        key: abc.Sequence[int],
+        causal: bool,
+        sequences: Sequences | None,
+        device: torch.device,
+    ) -> bool:
+        """Whether it may be given such blocks, forward and backward; asked for tensors not refused."""
         return True
 
 

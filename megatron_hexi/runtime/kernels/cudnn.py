@@ -7,6 +7,7 @@ https://github.com/pytorch/pytorch/blob/001f694/aten/src/ATen/native/transformer
 
 from __future__ import annotations
 
+from collections import abc
 from importlib.util import find_spec
 
 import torch
@@ -51,12 +52,19 @@ class CudnnKernel(KernelOnOffer):
             return "its backward is not deterministic"
         return None
 
-    def takes(self, query: Tensor, key: Tensor, causal: bool, sequences: Sequences | None) -> bool:
+    def takes(
+        self,
+        query: abc.Sequence[int],
+        key: abc.Sequence[int],
+        causal: bool,
+        sequences: Sequences | None,
+        device: torch.device,
+    ) -> bool:
         # It builds a plan for each shape, and documents have others in each sequence.
         if sequences is not None:
             return False
-        batch, heads, queries, _ = query.shape
-        keys = key.shape[2]
+        batch, heads, queries, _ = query
+        keys = key[2]
         if keys == 1 or max(batch, heads) > _MOST:
             return False
         # NaN in the gradients of keys and values, as of 9.26 still:
@@ -68,7 +76,7 @@ class CudnnKernel(KernelOnOffer):
             return False
         if causal or keys % 128 != 64 or version >= _HALF_TILES:
             return True
-        return torch.cuda.get_device_capability(query.device)[0] != 9
+        return torch.cuda.get_device_capability(device)[0] != 9
 
     def forward(
         self,
