@@ -28,6 +28,7 @@ from megatron_hexi.plan import Plan, Schedule, build_schedule, read_plan
 from megatron_hexi.runtime import exchange, select_kernel
 from megatron_hexi.runtime.all_to_all import Arriving, Leaving
 from megatron_hexi.runtime.compiled import Recorder, Value
+from megatron_hexi.runtime.kernels import BlockKind
 from megatron_hexi.runtime.passes import Inputs, Layer
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Transfers
@@ -152,7 +153,8 @@ def _measure(
             schedule.own_heads % kv_heads
         ):  # a kernel takes one ratio: a KV head of its own for each query head
             keys, values = (torch.randn_like(query) for _ in range(2))
-        out, lse = chosen.forward(query, keys, values, causal=True, scale=scale)
+        whole = chosen.choose(BlockKind(query.shape, keys.shape, True, device))
+        out, lse = whole.forward(query, keys, values, causal=True, scale=scale)
 
         def backward() -> object:
             return layer.backward(out_grad, *saved, None)
@@ -161,9 +163,9 @@ def _measure(
         times = _in_turns(
             [
                 forward,
-                lambda: chosen.forward(query, keys, values, causal=True, scale=scale),
+                lambda: whole.forward(query, keys, values, causal=True, scale=scale),
                 backward,
-                lambda: chosen.backward(gradient, query, keys, values, out, lse, causal=True, scale=scale),
+                lambda: whole.backward(gradient, query, keys, values, out, lse, causal=True, scale=scale),
             ],
             device,
             repeats,

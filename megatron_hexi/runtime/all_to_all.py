@@ -23,7 +23,6 @@ from torch import Tensor
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Schedule
 from megatron_hexi.plan.traffic import exchanges_heads
-from megatron_hexi.runtime.blocks import readable_views
 from megatron_hexi.runtime.compact import compact
 from megatron_hexi.runtime.compiled import Place, Recorder, Value
 from megatron_hexi.runtime.fused.terms import Slot
@@ -75,7 +74,7 @@ class Arriving:
         if self._alone is not None:
             return self._alone
         self._recorder.do(methodcaller("wait"), self._transfers)
-        return readable_views(self._recorder, self._received, self._places)
+        return self._recorder.views(self._received, self._places, are_read=True)
 
 
 class Leaving:

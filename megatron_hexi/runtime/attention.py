@@ -30,7 +30,7 @@ from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import Workload
 from megatron_hexi.plan.schedule import Schedules
 from megatron_hexi.runtime.agreement import agree_on_shapes
-from megatron_hexi.runtime.kernels import Kernel, select_kernel
+from megatron_hexi.runtime.kernels import KernelDispatch, select_kernel
 from megatron_hexi.runtime.passes import Inputs, Layer
 from megatron_hexi.runtime.wire import connect
 
@@ -61,7 +61,9 @@ class DomainAttention:
     window: int = 1
     kernel_name: str = "auto"
     _agreed: set[tuple[int, ...]] = field(default_factory=set, repr=False)
-    _kernels: dict[tuple[torch.device, torch.dtype, int], Kernel] = field(default_factory=dict, repr=False)
+    _kernels: dict[tuple[torch.device, torch.dtype, int], KernelDispatch] = field(
+        default_factory=dict, repr=False
+    )
     #: By mask, kind of tensors and scale; the latest used last. No other object gets them (`init=False`).
     _layers: dict[tuple[Mask | None, Inputs, float | None], Layer] = field(
         default_factory=dict, init=False, repr=False
@@ -139,7 +141,7 @@ class DomainAttention:
             inputs=inputs,
         )
 
-    def kernel(self, tensor: Tensor) -> Kernel:
+    def kernel(self, tensor: Tensor) -> KernelDispatch:
         """The kernel for tensors of this kind, [..., D]; chosen once, for it looks at what is installed."""
         kind = (tensor.device, tensor.dtype, tensor.shape[-1])
         if kind not in self._kernels:

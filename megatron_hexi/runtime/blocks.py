@@ -18,9 +18,9 @@ from megatron_hexi.plan.blocks import Call
 from megatron_hexi.plan.heads import HeadSpan
 from megatron_hexi.plan.model import Range
 from megatron_hexi.runtime.call_rows import CallRows, Rows, call_rows
-from megatron_hexi.runtime.compiled import Place, Recorder, Value
-from megatron_hexi.runtime.kernels.base import Kernel
-from megatron_hexi.runtime.kernels.dispatch import ALIGNMENT_BYTES, aligned_log_sum_exp
+from megatron_hexi.runtime.compiled import Recorder, Value
+from megatron_hexi.runtime.kernels.base import BlockKind
+from megatron_hexi.runtime.kernels.dispatch import KernelDispatch, aligned_log_sum_exp
 
 
 @dataclass
@@ -56,12 +56,12 @@ class BlockAttention:
 
     Args:
         recorder: compiles the pass.
-        kernel: what computes.
+        kernel: chooses what computes a block.
         scale: the softmax scale.
     """
 
     recorder: Recorder
-    kernel: Kernel
+    kernel: KernelDispatch
     scale: float
 
     def forward(
@@ -138,11 +138,10 @@ class BlockAttention:
 
     def _run(self, way: str, query: Value, key: Value, rows: CallRows) -> Callable[..., Any]:
         """The kernel's function for blocks of these shapes: of several sequences, one batch at a time."""
-        causal, sequences = rows.causal, rows.sequences
-        chosen = self.kernel.choose(query.shape, key.shape, causal, sequences, self.recorder.device)
-        mode: Any = {"causal": causal, "scale": self.scale, "sequences": sequences}
-        run = partial(getattr(chosen, way), **mode)
-        return run if sequences is None or query.shape[0] == 1 else partial(_each_batch, run)
+        block = BlockKind(query.shape, key.shape, rows.causal, self.recorder.device, rows.sequences)
+        mode: Any = {"causal": rows.causal, "scale": self.scale, "sequences": rows.sequences}
+        run = partial(getattr(self.kernel.choose(block), way), **mode)
+        return run if rows.sequences is None or query.shape[0] == 1 else partial(_each_batch, run)
 
 
 def take(rows: Rows, value: Value, recorder: Recorder) -> Value:
@@ -152,21 +151,6 @@ def take(rows: Rows, value: Value, recorder: Recorder) -> Value:
     batch, heads, _, *rest = value.shape
     shape = batch, heads, len(rows.index), *rest
     return recorder.make(partial(torch.index_select, dim=2, index=rows.index), shape, value)
-
-
-def readable_views(recorder: Recorder, buffer: Value, places: Sequence[Place]) -> list[Value]:
-    """Tensors that lie in a buffer, as kernels can read them and their slices.
-
-    On CUDA one whose rows do not begin at multiples of `ALIGNMENT_BYTES` is copied (see `dispatch.aligned`).
-    """
-    views = recorder.views(buffer, places)
-    elements = ALIGNMENT_BYTES // recorder.dtype.itemsize
-    if recorder.device.type == "cuda":
-        copy = partial(torch.clone, memory_format=torch.contiguous_format)
-        for number, place in enumerate(places):
-            if not place.shape[-1] % elements and not place.is_aligned(elements):
-                views[number] = recorder.make(copy, place.shape, views[number])
-    return views
 
 
 def _each_batch(run: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:

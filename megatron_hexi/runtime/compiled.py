@@ -10,9 +10,9 @@ of times, and belongs to no plan but the one that it was compiled for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.program import Operation
 from megatron_hexi.runtime import fused
+from megatron_hexi.runtime.kernels.dispatch import ALIGNMENT_BYTES
 from megatron_hexi.runtime.ranges import named
 
 #: A shape, or the sizes of one.
@@ -28,8 +29,7 @@ Shape = tuple[int, ...]
 Read = tuple[int, tuple[slice, ...] | None]
 
 
-@dataclass(frozen=True)
-class Value:
+class Value(NamedTuple):
     """A tensor of a pass at the time of compilation, or a slice of one.
 
     Args:
@@ -47,11 +47,11 @@ class Value:
         """Shape of the slice."""
         return tuple(map(len, self.ranges))
 
-    def cut(self, *ranges: Range | None) -> Self:
+    def cut(self, *ranges: Range | None) -> Value:
         """Slice the first dimensions; ``None`` leaves one as it is."""
-        cuts = [slice(None) if some is None else slice(*some) for some in ranges]
-        first = (own[cut] for own, cut in zip(self.ranges, cuts, strict=False))
-        return replace(self, ranges=(*first, *self.ranges[len(cuts) :]))
+        pairs = zip(self.ranges, ranges, strict=False)
+        cuts = [own if some is None else own[some[0] : some[1]] for own, some in pairs]
+        return Value(self.number, self.whole, (*cuts, *self.ranges[len(ranges) :]))
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,22 @@ class Recorder:
         """Allocate a tensor, contiguous."""
         return self.make(partial(torch.empty, shape, dtype=dtype or self.dtype, device=self.device), shape)
 
-    def views(self, buffer: Value, places: Sequence[Place]) -> list[Value]:
-        """Tensors that lie in a buffer that `empty` has made."""
-        return self.make_each(partial(_views, places), [place.shape for place in places], buffer)
+    def views(self, buffer: Value, places: Sequence[Place], *, are_read: bool = False) -> list[Value]:
+        """Tensors that lie in a buffer that `empty` has made.
+
+        Args:
+            buffer: where they lie.
+            places: where in it.
+            are_read: whether kernels are to read them. On CUDA one whose rows do not begin where they should
+                is copied then (see `dispatch.aligned`).
+        """
+        views = self.make_each(partial(_views, places), [place.shape for place in places], buffer)
+        elements = ALIGNMENT_BYTES // self.dtype.itemsize
+        for number, place in enumerate(places if are_read and self.device.type == "cuda" else ()):
+            if not place.shape[-1] % elements and not place.is_aligned(elements):
+                copy = partial(torch.clone, memory_format=torch.contiguous_format)
+                views[number] = self.make(copy, place.shape, views[number])
+        return views
 
     def compile(self, *results: Value | None) -> CompiledPass:
         """The pass, which returns these values."""
@@ -200,7 +213,7 @@ class Recorder:
     def _new(self, shapes: Sequence[Sequence[int]]) -> list[Value]:
         first, self._count = self._count, self._count + len(shapes)
         return [
-            Value(first + i, tuple(shape), tuple(range(size) for size in shape))
+            Value(first + i, tuple(shape), tuple([range(size) for size in shape]))
             for i, shape in enumerate(shapes)
         ]
 
@@ -214,8 +227,9 @@ def _read(value: Value | None) -> Read:
     """How a launch gets a value: from the list of all tensors of the pass, whose last is ``None``."""
     if value is None:
         return -1, None
-    slices = tuple(slice(some.start, some.stop) for some in value.ranges)
-    return value.number, None if value.shape == value.whole else slices
+    if value.shape == value.whole:
+        return value.number, None
+    return value.number, tuple([slice(some.start, some.stop) for some in value.ranges])
 
 
 def _views(places: Sequence[Place], buffer: Tensor) -> list[Tensor]:

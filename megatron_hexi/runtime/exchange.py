@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Part, Schedule, Transfer
-from megatron_hexi.runtime.blocks import readable_views
 from megatron_hexi.runtime.call_rows import rows_of
 from megatron_hexi.runtime.compiled import Place, Recorder, Value
 from megatron_hexi.runtime.sums import RowSum
@@ -79,23 +78,16 @@ class KeyExchange:
         batch, width = self._key.shape[0], self._key.shape[3] + self._value.shape[3]
         return self._recorder.empty(kv[1] - kv[0], batch, keys, width)
 
-    def keys_and_values(self, buffer: Value) -> tuple[Value, Value]:
-        """Keys and values that have arrived side by side, [B, k, S, D] each; kernels can read them."""
-        key, value = readable_views(self._recorder, buffer, self._places(buffer))
-        return key, value
-
-    def apart(self, buffer: Value) -> tuple[Value, Value]:
-        """Where keys and values, or their gradients, lie in a buffer, [B, k, S, D] each."""
-        key, value = self._recorder.views(buffer, self._places(buffer))
-        return key, value
-
-    def _places(self, buffer: Value) -> list[Place]:
-        heads, batch, keys, width = buffer.shape
-        strides, size = (keys * width, batch * keys * width, width, 1), self._key.shape[3]
-        return [
+    def apart(self, buffer: Value, *, are_read: bool = False) -> tuple[Value, Value]:
+        """Keys and values, or their gradients, in a buffer, [B, k, S, D] each; see `Recorder.views`."""
+        (heads, batch, keys, width), size = buffer.shape, self._key.shape[3]
+        strides = keys * width, batch * keys * width, width, 1
+        places = [
             Place((batch, heads, keys, columns), strides, offset)
             for columns, offset in ((size, 0), (width - size, size))
         ]
+        key, value = self._recorder.views(buffer, places, are_read=are_read)
+        return key, value
 
     def _rows(self, ranges: tuple[Range, ...]) -> Value:
         """Some tokens of the own keys, as they travel; groups ask for few selections, so each is kept."""

@@ -30,7 +30,7 @@ from megatron_hexi.runtime.blocks import BlockAttention, Queries
 from megatron_hexi.runtime.compiled import CompiledPass, Recorder, Shape, Value
 from megatron_hexi.runtime.exchange import GradientReturn, KeyExchange
 from megatron_hexi.runtime.fused.terms import MOST_TERMS
-from megatron_hexi.runtime.kernels import Kernel
+from megatron_hexi.runtime.kernels import KernelDispatch
 from megatron_hexi.runtime.sinks import sinks_gradient
 from megatron_hexi.runtime.sums import RowSum
 
@@ -76,7 +76,7 @@ class Layer:
 
     Args:
         schedule: the rank's split tables under the layer's mask.
-        kernel: what computes.
+        kernel: chooses what computes a block.
         scale: softmax scale.
         domain_group: the ranks of the domain, in rank order.
         a2a_group: the ranks of its A2A group, in rank order.
@@ -85,7 +85,7 @@ class Layer:
     """
 
     schedule: Schedule
-    kernel: Kernel
+    kernel: KernelDispatch
     scale: float
     domain_group: dist.ProcessGroup
     a2a_group: dist.ProcessGroup
@@ -186,7 +186,7 @@ def _compile_forward(layer: Layer) -> CompiledPass:
             case Wait(Batch("keys")):
                 received = exchange.wait(schedule.part(operation.batch))
             case FarBlocks(step) if received is not None:
-                keys, calls = exchange.keys_and_values(received), schedule.steps[step].calls
+                keys, calls = exchange.apart(received, are_read=True), schedule.steps[step].calls
                 computed = layer.far_spans(operation)
             case Post(Batch("out", half)):
                 leaving.append(layer.leaving(recorder, half, sums[half]))
@@ -249,7 +249,7 @@ def _compile_backward(layer: Layer) -> CompiledPass:
             case Wait(Batch("keys")):
                 received, gradient = exchange.wait(schedule.part(operation.batch)), None
             case FarBlocks(step) if received is not None:
-                keys = exchange.keys_and_values(received)
+                keys = exchange.apart(received, are_read=True)
                 far_sums = RowSum(recorder, keys[0].shape), RowSum(recorder, keys[1].shape)
                 compute(layer.far_spans(operation), keys, far_sums, schedule.steps[step].calls)
                 gradient = recorder.empty(*received.shape)

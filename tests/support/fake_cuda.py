@@ -24,7 +24,7 @@ from megatron_hexi.runtime import all_to_all, call_rows, exchange, fused
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
 from megatron_hexi.runtime.fused import on_gpu
 from megatron_hexi.runtime.kernels import flash_attn, ranked_kernels
-from megatron_hexi.runtime.kernels.base import KernelOnOffer
+from megatron_hexi.runtime.kernels.base import BlockKind, KernelOnOffer
 from megatron_hexi.runtime.kernels.dispatch import KernelDispatch
 from megatron_hexi.runtime.passes import Inputs, Layer
 from megatron_hexi.runtime.wire import Transfers
@@ -125,8 +125,8 @@ class CheckedKernel(KernelOnOffer):
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return self.kernel.refuses(device, dtype, head_dim)
 
-    def takes(self, query: Any, key: Any, causal: bool, sequences: Any, device: torch.device) -> bool:
-        return self.kernel.takes(query, key, causal, sequences, device)
+    def takes(self, block: BlockKind) -> bool:
+        return self.kernel.takes(block)
 
     def forward(
         self,

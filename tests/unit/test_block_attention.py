@@ -11,6 +11,7 @@ from megatron_hexi.plan.blocks import together
 from megatron_hexi.plan.heads import head_spans, kv_range, spans_in_two
 from megatron_hexi.runtime.blocks import BlockAttention, Queries
 from megatron_hexi.runtime.call_rows import Rows, call_rows
+from megatron_hexi.runtime.kernels import KernelDispatch
 from megatron_hexi.runtime.sums import RowSum
 from tests.support.compiled import carried_out
 from tests.support.kernels import (
@@ -27,7 +28,7 @@ def forward(kernel, scale, spans, calls, query, key, value):
 
     def build(recorder, query, key, value):
         queries, merged = Queries((0, query.shape[1]), (query,)), RowSum(recorder, query.shape, weighed=True)
-        blocks = BlockAttention(recorder, kernel, scale)
+        blocks = BlockAttention(recorder, KernelDispatch([kernel]), scale)
         for term in blocks.forward(queries, key, value, spans, calls):
             merged.add(*term)
         return merged.result()
@@ -40,7 +41,7 @@ def gradients(kernel, scale, spans, calls, grad, query, key, value, *merged):
 
     def build(recorder, grad, query, key, value, *merged):
         queries = Queries((0, query.shape[1]), (grad, query, *merged))
-        blocks = BlockAttention(recorder, kernel, scale)
+        blocks = BlockAttention(recorder, KernelDispatch([kernel]), scale)
         sums = [RowSum(recorder, tensor.shape) for tensor in (query, key, value)]
         for some in spans:
             for span, rows, grads in blocks.backward(queries, key, value, some, calls):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_hexi.runtime.call_rows import Rows
+from megatron_hexi.runtime.kernels import BlockKind
 from megatron_hexi.runtime.sums import RowSum
 from tests.support.compiled import carried_out
 from tests.support.kernels import (
@@ -62,7 +63,7 @@ def test_cuda_kernels_are_at_most_twice_as_far_from_the_truth_as_plain_attention
         pytest.skip(f"{name}: {refusal}")
     for shape in SHAPES.values():
         tensors, mode = inputs(shape, dtype, head_dim, "cuda"), {"causal": shape[-1], "scale": head_dim**-0.5}
-        if kernel.takes(tensors[0].shape, tensors[1].shape, shape[-1], None, tensors[0].device):
+        if kernel.takes(BlockKind(tensors[0].shape, tensors[1].shape, shape[-1], tensors[0].device)):
             assert_as_precise_as_plain(results(kernel, *tensors, **mode), tensors, **mode)
 
 

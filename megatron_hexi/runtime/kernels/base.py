@@ -6,11 +6,10 @@ Shape letters: B batch, H query heads, K KV heads (K divides H), Q queries, S ke
 from __future__ import annotations
 
 import math
-from collections import abc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +50,24 @@ class Sequences:
             query, key = query + count * queries, key + count * keys
 
 
+class BlockKind(NamedTuple):
+    """What a kernel can be chosen by: no values, so that nothing waits for the device.
+
+    Args:
+        query: shape of the query, [B, H, Q, D].
+        key: shape of the key, [B, K, S, D].
+        causal: whether the blocks are.
+        device: of the tensors.
+        sequences: the blocks; ``None``: it is one.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    causal: bool
+    device: torch.device
+    sequences: Sequences | None = None
+
+
 class Kernel(Protocol):
     """Attention over one block, or several at once, in the form that lets blocks be merged.
 
@@ -66,17 +83,6 @@ class Kernel(Protocol):
     """
 
     name: str
-
-    def choose(
-        self,
-        query: abc.Sequence[int],
-        key: abc.Sequence[int],
-        causal: bool,
-        sequences: Sequences | None,
-        device: torch.device,
-    ) -> Kernel:
-        """The kernel that computes blocks of these shapes, forward and backward; here, this one."""
-        return self
 
     def forward(
         self,
@@ -112,14 +118,7 @@ class KernelOnOffer(Kernel, Protocol):
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why the kernel cannot be used for such tensors; ``None`` if it can."""
 
-    def takes(
-        self,
-        query: abc.Sequence[int],
-        key: abc.Sequence[int],
-        causal: bool,
-        sequences: Sequences | None,
-        device: torch.device,
-    ) -> bool:
+    def takes(self, block: BlockKind) -> bool:
         """Whether it may be given such blocks, forward and backward; asked for tensors not refused."""
         return True
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_hexi.runtime.kernels.base import Kernel, KernelOnOffer, Sequences
+from megatron_hexi.runtime.kernels.base import BlockKind, Kernel, KernelOnOffer
 
 #: What the vector loads of CUDA kernels, and their bulk copies, want of every row's address.
 ALIGNMENT_BYTES = 16
 
 
-class KernelDispatch(Kernel):
+class KernelDispatch:
     """The first of some kernels that takes a block.
 
     Args:
@@ -24,45 +24,9 @@ class KernelDispatch(Kernel):
         self.name = kernels[0].name
         self._kernels = kernels
 
-    def choose(
-        self,
-        query: Sequence[int],
-        key: Sequence[int],
-        causal: bool,
-        sequences: Sequences | None,
-        device: torch.device,
-    ) -> Kernel:
-        return next(kernel for kernel in self._kernels if kernel.takes(query, key, causal, sequences, device))
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Sequences | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        chosen = self.choose(query.shape, key.shape, causal, sequences, query.device)
-        return chosen.forward(query, key, value, causal=causal, scale=scale, sequences=sequences)
-
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        log_sum_exp: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        sequences: Sequences | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        chosen = self.choose(query.shape, key.shape, causal, sequences, query.device)
-        tensors = grad_output, query, key, value, output, log_sum_exp
-        return chosen.backward(*tensors, causal=causal, scale=scale, sequences=sequences)
+    def choose(self, block: BlockKind) -> Kernel:
+        """The kernel that computes such blocks, forward and backward."""
+        return next(kernel for kernel in self._kernels if kernel.takes(block))
 
 
 def aligned(tensor: Tensor) -> Tensor:
