@@ -48,9 +48,9 @@ class KeyExchange:
     def post(self, part: Part) -> None:
         """Start a part; all ranks post theirs in the order of their numbers."""
         received = self.buffer(part.kv, part.keys) if part.receives else None
-        receives = [heads_of(received, transfer, part.kv) for transfer in part.receives]
+        receives = [_heads(received, transfer, part.kv) for transfer in part.receives]
         sends = [
-            heads_of(self._rows(transfer.rows), transfer, self._schedule.own_kv) for transfer in part.sends
+            _heads(self._rows(transfer.rows), transfer, self._schedule.own_kv) for transfer in part.sends
         ]
         transfers = self.start(part.receives, receives, part.sends, sends, tag=2 * part.number)
         self._under_way[part.number] = received, transfers
@@ -129,7 +129,7 @@ class GradientReturn:
             gradient: gradients of what the part received, [k, B, S, Dk + Dv].
         """
         arriving = [self._exchange.buffer(sent.kv, sent.keys) for sent in part.sends]
-        leaving = [heads_of(gradient, received, part.kv) for received in part.receives]
+        leaving = [_heads(gradient, received, part.kv) for received in part.receives]
         transfers = self._exchange.start(
             part.sends, arriving, part.receives, leaving, tag=2 * part.number + 1
         )
@@ -146,7 +146,7 @@ class GradientReturn:
                 total.add(heads, rows, gradient)
 
 
-def heads_of(buffer: Value | None, transfer: Transfer, held: Range) -> Value:
+def _heads(buffer: Value | None, transfer: Transfer, held: Range) -> Value:
     """The piece of a buffer with some KV heads that holds the transfer's."""
     assert buffer is not None
     return buffer.cut((transfer.kv[0] - held[0], transfer.kv[1] - held[0]))
