@@ -168,8 +168,8 @@ def _start(
     group: dist.ProcessGroup,
 ) -> Value:
     """Start an all-to-all; the transfers to wait for."""
-    sizes = {"received_sizes": received_sizes, "sent_sizes": sent_sizes}
-    return recorder.make(partial(all_to_all, **sizes, group=group), (), received, sent)
+    run = partial(all_to_all, received_sizes=received_sizes, sent_sizes=sent_sizes, group=group)
+    return recorder.make(run, (), received, sent)
 
 
 def _heads_first(*parts: Tensor) -> list[Tensor]:

@@ -70,8 +70,8 @@ class KeyExchange:
         tag: int,
     ) -> Value:
         """Start a batch of messages; the transfers to wait for."""
-        peers = [[transfer.peer for transfer in transfers] for transfers in (sources, targets)]
-        return self._recorder.make(partial(_post, *peers, self._group, tag), (), *receives, *sends)
+        come, go = ([transfer.peer for transfer in transfers] for transfers in (sources, targets))
+        return self._recorder.make(partial(_post, come, go, self._group, tag), (), *receives, *sends)
 
     def buffer(self, kv: Range, keys: int) -> Value:
         """Room for so many keys and values of some KV heads, as they travel."""
