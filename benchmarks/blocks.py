@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -25,8 +26,10 @@ from torch import Tensor
 from megatron_hexi.errors import user_errors
 from megatron_hexi.plan import Plan, Schedule, build_schedule, read_plan
 from megatron_hexi.runtime import exchange, select_kernel
-from megatron_hexi.runtime.all_to_all import Leaving, Moving
-from megatron_hexi.runtime.passes import Layer, Saved, attend, attend_backward
+from megatron_hexi.runtime.all_to_all import Arriving, Leaving
+from megatron_hexi.runtime.compiled import Recorder, Value
+from megatron_hexi.runtime.kernels import BlockKind
+from megatron_hexi.runtime.passes import Inputs, Layer
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Transfers
 
@@ -63,12 +66,30 @@ class Row:
     peak_gib: float
 
 
-class _Alone(Layer):
-    """A rank whose tensors stay in the heads' layout."""
+class _Here(Arriving):
+    """Tensors that are in the heads' layout already."""
 
-    def leaving(self, half: int, query: RowSum, *keys: RowSum) -> Leaving:
+    def __init__(self, values: list[Value]) -> None:
+        self._values = values
+
+    def wait(self) -> list[Value]:
+        return self._values
+
+
+class _Alone(Layer):
+    """A rank whose tensors stay in the heads' layout; of the outputs it returns the last half."""
+
+    def arriving(self, recorder: Recorder, half: int, query: Value, *keys: Value) -> Arriving:
+        tensors = query.cut(None, None, self.own_halves[half]), *keys
+        shapes = [(batch, heads, rows, size) for rows, batch, heads, size in (t.shape for t in tensors)]
+        heads_first = partial(torch.permute, dims=(1, 2, 0, 3))
+        return _Here(
+            [recorder.make(heads_first, shape, own) for shape, own in zip(shapes, tensors, strict=True)]
+        )
+
+    def leaving(self, recorder: Recorder, half: int, query: RowSum, *keys: RowSum) -> Leaving:
         alone = replace(self.schedule, members=self.schedule.members[:1])
-        return Leaving(query.like, query.shape[0], (), (), alone, self.a2a_group)
+        return Leaving(recorder, (query, *keys), (), alone, self.a2a_group)
 
 
 def measure(plan: Plan, device: torch.device, dtype: torch.dtype, kernel: str, repeats: int) -> list[Row]:
@@ -107,21 +128,18 @@ def _measure(
     workload, scale = plan.workload, 1 / math.sqrt(plan.workload.head_dim)
     chosen = select_kernel(kernel, device, dtype, workload.head_dim)
     groups = mock.sentinel.domain, mock.sentinel.group
-    layer = _Alone(schedule, chosen, scale, *groups, plan.exchange.window)
-
-    def made(heads: int, tokens: int = schedule.group_tokens) -> Tensor:
-        """[G, B, heads, D]."""
-        return torch.randn(tokens, 1, heads, workload.head_dim, device=device, dtype=dtype)
-
     kv_heads = schedule.own_kv[1] - schedule.own_kv[0]
-    halves = [_size(half[schedule.position]) for half in schedule.halves]
-    queries, gradients = [made(heads) for heads in halves], [made(heads) for heads in halves]
-    key, value = made(kv_heads), made(kv_heads)
 
-    def forward() -> Saved:
-        arriving = [Moving(None, [part]) for part in queries]
-        arriving[0] = Moving(None, [queries[0], key, value])
-        return attend(layer, arriving, None)[0]
+    def made(heads: int) -> Tensor:
+        """[G, B, heads, D]."""
+        return torch.randn(schedule.group_tokens, 1, heads, workload.head_dim, device=device, dtype=dtype)
+
+    own = made(schedule.own_heads), made(kv_heads), made(kv_heads)
+    out_grad = made(schedule.own_heads)
+    layer = _Alone(schedule, chosen, scale, *groups, plan.exchange.window, Inputs.of(*own))
+
+    def forward() -> list[Tensor]:
+        return layer.forward(*own, None)[1:]
 
     with _nothing_sent():
         saved = forward()
@@ -135,19 +153,19 @@ def _measure(
             schedule.own_heads % kv_heads
         ):  # a kernel takes one ratio: a KV head of its own for each query head
             keys, values = (torch.randn_like(query) for _ in range(2))
-        out, lse = chosen.forward(query, keys, values, causal=True, scale=scale)
+        whole = chosen.choose(BlockKind(query.shape, keys.shape, True, device))
+        out, lse = whole.forward(query, keys, values, causal=True, scale=scale)
 
         def backward() -> object:
-            moving = [Moving(None, [part]) for part in gradients]
-            return attend_backward(layer, moving, saved, None)
+            return layer.backward(out_grad, *saved, None)
 
         peak = _peak_gib(device, lambda: (forward(), backward()))
         times = _in_turns(
             [
                 forward,
-                lambda: chosen.forward(query, keys, values, causal=True, scale=scale),
+                lambda: whole.forward(query, keys, values, causal=True, scale=scale),
                 backward,
-                lambda: chosen.backward(gradient, query, keys, values, out, lse, causal=True, scale=scale),
+                lambda: whole.backward(gradient, query, keys, values, out, lse, causal=True, scale=scale),
             ],
             device,
             repeats,
@@ -210,10 +228,6 @@ def _peak_gib(device: torch.device, run: Callable[[], object]) -> float:
     torch.cuda.reset_peak_memory_stats(device)
     run()
     return torch.cuda.max_memory_allocated(device) / GIB
-
-
-def _size(heads: tuple[int, int]) -> int:
-    return heads[1] - heads[0]
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -35,7 +35,7 @@ from megatron_hexi.runtime import all_to_all, call_rows, exchange, fused
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
 from megatron_hexi.runtime.fused import on_gpu
 from megatron_hexi.runtime.kernels import select_kernel
-from megatron_hexi.runtime.passes import Layer
+from megatron_hexi.runtime.passes import Inputs, Layer
 from megatron_hexi.runtime.wire import Transfers
 
 DEVICE = torch.device("cuda:0")
@@ -138,12 +138,13 @@ def count(documents: int) -> Row:
 def _count(documents: int, schedule: Any, workload: Workload) -> Row:
     with _hopper():
         kernel = select_kernel("aten-flash", DEVICE, torch.bfloat16, workload.head_dim)
-        layer = Layer(schedule, kernel, 0.1, mock.sentinel.domain, mock.sentinel.a2a, 1)
+        groups = mock.sentinel.domain, mock.sentinel.a2a
         with FakeTensorMode(), torch.no_grad():
             query, key, value = (
                 torch.empty(schedule.tokens, 1, heads, 128, dtype=torch.bfloat16, device=DEVICE)
                 for heads in (workload.heads, workload.kv_heads, workload.kv_heads)
             )
+            layer = Layer(schedule, kernel, 0.1, *groups, 1, Inputs.of(query, key, value))
             for counter in (_Counter(), _Counter()):  # the first makes what the schedule keeps
                 with counter, mock.patch.object(on_gpu, "launch", counter.launch):
                     context: Any = _Context()

@@ -7,9 +7,10 @@ one kernel call of the same area; and with blocks so small that the GPU waits, t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megatron_hexi.plan import Workload, proportional_plan
 from megatron_hexi.probe.clock import clock_for, steady_seconds
 from megatron_hexi.runtime.call_rows import Rows
 from megatron_hexi.runtime.fused import on_gpu, plain
-from megatron_hexi.runtime.fused.terms import Slot, Sum, Term
+from megatron_hexi.runtime.fused.terms import Slot
 
 _LIMIT_S = 0.3
 _BF16 = torch.bfloat16
@@ -40,7 +41,7 @@ def copies_and_sums(device: torch.device, tiny: bool) -> Iterator[Row]:
     clock = clock_for(device)
     ways = {"torch": plain} | ({"triton": on_gpu} if device.type == "cuda" else {})
     for tokens, heads in ((64, 2),) if tiny else SHAPES:
-        for name, operation in _operations(device, tokens, heads).items():
+        for name, operation in _operations(device, tokens, heads, ways.values()).items():
             seconds = {
                 key: steady_seconds(partial(operation, way), clock, _LIMIT_S) for key, way in ways.items()
             }
@@ -48,7 +49,9 @@ def copies_and_sums(device: torch.device, tiny: bool) -> Iterator[Row]:
             yield {"kind": "operation", "name": name, "tokens": tokens, "heads": heads, "us": microseconds}
 
 
-def _operations(device: torch.device, tokens: int, heads: int) -> dict[str, Callable[[Any], None]]:
+def _operations(
+    device: torch.device, tokens: int, heads: int, ways: Iterable[ModuleType]
+) -> dict[str, Callable[[Any], None]]:
     """The operations of some size; each takes the module that carries it out."""
     value, part = (_made(device, 1, heads, count, 128) for count in (tokens, tokens // 2))
     lse, part_lse = (torch.randn(tensor.shape[:3], device=device) for tensor in (value, part))
@@ -57,13 +60,13 @@ def _operations(device: torch.device, tokens: int, heads: int) -> dict[str, Call
     shard = _made(device, tokens, 1, heads, 128)
     flat, slot = torch.empty_like(shard).flatten(), Slot(0, (0, heads), 128, 0, heads * 128)
     out, out_lse, taken = torch.empty_like(value), torch.empty_like(lse), torch.empty_like(part)
-    merged = [Term(whole, value, lse), Term(half, part, part_lse)]
-    added = [Term(whole, value), Term(half, part)]
+    rows, values, nothing = (whole, half), (value, part), (None, None, None)
+    packing = {way: way.pack([slot], [heads], device) for way in ways}
     return {
-        "merge two attentions": lambda way: way.combine(Sum(out, out_lse), merged, None, None),
-        "add half to a gradient": lambda way: way.combine(Sum(out), added, None, None),
-        "take every second row": lambda way: way.copy_rows(taken, value, some),
-        "pack for the all-to-all": lambda way: way.pack(flat, [shard], [slot]),
+        "merge two attentions": lambda way: way.combine(rows, out, out_lse, *nothing, *values, lse, part_lse),
+        "add half to a gradient": lambda way: way.combine(rows, out, None, *nothing, *values),
+        "take every second row": lambda way: way.copy_rows(some, taken, value),
+        "pack for the all-to-all": lambda way: packing[way](flat, shard),
     }
 
 

@@ -26,7 +26,7 @@ from megatron_hexi.cost.plan_arrays import PlanArrays, domain_arrays
 from megatron_hexi.plan import Domain, Exchange, Plan, Schedules, Stage, Workload
 from megatron_hexi.runtime import all_to_all, attention, exchange
 from megatron_hexi.runtime.attention import DomainAttention
-from megatron_hexi.runtime.kernels import MathKernel
+from megatron_hexi.runtime.kernels import KernelDispatch, MathKernel
 from megatron_hexi.runtime.wire import Message
 
 #: What is sent: the kind, the sender and the receiver, by their numbers in the domain. Kinds of all-to-alls
@@ -199,7 +199,7 @@ def _nothing_sent(recorder: _Recorder) -> Iterator[None]:
         mock.patch.object(all_to_all, "all_to_all", recorder.all_to_all),
         mock.patch.object(exchange, "post", recorder.post),
         mock.patch.object(attention, "agree_on_shapes"),
-        mock.patch.object(attention, "select_kernel", return_value=_NoKernel()),
+        mock.patch.object(attention, "select_kernel", return_value=KernelDispatch([_NoKernel()])),
     ):
         yield
 

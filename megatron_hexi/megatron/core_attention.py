@@ -129,18 +129,15 @@ class HexiCoreAttention(MegatronModule):
             packed = packed_shard(session, document_ends(packed_seq_params))
             documents, shard = packed.documents, packed.shard
             query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
-        tokens = shard.tokens
         output = session.attention(
-            query[:tokens],
-            key[:tokens],
-            value[:tokens],
+            query,
+            key,
+            value,
             self.softmax_scale,
             Mask(session.given.plan.workload.causal, self.window, documents),
             self.softmax_offset,
-        )
-        output = output.flatten(2)
-        padding = shard.rows - tokens
-        output = torch.cat([output, output.new_zeros(padding, *output.shape[1:])]) if padding else output
+            padding=shard.rows - shard.tokens,
+        ).flatten(2)
         return output if documents is None else output.squeeze(1)
 
     def sharded_state_dict(

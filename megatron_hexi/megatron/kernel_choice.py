@@ -11,7 +11,7 @@ import torch
 from megatron_hexi.errors import HexiError, PlanError, PlatformError
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.kernels import is_same_kernel, kernel_by_torch, split_kernels
-from megatron_hexi.runtime.kernels import KERNEL_NAMES, Kernel, select_kernel
+from megatron_hexi.runtime.kernels import KERNEL_NAMES, KernelDispatch, select_kernel
 
 _AUTO = "auto"
 
@@ -31,7 +31,7 @@ def kernel_choice(text: str) -> str:
     return text
 
 
-def choose_kernel(args: Namespace, plan: Plan, device: torch.device, dtype: torch.dtype) -> Kernel:
+def choose_kernel(args: Namespace, plan: Plan, device: torch.device, dtype: torch.dtype) -> KernelDispatch:
     """The kernel that this rank computes attention with.
 
     Args:

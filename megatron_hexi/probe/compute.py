@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron_hexi.probe.clock import Clock, Work, steady_seconds
 from megatron_hexi.probe.sizes import WIDENING, Sizes
-from megatron_hexi.runtime.kernels import Kernel
+from megatron_hexi.runtime.kernels import BlockKind, KernelDispatch
 
 #: What memory allocators say when there is none left: torch's on CUDA, its own on the CPU, oneDNN's.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "could not create a memory", "bad_alloc")
@@ -78,7 +78,13 @@ def matmul(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[[
 
 
 def attention(
-    kernel: Kernel, sizes: Sizes, device: torch.device, dtype: torch.dtype, *, causal: bool, backward: bool
+    kernel: KernelDispatch,
+    sizes: Sizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    causal: bool,
+    backward: bool,
 ) -> Callable[[int], Work]:
     """One block of attention as the runtime calls it; in its layout, [B, tokens, heads, D] in memory."""
     scale = sizes.head_dim**-0.5
@@ -88,10 +94,11 @@ def attention(
         query, key, value, grad = (
             torch.randn(shape, device=device, dtype=dtype).transpose(1, 2) for _ in range(4)
         )
+        chosen = kernel.choose(BlockKind(query.shape, key.shape, causal, device))
         if not backward:
-            return lambda: kernel.forward(query, key, value, causal=causal, scale=scale)
-        output, log_sum_exp = kernel.forward(query, key, value, causal=causal, scale=scale)
-        return lambda: kernel.backward(
+            return lambda: chosen.forward(query, key, value, causal=causal, scale=scale)
+        output, log_sum_exp = chosen.forward(query, key, value, causal=causal, scale=scale)
+        return lambda: chosen.backward(
             grad, query, key, value, output, log_sum_exp, causal=causal, scale=scale
         )
 

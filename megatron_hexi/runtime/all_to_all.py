@@ -2,164 +2,201 @@
 
 Outside attention a rank holds all heads of its own tokens; inside, its own heads of all the group's
 tokens. The send from member i to member j is tokens_i x heads_j: both axes are ragged. Several tensors
-(query, key and value) travel as columns of one message, so one collective moves them all. Nothing is
-waited for here: what travels is wanted later than it leaves. What leaves the heads' layout is written where
-it leaves from.
+(query, key and value) travel as columns of one message, so one collective moves them all. Sums that leave
+the heads' layout are written straight into the message.
 
-Shape letters: T tokens of the shard, G tokens of the group, B batch, H all heads, h own heads, D head size.
+Shape letters: T tokens of the shard, L its rows with padding, G tokens of the group, B batch, H all heads, h
+own heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from operator import methodcaller
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Schedule
 from megatron_hexi.plan.traffic import exchanges_heads
-from megatron_hexi.runtime import fused
 from megatron_hexi.runtime.compact import compact
-from megatron_hexi.runtime.fused.terms import Slot, Sum
+from megatron_hexi.runtime.compiled import Place, Recorder, Value
+from megatron_hexi.runtime.fused.terms import Slot
+from megatron_hexi.runtime.kernels.dispatch import aligned
 from megatron_hexi.runtime.sums import RowSum
-from megatron_hexi.runtime.wire import Transfers, all_to_all
+from megatron_hexi.runtime.wire import all_to_all
 
 #: For one tensor: the heads of each member of the group.
 HeadTable = Sequence[Range]
 
 
-class Moving:
-    """Tensors on their way to the heads' layout."""
-
-    def __init__(self, transfers: Transfers | None, arrived: list[Tensor]) -> None:
-        self._transfers = transfers
-        self._arrived = arrived
-
-    def wait(self) -> list[Tensor]:
-        """For each tensor what has arrived of it, [G, B, h, D], tokens ascending; views of one buffer."""
-        if self._transfers is not None:
-            self._transfers.wait()
-        return self._arrived
-
-
-def tokens_to_heads(
-    parts: Sequence[Tensor], tables: Sequence[HeadTable], schedule: Schedule, group: dist.ProcessGroup
-) -> Moving:
-    """All heads of own tokens in, own heads of all tokens out.
+class Arriving:
+    """Tensors on their way to the heads' layout: all heads of own tokens in, own heads of all tokens out.
 
     Args:
+        recorder: compiles the pass.
         parts: tensors [T, B, H, D]; H and D may differ from one to the next.
         tables: the heads that travel to each member, for each part.
-        schedule: the rank's split tables.
-        group: the ranks of the A2A group.
-    """
-    if not exchanges_heads(schedule):
-        return Moving(None, compact(parts))
-    batch = parts[0].shape[1]
-    sizes = tuple(part.shape[3] for part in parts)
-    slots, sent_sizes = _slots(tuple(map(tuple, tables)), sizes, schedule.tokens * batch)
-    sent = parts[0].new_empty(sum(sent_sizes))
-    fused.pack(sent, parts, slots)
-    received, arrived = _columns(parts[0], batch, tables, sizes, schedule)
-    received_sizes = [tokens * batch * received.shape[2] for tokens in schedule.shards]
-    return Moving(all_to_all(received.view(-1), sent, received_sizes, sent_sizes, group), arrived)
-
-
-class Leaving:
-    """Tensors that leave the heads' layout: room for them, then on their way.
-
-    Args:
-        like: a tensor of their type and device.
-        batch: B.
-        tables: the heads that travel from each member, for each tensor.
-        sizes: D of each.
         schedule: the rank's split tables.
         group: the ranks of the A2A group.
     """
 
     def __init__(
         self,
-        like: Tensor,
-        batch: int,
+        recorder: Recorder,
+        parts: Sequence[Value],
         tables: Sequence[HeadTable],
-        sizes: Sequence[int],
         schedule: Schedule,
         group: dist.ProcessGroup,
     ) -> None:
-        self._schedule, self._group = schedule, group
-        self._tables, self._sizes = tuple(map(tuple, tables)), tuple(sizes)
-        self._alone: list[Tensor] = []
-        self._transfers: Transfers | None = None
-        if exchanges_heads(schedule):
-            self._sent, self._parts = _columns(like, batch, tables, sizes, schedule)
-
-    def write(self, sums: Sequence[RowSum]) -> list[Sum]:
-        """Write the tensors, [B, h, G, D] each, where they leave from.
-
-        Returns:
-            What was written.
-        """
-        if not exchanges_heads(self._schedule):
-            found = [one.result() for one in sums]
-            self._alone = [one.value.permute(2, 0, 1, 3) for one in found]
-            return found
-        places = [part.permute(1, 2, 0, 3) for part in self._parts]
-        return [Sum(place, one.write(place)) for place, one in zip(places, sums, strict=True)]
-
-    def start(self) -> None:
-        """Send what was written."""
-        schedule = self._schedule
+        self._recorder = recorder
+        self._alone: list[Value] | None = None
         if not exchanges_heads(schedule):
+            shapes = [(batch, heads, tokens, size) for tokens, batch, heads, size in (p.shape for p in parts)]
+            self._alone = recorder.make_each(_heads_first, shapes, *parts)
             return
-        batch, width = self._sent.shape[1:]
-        self._slots, sizes = _slots(self._tables, self._sizes, schedule.tokens * batch)
-        self._received = self._sent.new_empty(sum(sizes))
-        sent_sizes = [tokens * batch * width for tokens in schedule.shards]
-        self._transfers = all_to_all(self._received, self._sent.view(-1), sizes, sent_sizes, self._group)
+        batch, sizes = parts[0].shape[1], [part.shape[3] for part in parts]
+        slots, sent_sizes = _slots(tables, sizes, schedule.tokens * batch)
+        width, self._places = _columns(tables, sizes, schedule, batch)
+        sent = recorder.empty(sum(sent_sizes))
+        pack = recorder.fused.pack(slots, [part.shape[2] for part in parts], recorder.device)
+        recorder.do(pack, sent, *parts)
+        self._received = recorder.empty(schedule.group_tokens * batch * width)
+        received_sizes = [tokens * batch * width for tokens in schedule.shards]
+        self._transfers = _start(recorder, self._received, sent, received_sizes, sent_sizes, group)
+
+    def wait(self) -> list[Value]:
+        """What has arrived of each tensor, [B, h, G, D], tokens ascending; kernels can read it."""
+        if self._alone is not None:
+            return self._alone
+        self._recorder.do(methodcaller("wait"), self._transfers)
+        return self._recorder.views(self._received, self._places, are_read=True)
 
 
-def arrive(halves: Sequence[Leaving]) -> list[Tensor]:
-    """Wait for what has left, and put it together: [T, B, H, D] for each tensor.
+class Leaving:
+    """Sums that leave the heads' layout: written where they leave from, and sent.
+
+    Args:
+        recorder: compiles the pass.
+        sums: of [B, h, G, D] each.
+        tables: the heads that travel from each member, for each sum.
+        schedule: the rank's split tables.
+        group: the ranks of the A2A group.
+
+    Attributes:
+        written: each sum, and its log-sum-exp.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        sums: Sequence[RowSum],
+        tables: Sequence[HeadTable],
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.tables, self.schedule = tables, schedule
+        self.batch, self.sizes = sums[0].shape[0], [some.shape[3] for some in sums]
+        if not exchanges_heads(schedule):
+            self.written = [some.result() for some in sums]
+            return
+        self.slots, sizes = _slots(tables, self.sizes, schedule.tokens * self.batch)
+        width, places = _columns(tables, self.sizes, schedule, self.batch)
+        sent = recorder.empty(schedule.group_tokens * self.batch * width)
+        targets = recorder.views(sent, places)
+        self.written = [(target, some.write(target)) for target, some in zip(targets, sums, strict=True)]
+        self.received = recorder.empty(sum(sizes))
+        sent_sizes = [tokens * self.batch * width for tokens in schedule.shards]
+        self.transfers = _start(recorder, self.received, sent, sizes, sent_sizes, group)
+
+
+def arrive(
+    recorder: Recorder, halves: Sequence[Leaving], half: int, padding: int, parts: Sequence[Value] = ()
+) -> Sequence[Value]:
+    """Wait for a half of the heads that has left, and put it in its place.
 
     A head that several members hold (a shared KV head) comes from each of them; the sum is taken, added up in
     fp32 (fp64 for fp64).
 
     Args:
-        halves: of the heads; the last may have further tensors.
+        recorder: compiles the pass.
+        halves: all of them; the last may have further tensors.
+        half: number of the one that arrives.
+        padding: rows of zeros behind the tokens.
+        parts: what the half before it returned.
+
+    Returns:
+        Each tensor, [L, B, H, D]: complete when all halves have arrived.
     """
-    last = halves[-1]
-    if not exchanges_heads(last._schedule):
-        return [part.contiguous() for part in last._alone]
-    tokens, batch = last._schedule.tokens, last._sent.shape[1]
-    parts = []
-    for number, size in enumerate(last._sizes):
-        tables = [half._tables[number] for half in halves if number < len(half._tables)]
-        heads = max(stop for table in tables for _, stop in table)
-        parts.append(last._sent.new_empty(tokens, batch, heads, size))
-    for half in halves:
-        assert half._transfers is not None, "it was started"
-        half._transfers.wait()
-        fused.unpack(parts[: len(half._sizes)], half._received, half._slots)
+    leaving, schedule = halves[half], halves[half].schedule
+    rows = schedule.tokens + padding
+    if not exchanges_heads(schedule):
+        run = partial(_tokens_first, padding)
+        shapes = [(rows, *value.shape[:2], value.shape[3]) for value, _ in leaving.written]
+        return [
+            recorder.make(run, shape, value)
+            for shape, (value, _) in zip(shapes, leaving.written, strict=True)
+        ]
+    if not parts:
+        parts = [recorder.empty(rows, leaving.batch, *sizes) for sizes in _home_sizes(halves)]
+        for part in parts if padding else ():
+            recorder.do(torch.Tensor.zero_, part.cut((schedule.tokens, rows)))
+    here = [part.cut((0, schedule.tokens)) for part in parts[: len(leaving.sizes)]]
+    unpack = recorder.fused.unpack(leaving.slots, [part.shape[2] for part in here], recorder.device)
+    recorder.do(methodcaller("wait"), leaving.transfers)
+    recorder.do(unpack, leaving.received, *here)
     return parts
 
 
+def _home_sizes(halves: Sequence[Leaving]) -> Iterator[tuple[int, int]]:
+    """Heads and head size of each tensor."""
+    for number, size in enumerate(halves[-1].sizes):
+        tables = [half.tables[number] for half in halves if number < len(half.tables)]
+        yield max(stop for table in tables for _, stop in table), size
+
+
+def _start(
+    recorder: Recorder,
+    received: Value,
+    sent: Value,
+    received_sizes: Sequence[int],
+    sent_sizes: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Value:
+    """Start an all-to-all; the transfers to wait for."""
+    run = partial(all_to_all, received_sizes=received_sizes, sent_sizes=sent_sizes, group=group)
+    return recorder.make(run, (), received, sent)
+
+
+def _heads_first(*parts: Tensor) -> list[Tensor]:
+    """[T, B, H, D] of a rank that is alone in its group as kernels take it, [B, H, T, D]."""
+    return [aligned(part.permute(1, 2, 0, 3)) for part in compact(parts)]
+
+
+def _tokens_first(padding: int, part: Tensor) -> Tensor:
+    """[B, H, T, D] of a rank that is alone in its group as the layer returns it, [L, B, H, D]."""
+    part = part.permute(2, 0, 1, 3)
+    return torch.constant_pad_nd(part, (*[0] * 7, padding)) if padding else part.contiguous()
+
+
 def _columns(
-    like: Tensor, batch: int, tables: Sequence[HeadTable], sizes: Sequence[int], schedule: Schedule
-) -> tuple[Tensor, list[Tensor]]:
-    """Room for own heads of all tokens, [G, B, columns], and each tensor's part of it, [G, B, h, D]."""
+    tables: Sequence[HeadTable], sizes: Sequence[int], schedule: Schedule, batch: int
+) -> tuple[int, list[Place]]:
+    """A message of own heads of all tokens: its width [G, B, width], and where [B, h, G, D] of each lies."""
     heads = [_size(table[schedule.position]) for table in tables]
-    widths = [count * size for count, size in zip(heads, sizes, strict=True)]
-    buffer = like.new_empty(schedule.group_tokens, batch, sum(widths))
-    split = zip(buffer.split(widths, dim=2), heads, sizes, strict=True)
-    return buffer, [columns.unflatten(2, (count, size)) for columns, count, size in split]
+    ends = [0, *itertools.accumulate(count * size for count, size in zip(heads, sizes, strict=True))]
+    width, tokens = ends[-1], schedule.group_tokens
+    return width, [
+        Place((batch, count, tokens, size), (width, size, batch * width, 1), offset)
+        for count, size, offset in zip(heads, sizes, ends[:-1], strict=True)
+    ]
 
 
-@lru_cache(maxsize=2**8)  # of the latest schedules
-def _slots(
-    tables: tuple[tuple[Range, ...], ...], sizes: tuple[int, ...], rows: int
-) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
+def _slots(tables: Sequence[HeadTable], sizes: Sequence[int], rows: int) -> tuple[list[Slot], list[int]]:
     """Where heads of own tokens lie in a message to, or from, all members; and its elements for each."""
     slots: list[Slot] = []
     elements: list[int] = []
@@ -170,7 +207,7 @@ def _slots(
         for part, (table, size) in enumerate(zip(tables, sizes, strict=True)):
             slots.append(Slot(part, table[member], size, offset, width))
             offset += _size(table[member]) * size
-    return tuple(slots), tuple(elements)
+    return slots, elements
 
 
 def _size(heads: Range) -> int:

@@ -7,11 +7,12 @@ The way of a token through one layer:
         one block after another against the other groups' keys, merged in fp32
     own heads, the group's tokens  --all-to-all-->  own tokens, all heads
 
-The backward walks the same way back: the output's gradient in, keys and values exchanged again (they
-are not kept), their gradients sent to the owners, all three gradients back to the tokens' layout. What
-happens between the all-to-alls is in `passes`.
+The backward pass takes the same way back: the output's gradient in, keys and values exchanged again (they
+are not kept), their gradients sent to the owners, all three gradients back to the tokens' layout. Both passes
+are compiled (`passes`), once for each mask and kind of tensors.
 
-Shape letters: T tokens of the shard, B batch, H query heads, K KV heads, D head size.
+Shape letters: T tokens of the shard, L its rows with padding, B batch, H query heads, K KV heads, D head size
+(Dv that of values).
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from megatron_hexi.plan.mask import Mask
 from megatron_hexi.plan.model import Workload
 from megatron_hexi.plan.schedule import Schedules
 from megatron_hexi.runtime.agreement import agree_on_shapes
-from megatron_hexi.runtime.all_to_all import arrive, tokens_to_heads
-from megatron_hexi.runtime.kernels import Kernel, select_kernel
-from megatron_hexi.runtime.passes import Layer, Saved, attend, attend_backward
-from megatron_hexi.runtime.ranges import phase
+from megatron_hexi.runtime.kernels import KernelDispatch, select_kernel
+from megatron_hexi.runtime.passes import Inputs, Layer
 from megatron_hexi.runtime.wire import connect
+
+#: Compiled layers that are kept: of a pipeline's micro-batches under way, with a few windows each.
+_KEPT = 32
 
 
 @dataclass
 class DomainAttention:
-    """What one rank needs to compute attention under a plan; everything here is derived from it.
+    """One rank's attention under a plan; everything here is derived from the plan.
 
-    Swapping the plan means replacing this object.
+    Swapping the plan means replacing this object: what it has compiled goes with it, and passes under way
+    keep what they began with.
 
     Args:
         workload: the model and sequence of the plan.
@@ -58,7 +61,13 @@ class DomainAttention:
     window: int = 1
     kernel_name: str = "auto"
     _agreed: set[tuple[int, ...]] = field(default_factory=set, repr=False)
-    _kernels: dict[tuple[torch.device, torch.dtype, int], Kernel] = field(default_factory=dict, repr=False)
+    _kernels: dict[tuple[torch.device, torch.dtype, int], KernelDispatch] = field(
+        default_factory=dict, repr=False
+    )
+    #: By mask, kind of tensors and scale; the latest used last. No other object gets them (`init=False`).
+    _layers: dict[tuple[Mask | None, Inputs, float | None], Layer] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def connect(self, device: torch.device) -> None:
         """Make the communicators of both groups, while nothing else is under way.
@@ -79,39 +88,60 @@ class DomainAttention:
         scale: float | None = None,
         mask: Mask | None = None,
         sinks: Tensor | None = None,
+        padding: int = 0,
     ) -> Tensor:
         """Attention of the rank's own tokens, after `connect`.
 
         Args:
-            query: [T, B, H, D].
-            key: [T, B, K, D].
-            value: [T, B, K, Dv]; Dv is the plan's size of values.
+            query: [L, B, H, D].
+            key: [L, B, K, D].
+            value: [L, B, K, Dv]; Dv is the plan's size of values.
             scale: softmax scale; 1 / sqrt(D) if not given.
             mask: what a query sees, the same on all ranks; ``None``: as the plan says. With documents a shard
                 has other positions: `schedules(mask).segments`.
             sinks: logit of each head's sink [H], the same on all ranks; ``None`` for none.
+            padding: the last rows that are no tokens, L - T; they are not read, and are 0 in the output and
+                in gradients.
 
         Returns:
-            [T, B, H, Dv].
+            [L, B, H, Dv].
 
         Raises:
             PlanError: the tensors are not those of the plan, or another rank's differ; on every rank.
             PlatformError: no kernel takes such tensors.
         """
+        kind = mask, Inputs.of(query, key, value, sinks, padding), scale
+        layer = self._layers.pop(kind, None) or self._new_layer(query, key, value, scale, mask, kind[1])
+        self._layers[kind] = layer
+        if len(self._layers) > _KEPT:
+            del self._layers[next(iter(self._layers))]
+        output: Tensor = _DomainAttentionFunction.apply(query, key, value, sinks, layer)
+        return output
+
+    def _new_layer(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        mask: Mask | None,
+        inputs: Inputs,
+    ) -> Layer:
+        """See `__call__`; its passes are not compiled yet."""
         schedule = self.schedules(mask)
-        agree_on_shapes(self.workload, schedule, (query, key, value), self.domain_group, self._agreed)
-        layer = Layer(
+        tensors = [tensor[: len(tensor) - inputs.padding] for tensor in (query, key, value)]
+        agree_on_shapes(self.workload, schedule, tensors, self.domain_group, self._agreed)
+        return Layer(
             schedule=schedule,
             kernel=self.kernel(query if query.shape[3] >= value.shape[3] else value),
             scale=1.0 / math.sqrt(query.shape[3]) if scale is None else scale,
             domain_group=self.domain_group,
             a2a_group=self.a2a_group,
             window=self.window,
+            inputs=inputs,
         )
-        output: Tensor = _DomainAttentionFunction.apply(query, key, value, sinks, layer)
-        return output
 
-    def kernel(self, tensor: Tensor) -> Kernel:
+    def kernel(self, tensor: Tensor) -> KernelDispatch:
         """The kernel for tensors of this kind, [..., D]; chosen once, for it looks at what is installed."""
         kind = (tensor.device, tensor.dtype, tensor.shape[-1])
         if kind not in self._kernels:
@@ -124,22 +154,14 @@ class _DomainAttentionFunction(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: Layer
     ) -> Tensor:
-        schedule = layer.schedule
         ctx.layer = layer
-        own_sinks = None if sinks is None else sinks[slice(*schedule.heads[schedule.position])]
-        if not schedule.group_tokens:  # nobody sends to this group or asks it for anything
+        if not layer.schedule.group_tokens:  # nobody sends to this group or asks it for anything
             ctx.save_for_backward(query, key, value, sinks)
-            return query.new_empty(*query.shape[:3], value.shape[3])
-        first, *others = schedule.halves
-        tables = first, schedule.kv, schedule.kv
-        with phase("post all-to-all in"):
-            arriving = [tokens_to_heads((query, key, value), tables, schedule, layer.a2a_group)]
-            arriving += [tokens_to_heads((query,), (half,), schedule, layer.a2a_group) for half in others]
-        saved, leaving = attend(layer, arriving, own_sinks)
-        halves = (*saved.queries, *saved.outputs, *saved.log_sum_exps)
-        ctx.save_for_backward(saved.key, saved.value, *halves, sinks)
-        with phase("wait for all-to-all out"):
-            return arrive(leaving)[0]
+            return query.new_zeros(*query.shape[:3], value.shape[3])
+        output, *saved = layer.forward(query, key, value, sinks)
+        ctx.save_for_backward(*saved, sinks)
+        result: Tensor = output
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -149,20 +171,8 @@ class _DomainAttentionFunction(torch.autograd.Function):
                 "attention under a plan has no second derivative; differentiate without create_graph=True"
             )
         layer: Layer = ctx.layer
-        schedule = layer.schedule
-        first, second, *rest, sinks = ctx.saved_tensors
-        grad_sinks = None if sinks is None else torch.zeros_like(sinks)
-        if not schedule.group_tokens:
-            return *map(torch.empty_like, (first, second, *rest)), grad_sinks, None
-        own = slice(*schedule.heads[schedule.position])
-        with phase("post all-to-all in"):
-            arriving = [
-                tokens_to_heads(grads, (half,), schedule, layer.a2a_group) for half in schedule.halves
-            ]
-        count = len(schedule.halves)
-        saved = Saved(first, second, rest[:count], rest[count : 2 * count], rest[2 * count :])
-        leaving, grad_own = attend_backward(layer, arriving, saved, None if sinks is None else sinks[own])
-        if grad_sinks is not None and grad_own is not None:
-            grad_sinks[own] = grad_own
-        with phase("wait for all-to-all out"):
-            return *arrive(leaving), grad_sinks, None
+        saved = ctx.saved_tensors
+        if not layer.schedule.group_tokens:
+            zeros = (None if tensor is None else torch.zeros_like(tensor) for tensor in saved)
+            return *zeros, None
+        return *layer.backward(*grads, *saved), None

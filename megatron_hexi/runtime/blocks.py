@@ -6,24 +6,26 @@ head size (of values, in outputs, where it is another).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megatron_hexi.plan.blocks import Call
 from megatron_hexi.plan.heads import HeadSpan
 from megatron_hexi.plan.model import Range
 from megatron_hexi.runtime.call_rows import CallRows, Rows, call_rows
-from megatron_hexi.runtime.kernels.base import Kernel
+from megatron_hexi.runtime.compiled import Recorder, Value
+from megatron_hexi.runtime.kernels.base import BlockKind
+from megatron_hexi.runtime.kernels.dispatch import KernelDispatch, aligned_log_sum_exp
 
 
 @dataclass
 class Queries:
-    """What calls take of queries: these, and backward what has come of them.
+    """The queries of some heads, and in the backward pass what belongs to them.
 
     Args:
         heads: which query heads, counted as spans do.
@@ -32,91 +34,125 @@ class Queries:
     """
 
     heads: Range
-    tensors: tuple[Tensor, ...]
-    _latest: tuple[Rows, list[Tensor]] | None = field(default=None, repr=False)
+    tensors: Sequence[Value]
+    _latest: tuple[Rows, list[Value]] | None = field(default=None, repr=False)
 
-    def taken(self, rows: Rows) -> list[Tensor]:
-        """Some rows of all heads. What an index takes is kept: steps one after another ask for the same."""
+    def take(self, rows: Rows, recorder: Recorder) -> list[Value]:
+        """Some rows of all heads. Copies by an index are kept: successive steps ask for the same rows."""
         if rows.index is None:
-            return [rows.taken(tensor) for tensor in self.tensors]
+            return [take(rows, tensor, recorder) for tensor in self.tensors]
         if self._latest is None or self._latest[0] is not rows:
-            self._latest = rows, [rows.taken(tensor) for tensor in self.tensors]
+            self._latest = rows, [take(rows, tensor, recorder) for tensor in self.tensors]
         return self._latest[1]
 
-    def of(self, heads: Range) -> slice:
-        """Where some of the heads are."""
-        return slice(heads[0] - self.heads[0], heads[1] - self.heads[0])
+    def within(self, heads: Range) -> Range:
+        """Some of the heads, counted from the first."""
+        return heads[0] - self.heads[0], heads[1] - self.heads[0]
 
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """Runs a kernel over blocks whose heads may be cut anywhere.
+    """Compiles calls of a kernel over blocks whose heads may be cut anywhere.
 
     Args:
-        kernel: what computes.
+        recorder: compiles the pass.
+        kernel: chooses what computes a block.
         scale: the softmax scale.
     """
 
-    kernel: Kernel
+    recorder: Recorder
+    kernel: KernelDispatch
     scale: float
 
     def forward(
-        self, queries: Queries, key: Tensor, value: Tensor, spans: Sequence[HeadSpan], calls: Iterable[Call]
-    ) -> Iterator[tuple[Range, Rows, Tensor, Tensor]]:
-        """Of each call and span its heads and queries, output [B, heads, Q, D], log-sum-exp [B, heads, Q].
+        self, queries: Queries, key: Value, value: Value, spans: Sequence[HeadSpan], calls: Iterable[Call]
+    ) -> Iterator[tuple[Range, Rows, Value, Value]]:
+        """Compile the forward of each call and span.
 
         Args:
-            queries: calls say which rows.
-            key: [B, k, keys, D]; calls say which.
+            queries: whose rows calls name.
+            key: [B, k, keys, D], whose rows calls name.
             value: likewise.
             spans: query heads beside their KV heads, each with one ratio.
             calls: in any order.
+
+        Returns:
+            Of each its heads and rows, output [B, heads, Q, D] and log-sum-exp [B, heads, Q].
         """
         width = max(queries.tensors[0].shape[3], value.shape[3])
         for call in calls if spans else ():
-            rows = call_rows(call, key.device)
-            (q,) = (_wide(tensor, width) for tensor in queries.taken(rows.queries))
-            k, v = (_wide(rows.keys.taken(tensor), width) for tensor in (key, value))
+            rows = call_rows(call, self.recorder.device)
+            (q,) = (self._wide(tensor, width) for tensor in queries.take(rows.queries, self.recorder))
+            k, v = (self._wide(take(rows.keys, tensor, self.recorder), width) for tensor in (key, value))
             for span in spans:
-                kv = slice(*span.kv)
-                tensors = q[:, queries.of(span.queries)], k[:, kv], v[:, kv]
-                output, log_sum_exp = self._each_batch(self.kernel.forward, tensors, rows)
-                yield span.queries, rows.queries, output[..., : value.shape[3]], log_sum_exp
+                tensors = [part.cut(None, span.kv) for part in (k, v)]
+                tensors.insert(0, q.cut(None, queries.within(span.queries)))
+                shape = tensors[0].shape
+                run = self._run("forward", tensors[0], tensors[1], rows)
+                output, log_sum_exp = self.recorder.make_each(run, [shape, shape[:3]], *tensors)
+                cut = output.cut(None, None, None, (0, value.shape[3]))
+                yield span.queries, rows.queries, cut, log_sum_exp
 
     def backward(
-        self, queries: Queries, key: Tensor, value: Tensor, spans: Sequence[HeadSpan], calls: Iterable[Call]
-    ) -> Iterator[tuple[HeadSpan, CallRows, tuple[Tensor, Tensor, Tensor]]]:
-        """Gradients of query, key and value of each call and span; exact parts of the whole's."""
+        self, queries: Queries, key: Value, value: Value, spans: Sequence[HeadSpan], calls: Iterable[Call]
+    ) -> Iterator[tuple[HeadSpan, CallRows, list[Value]]]:
+        """Compile the backward of each call and span.
+
+        Returns:
+            Of each its heads and rows, and gradients of query, key and value; exact parts of the whole's.
+        """
         sizes = queries.tensors[1].shape[3], key.shape[3], value.shape[3]
         width = max(sizes)
         for call in calls if spans else ():
-            rows = call_rows(call, key.device)
-            *taken, lse = queries.taken(rows.queries)
-            grad, q, out = (_wide(tensor, width) for tensor in taken)
-            k, v = (_wide(rows.keys.taken(tensor), width) for tensor in (key, value))
+            rows = call_rows(call, self.recorder.device)
+            *taken, lse = queries.take(rows.queries, self.recorder)
+            grad, q, out = (self._wide(tensor, width) for tensor in taken)
+            k, v = (self._wide(take(rows.keys, tensor, self.recorder), width) for tensor in (key, value))
             for span in spans:
-                heads, kv = queries.of(span.queries), slice(*span.kv)
-                tensors = grad[:, heads], q[:, heads], k[:, kv], v[:, kv], out[:, heads], lse[:, heads]
-                grads = self._each_batch(self.kernel.backward, tensors, rows)
-                grad_query, grad_key, grad_value = (
-                    gradient[..., :size] for gradient, size in zip(grads, sizes, strict=True)
+                heads = queries.within(span.queries)
+                own_grad, own_q, own_out, own_lse = (part.cut(None, heads) for part in (grad, q, out, lse))
+                own_k, own_v = (part.cut(None, span.kv) for part in (k, v))
+                if self.recorder.device.type == "cuda":
+                    own_lse = self.recorder.make(aligned_log_sum_exp, own_lse.shape, own_lse)
+                shapes = [part.shape for part in (own_q, own_k, own_v)]
+                run = self._run("backward", own_q, own_k, rows)
+                tensors = own_grad, own_q, own_k, own_v, own_out, own_lse
+                grads = self.recorder.make_each(run, shapes, *tensors)
+                yield (
+                    span,
+                    rows,
+                    [part.cut(None, None, None, (0, size)) for part, size in zip(grads, sizes, strict=True)],
                 )
-                yield span, rows, (grad_query, grad_key, grad_value)
 
-    def _each_batch(self, run: Any, tensors: Sequence[Tensor], rows: CallRows) -> Sequence[Tensor]:
-        """What the kernel gives; several sequences it takes one batch at a time."""
+    def _wide(self, value: Value, width: int) -> Value:
+        """[..., D] padded with zeros to a head size: kernels take one for keys and values.
+
+        Zeros in queries and keys add nothing to a score; zeros in values give zeros in the output.
+        """
+        *shape, size = value.shape
+        if size == width:
+            return value
+        return self.recorder.make(
+            partial(torch.constant_pad_nd, pad=(0, width - size)), (*shape, width), value
+        )
+
+    def _run(self, way: str, query: Value, key: Value, rows: CallRows) -> Callable[..., Any]:
+        """The kernel's function for blocks of these shapes: of several sequences, one batch at a time."""
+        block = BlockKind(query.shape, key.shape, rows.causal, self.recorder.device, rows.sequences)
         mode: Any = {"causal": rows.causal, "scale": self.scale, "sequences": rows.sequences}
-        if rows.sequences is None or len(tensors[0]) == 1:
-            return run(*tensors, **mode)
-        batches = zip(*(tensor.split(1) for tensor in tensors), strict=True)
-        each = [run(*parts, **mode) for parts in batches]
-        return [torch.cat(list(parts)) for parts in zip(*each, strict=True)]
+        run = partial(getattr(self.kernel.choose(block), way), **mode)
+        return run if rows.sequences is None or query.shape[0] == 1 else partial(_each_batch, run)
 
 
-def _wide(tensor: Tensor, width: int) -> Tensor:
-    """[..., D] padded with zeros to a head size: kernels take one for keys and values.
+def take(rows: Rows, value: Value, recorder: Recorder) -> Value:
+    """Some rows of [B, heads, rows, ...]: a slice, or a copy where there is an index."""
+    if rows.index is None:
+        return value.cut(None, None, rows.span)
+    batch, heads, _, *rest = value.shape
+    shape = batch, heads, len(rows.index), *rest
+    return recorder.make(partial(torch.index_select, dim=2, index=rows.index), shape, value)
 
-    Zeros in queries and keys add nothing to a score; zeros in values give zeros in the output.
-    """
-    missing = width - tensor.shape[-1]
-    return pad(tensor, (0, missing)) if missing else tensor
+
+def _each_batch(run: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
+    each = [run(*parts) for parts in zip(*(tensor.split(1) for tensor in tensors), strict=True)]
+    return [torch.cat(parts) for parts in zip(*each, strict=True)]

@@ -9,13 +9,17 @@ one owner serves are one contiguous piece of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from operator import methodcaller
+
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.schedule import Part, Schedule, Transfer
-from megatron_hexi.runtime import fused
 from megatron_hexi.runtime.call_rows import rows_of
+from megatron_hexi.runtime.compiled import Place, Recorder, Value
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Message, Transfers, post
 
@@ -24,52 +28,75 @@ class KeyExchange:
     """Sends a rank's keys and values to their users, and receives those that it uses itself.
 
     Args:
+        recorder: compiles the pass.
         key: the rank's own keys, [B, k, G, Dk].
         value: likewise, [B, k, G, Dv].
         schedule: the rank's split tables.
         group: the ranks of the domain.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, schedule: Schedule, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, recorder: Recorder, key: Value, value: Value, schedule: Schedule, group: dist.ProcessGroup
+    ) -> None:
+        self._recorder = recorder
         self._key, self._value = key, value
-        self._seen: dict[tuple[Range, ...], Tensor] = {}
+        self._seen: dict[tuple[Range, ...], Value] = {}
         self._schedule = schedule
         self._group = group
-        self._under_way: dict[int, tuple[Tensor | None, Transfers]] = {}
+        self._under_way: dict[int, tuple[Value | None, Value]] = {}
 
     def post(self, part: Part) -> None:
         """Start a part; all ranks post theirs in the order of their numbers."""
         received = self.buffer(part.kv, part.keys) if part.receives else None
-        receives = [Message(transfer.peer, _heads(received, transfer, part.kv)) for transfer in part.receives]
+        receives = [_heads(received, transfer, part.kv) for transfer in part.receives]
         sends = [
-            Message(transfer.peer, _heads(self._rows(transfer.rows), transfer, self._schedule.own_kv))
-            for transfer in part.sends
+            _heads(self._rows(transfer.rows), transfer, self._schedule.own_kv) for transfer in part.sends
         ]
-        self._under_way[part.number] = received, post(receives, sends, self._group, tag=2 * part.number)
+        transfers = self.start(part.receives, receives, part.sends, sends, tag=2 * part.number)
+        self._under_way[part.number] = received, transfers
 
-    def wait(self, part: Part) -> Tensor | None:
-        """What has arrived of a part, [k, B, S, Dk + Dv] for its KV heads; ``None``: the rank uses none."""
+    def wait(self, part: Part) -> Value | None:
+        """What has arrived of a part, [k, B, S, Dk + Dv] for its KV heads; ``None`` if the rank uses none."""
         received, transfers = self._under_way.pop(part.number)
-        transfers.wait()
+        self._recorder.do(methodcaller("wait"), transfers)
         return received
 
-    def buffer(self, kv: Range, keys: int) -> Tensor:
+    def start(
+        self,
+        sources: Sequence[Transfer],
+        receives: Sequence[Value],
+        targets: Sequence[Transfer],
+        sends: Sequence[Value],
+        tag: int,
+    ) -> Value:
+        """Start a batch of messages; the transfers to wait for."""
+        come, go = ([transfer.peer for transfer in transfers] for transfers in (sources, targets))
+        return self._recorder.make(partial(_post, come, go, self._group, tag), (), *receives, *sends)
+
+    def buffer(self, kv: Range, keys: int) -> Value:
         """Room for so many keys and values of some KV heads, as they travel."""
-        batch, _, _, size = self._key.shape
-        return self._key.new_empty(kv[1] - kv[0], batch, keys, size + self._value.shape[3])
+        batch, width = self._key.shape[0], self._key.shape[3] + self._value.shape[3]
+        return self._recorder.empty(kv[1] - kv[0], batch, keys, width)
 
-    def apart(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of keys and values that lie side by side, [B, k, S, D] each."""
-        both, size = buffer.transpose(0, 1), self._key.shape[3]
-        return both[..., :size], both[..., size:]
+    def apart(self, buffer: Value, *, are_read: bool = False) -> tuple[Value, Value]:
+        """Keys and values, or their gradients, in a buffer, [B, k, S, D] each; see `Recorder.views`."""
+        (heads, batch, keys, width), size = buffer.shape, self._key.shape[3]
+        strides = keys * width, batch * keys * width, width, 1
+        places = [
+            Place((batch, heads, keys, columns), strides, offset)
+            for columns, offset in ((size, 0), (width - size, size))
+        ]
+        key, value = self._recorder.views(buffer, places, are_read=are_read)
+        return key, value
 
-    def _rows(self, ranges: tuple[Range, ...]) -> Tensor:
+    def _rows(self, ranges: tuple[Range, ...]) -> Value:
         """Some tokens of the own keys, as they travel; groups ask for few selections, so each is kept."""
         if ranges not in self._seen:
-            rows = rows_of(ranges, self._key.device)
+            recorder, rows = self._recorder, rows_of(ranges, self._recorder.device)
             buffer = self.buffer(self._schedule.own_kv, sum(stop - start for start, stop in ranges))
+            copy = partial(recorder.fused.copy_rows, rows)
             for target, source in zip(self.apart(buffer), (self._key, self._value), strict=True):
-                fused.copy_rows(target, source, rows)
+                recorder.do(copy, target, source)
             self._seen[ranges] = buffer
         return self._seen[ranges]
 
@@ -78,56 +105,55 @@ class GradientReturn:
     """Sends the gradients of received keys and values to their owners, and adds up those that come back.
 
     Args:
-        keys: in which the gradients of the own keys are added up; complete when all parts have been waited
-            for.
+        recorder: compiles the pass.
+        keys: sum of the gradients of the own keys; complete when all parts have been waited for.
         values: likewise.
         exchange: the keys' way there.
         schedule: the rank's split tables.
-        group: the ranks of the domain.
     """
 
     def __init__(
-        self,
-        keys: RowSum,
-        values: RowSum,
-        exchange: KeyExchange,
-        schedule: Schedule,
-        group: dist.ProcessGroup,
+        self, recorder: Recorder, keys: RowSum, values: RowSum, exchange: KeyExchange, schedule: Schedule
     ) -> None:
+        self._recorder = recorder
         self._sums = keys, values
         self._exchange = exchange
         self._schedule = schedule
-        self._group = group
-        self._under_way: dict[int, tuple[list[tuple[Transfer, Tensor]], Transfers]] = {}
+        self._under_way: dict[int, tuple[list[Value], Value]] = {}
 
-    def post(self, part: Part, gradient: Tensor | None) -> None:
+    def post(self, part: Part, gradient: Value | None) -> None:
         """Start the way back of a part.
 
         Args:
             part: the part.
-            gradient: gradients of what the part received, [k, B, S, Dk + Dv], contiguous.
+            gradient: gradients of what the part received, [k, B, S, Dk + Dv].
         """
-        arriving = [(sent, self._exchange.buffer(sent.kv, sent.keys)) for sent in part.sends]
-        transfers = post(
-            [Message(sent.peer, buffer) for sent, buffer in arriving],
-            [Message(received.peer, _heads(gradient, received, part.kv)) for received in part.receives],
-            self._group,
-            tag=2 * part.number + 1,
+        arriving = [self._exchange.buffer(sent.kv, sent.keys) for sent in part.sends]
+        leaving = [_heads(gradient, received, part.kv) for received in part.receives]
+        transfers = self._exchange.start(
+            part.sends, arriving, part.receives, leaving, tag=2 * part.number + 1
         )
         self._under_way[part.number] = arriving, transfers
 
     def wait(self, part: Part) -> None:
         """Add up what has come back of a part."""
         arriving, transfers = self._under_way.pop(part.number)
-        transfers.wait()
+        self._recorder.do(methodcaller("wait"), transfers)
         first = self._schedule.own_kv[0]
-        for sent, buffer in arriving:
-            heads, rows = (sent.kv[0] - first, sent.kv[1] - first), rows_of(sent.rows, buffer.device)
+        for sent, buffer in zip(part.sends, arriving, strict=True):
+            heads, rows = (sent.kv[0] - first, sent.kv[1] - first), rows_of(sent.rows, self._recorder.device)
             for total, gradient in zip(self._sums, self._exchange.apart(buffer), strict=True):
                 total.add(heads, rows, gradient)
 
 
-def _heads(buffer: Tensor | None, transfer: Transfer, held: Range) -> Tensor:
+def _heads(buffer: Value | None, transfer: Transfer, held: Range) -> Value:
     """The piece of a buffer with some KV heads that holds the transfer's."""
     assert buffer is not None
-    return buffer[transfer.kv[0] - held[0] : transfer.kv[1] - held[0]]
+    return buffer.cut((transfer.kv[0] - held[0], transfer.kv[1] - held[0]))
+
+
+def _post(
+    sources: Sequence[int], targets: Sequence[int], group: dist.ProcessGroup, tag: int, *tensors: Tensor
+) -> Transfers:
+    receives = list(map(Message, sources, tensors))
+    return post(receives, list(map(Message, targets, tensors[len(sources) :])), group, tag=tag)

@@ -1,11 +1,11 @@
-"""Attention in the heads' layout, forward and backward: the own group's blocks, then the exchange's steps.
+"""The two passes of an attention layer, compiled: the own group's blocks, then the exchange's steps.
 
-Both passes carry out their program (`plan.program`) with tensors; the caller has posted the ways in, and
-waits for the ways out. Heads may come in two halves (`Schedule.halves`). Halves stay apart: what arrives is
-what kernels read, and what kernels give is added up (`sums`) where it leaves from.
+Both follow their program (`plan.program`). Query heads may come in two halves (`Schedule.halves`), which stay
+apart: what arrives is what kernels read, and their results are added up (`sums`) where they leave from.
 
-Shape letters: G tokens of the group, B batch, h query heads of a half and k the rank's own KV heads, D head
-size.
+Shape letters: T tokens of the shard, L its rows with padding, G tokens of the group, B batch, H query heads
+and K KV heads of the layer, h query heads of a half and k the rank's own KV heads, D head size (Dv that of
+values).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -24,52 +25,98 @@ from megatron_hexi.plan.heads import HeadSpan
 from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.program import Batch, FarBlocks, OwnBlock, Post, Wait
 from megatron_hexi.plan.schedule import Schedule
-from megatron_hexi.runtime.all_to_all import Leaving, Moving
+from megatron_hexi.runtime.all_to_all import Arriving, Leaving, arrive
 from megatron_hexi.runtime.blocks import BlockAttention, Queries
+from megatron_hexi.runtime.compiled import CompiledPass, Recorder, Shape, Value
 from megatron_hexi.runtime.exchange import GradientReturn, KeyExchange
-from megatron_hexi.runtime.fused.terms import MOST_TERMS, Sum
-from megatron_hexi.runtime.kernels import Kernel
-from megatron_hexi.runtime.ranges import named
+from megatron_hexi.runtime.fused.terms import MOST_TERMS
+from megatron_hexi.runtime.kernels import KernelDispatch
 from megatron_hexi.runtime.sinks import sinks_gradient
 from megatron_hexi.runtime.sums import RowSum
 
 
-@dataclass(frozen=True)
+class Inputs(NamedTuple):
+    """The kind of tensors that a layer is given.
+
+    Args:
+        query: shape of the query, [L, B, H, D].
+        key: shape of the key, [L, B, K, D].
+        value: shape of the value, [L, B, K, Dv].
+        dtype: of all three.
+        device: likewise.
+        has_sinks: whether heads have sinks.
+        padding: rows behind the tokens, L - T.
+    """
+
+    query: Shape
+    key: Shape
+    value: Shape
+    dtype: torch.dtype
+    device: torch.device
+    has_sinks: bool = False
+    padding: int = 0
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, padding: int = 0
+    ) -> Self:
+        """The kind of these tensors."""
+        has_sinks = sinks is not None
+        return cls(query.shape, key.shape, value.shape, query.dtype, query.device, has_sinks, padding)
+
+    @property
+    def output(self) -> Shape:
+        """Shape of the output, [L, B, H, Dv]."""
+        return *self.query[:3], self.value[3]
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
-    """What one call of attention goes by.
+    """Attention under one plan and mask, for one kind of tensors; its passes are compiled on first use.
 
     Args:
         schedule: the rank's split tables under the layer's mask.
-        kernel: what computes.
+        kernel: chooses what computes a block.
         scale: softmax scale.
         domain_group: the ranks of the domain, in rank order.
         a2a_group: the ranks of its A2A group, in rank order.
         window: exchange steps under way ahead of the one in use.
+        inputs: kind of the tensors.
     """
 
     schedule: Schedule
-    kernel: Kernel
+    kernel: KernelDispatch
     scale: float
     domain_group: dist.ProcessGroup
     a2a_group: dist.ProcessGroup
     window: int
+    inputs: Inputs
+
+    @cached_property
+    def forward(self) -> CompiledPass:
+        """Takes query, key, value and sinks; returns the output [L, B, H, Dv] and what `backward` needs."""
+        return _compile_forward(self)
+
+    @cached_property
+    def backward(self) -> CompiledPass:
+        """Takes the output's gradient, what else `forward` returned, and sinks; returns four gradients."""
+        return _compile_backward(self)
+
+    def arriving(self, recorder: Recorder, half: int, query: Value, *keys: Value) -> Arriving:
+        """Send a half of the query heads of a tensor to the heads' layout, and KV heads beside them."""
+        tokens = [tensor.cut((0, self.schedule.tokens)) for tensor in (query, *keys)]
+        tables = self.schedule.halves[half], *(self.schedule.kv for _ in keys)
+        return Arriving(recorder, tokens, tables, self.schedule, self.a2a_group)
+
+    def leaving(self, recorder: Recorder, half: int, query: RowSum, *keys: RowSum) -> Leaving:
+        """Write and send a sum of a half of the query heads, and sums of KV heads beside them."""
+        tables = self.schedule.halves[half], *(self.schedule.kv for _ in keys)
+        return Leaving(recorder, (query, *keys), tables, self.schedule, self.a2a_group)
 
     @property
     def has_few_groups(self) -> bool:
         """Whether no more than `MOST_TERMS` groups have a part in a sum."""
         return len(self.schedule.steps) < MOST_TERMS
-
-    @property
-    def blocks(self) -> BlockAttention:
-        """What runs the kernel."""
-        return BlockAttention(self.kernel, self.scale)
-
-    def leaving(self, half: int, query: RowSum, *keys: RowSum) -> Leaving:
-        """Room for a half on its way out: for sums with query heads, and for some with KV heads."""
-        sums = (query, *keys)
-        tables = (self.schedule.halves[half], *(self.schedule.kv for _ in keys))
-        sizes = [one.shape[3] for one in sums]
-        return Leaving(query.like, query.shape[0], tables, sizes, self.schedule, self.a2a_group)
 
     @cached_property
     def own_halves(self) -> list[Range]:
@@ -79,11 +126,11 @@ class Layer:
         return list(itertools.pairwise(ends))
 
     def own_spans(self, operation: OwnBlock) -> Iterator[tuple[int, list[HeadSpan]]]:
-        """Of each half its heads with which the own block is computed, counted from the rank's first."""
+        """Each half and its heads with which the own block is computed, counted from the rank's first."""
         return self._by_half(self.schedule.own_spans(operation))
 
     def far_spans(self, operation: FarBlocks) -> Iterator[tuple[int, list[HeadSpan]]]:
-        """Of each half its heads of a part of a step, likewise; KV heads count from the part's first."""
+        """Each half and its heads of a part of a step, likewise; KV heads count from the part's first."""
         part, piece = self.schedule.part(operation), operation.piece
         first = part.heads[0]
         return self._by_half(
@@ -100,56 +147,37 @@ class Layer:
         ends = [stop for _, stop in self.own_halves]
         return next(half for half, end in enumerate(ends) if span.queries[1] <= end)
 
-
-@dataclass(frozen=True)
-class Saved:
-    """What the backward pass needs.
-
-    Args:
-        key: [B, k, G, D].
-        value: likewise.
-        queries: of each half, [B, h, G, D].
-        outputs: likewise, in the query's type.
-        log_sum_exps: likewise, [B, h, G].
-    """
-
-    key: Tensor
-    value: Tensor
-    queries: Sequence[Tensor]
-    outputs: Sequence[Tensor]
-    log_sum_exps: Sequence[Tensor]
+    def own_sinks(self, sinks: Value, half: int) -> Value:
+        """Sinks of the rank's own heads in a half, or their gradients."""
+        return sinks.cut(self.schedule.halves[half][self.schedule.position])
 
 
-def attend(layer: Layer, arriving: Sequence[Moving], sinks: Tensor | None) -> tuple[Saved, list[Leaving]]:
-    """The forward pass.
-
-    Args:
-        layer: what to go by.
-        arriving: the halves of the queries; keys and values come with the first.
-        sinks: logits of the own heads' sinks [h], or ``None`` for none.
-
-    Returns:
-        What the backward pass needs, and the halves of the output on their way out.
-    """
-    schedule, blocks = layer.schedule, layer.blocks
+def _compile_forward(layer: Layer) -> CompiledPass:
+    schedule, inputs, heads = layer.schedule, layer.inputs, layer.own_halves
+    recorder = Recorder(inputs.dtype, inputs.device)
+    blocks = BlockAttention(recorder, layer.kernel, layer.scale)
+    *tensors, sinks = recorder.inputs(*inputs[:3], inputs.query[2:3])
+    arriving: list[Arriving] = []
     queries: list[Queries] = []
     sums: list[RowSum] = []
     leaving: list[Leaving] = []
-    done: list[Sum] = []
-    for operation in named(schedule.program(backward=False, window=layer.window)):
+    parts: Sequence[Value] = ()
+    for operation in schedule.program(backward=False, window=layer.window):
+        recorder.begin(operation)
         computed: Iterable[tuple[int, list[HeadSpan]]] = ()
         match operation:
+            case Post(Batch("in", half)):
+                arriving.append(layer.arriving(recorder, half, *(tensors[: 1 if half else 3])))
             case Wait(Batch("in", half)):
-                query, *both = (_heads_first(part) for part in arriving[half].wait())
+                query, *both = arriving[half].wait()
                 if half == 0:
                     key, value = both
                     if schedule.steps:
-                        exchange = KeyExchange(key, value, schedule, layer.domain_group)
-                heads = layer.own_halves[half]
-                queries.append(Queries(heads, (query,)))
-                logits = None if sinks is None else sinks[slice(*heads)]
-                shape, few = (*query.shape[:3], value.shape[3]), layer.has_few_groups
-                sums.append(RowSum(shape, value, few=few, weighed=True, sinks=logits))
+                        exchange = KeyExchange(recorder, key, value, schedule, layer.domain_group)
+                queries.append(Queries(heads[half], (query,)))
+                logits = layer.own_sinks(sinks, half) if inputs.has_sinks else None
+                shape = *query.shape[:3], value.shape[3]
+                sums.append(RowSum(recorder, shape, few=layer.has_few_groups, weighed=True, sinks=logits))
             case OwnBlock():
                 keys, calls = (key, value), (*schedule.own_calls, *schedule.own_beside_calls)
                 computed = layer.own_spans(operation)
@@ -158,62 +186,61 @@ def attend(layer: Layer, arriving: Sequence[Moving], sinks: Tensor | None) -> tu
             case Wait(Batch("keys")):
                 received = exchange.wait(schedule.part(operation.batch))
             case FarBlocks(step) if received is not None:
-                keys, calls = exchange.apart(received), schedule.steps[step].calls
+                keys, calls = exchange.apart(received, are_read=True), schedule.steps[step].calls
                 computed = layer.far_spans(operation)
             case Post(Batch("out", half)):
-                leaving.append(layer.leaving(half, sums[half]))
-                done += leaving[half].write([sums[half]])
-                leaving[half].start()
+                leaving.append(layer.leaving(recorder, half, sums[half]))
+            case Wait(Batch("out", half)):
+                parts = arrive(recorder, leaving, half, inputs.padding, parts)
         for half, spans in computed:
-            for heads, rows, out, lse in blocks.forward(queries[half], *keys, spans, calls):
-                sums[half].add(_within(heads, queries[half].heads), rows, out, lse)
-    outputs, log_sum_exps = zip(*((one.value, one.log_sum_exp) for one in done), strict=True)
-    return Saved(key, value, [half.tensors[0] for half in queries], outputs, log_sum_exps), leaving
+            for own, rows, out, lse in blocks.forward(queries[half], *keys, spans, calls):
+                sums[half].add(queries[half].within(own), rows, out, lse)
+    (output,), written = parts, [half.written[0] for half in leaving]
+    outputs, log_sum_exps = zip(*written, strict=True)
+    return recorder.compile(
+        output, key, value, *(half.tensors[0] for half in queries), *outputs, *log_sum_exps
+    )
 
 
-def attend_backward(
-    layer: Layer, arriving: Sequence[Moving], saved: Saved, sinks: Tensor | None
-) -> tuple[list[Leaving], Tensor | None]:
-    """The backward pass.
-
-    Args:
-        layer: what to go by.
-        arriving: the halves of the output's gradient.
-        saved: as `attend` returned it.
-        sinks: as `attend` took them.
-
-    Returns:
-        Gradients on their way out, of the halves of the query, with the last of key and value too; and the
-        gradient of the sinks.
-    """
-    schedule, blocks, key, value = layer.schedule, layer.blocks, saved.key, saved.value
+def _compile_backward(layer: Layer) -> CompiledPass:
+    schedule, inputs, heads = layer.schedule, layer.inputs, layer.own_halves
+    recorder, count = Recorder(inputs.dtype, inputs.device), len(heads)
+    blocks = BlockAttention(recorder, layer.kernel, layer.scale)
+    shapes = inputs.output, *layer.forward.shapes[1:], inputs.query[2:3]
+    output_grad, key, value, *saved, sinks = recorder.inputs(*shapes)
+    of_half = [saved[half::count] for half in range(count)]  # query, output, log-sum-exp
+    few = layer.has_few_groups
+    sums = [RowSum(recorder, query.shape, few=few) for query, _, _ in of_half]
+    own_sums = RowSum(recorder, key.shape, few=few), RowSum(recorder, value.shape, few=few)
+    grad_sinks = None
+    arriving: list[Arriving] = []
     queries: list[Queries] = []
     leaving: list[Leaving] = []
-    few = layer.has_few_groups
-    sums = [RowSum(_shape(query), query, few=few) for query in saved.queries]
-    own_sums = RowSum(_shape(key), key, few=few), RowSum(_shape(value), value, few=few)
+    parts: Sequence[Value] = ()
     if schedule.steps:
-        exchange = KeyExchange(key, value, schedule, layer.domain_group)
-        returns = GradientReturn(*own_sums, exchange, schedule, layer.domain_group)
+        exchange = KeyExchange(recorder, key, value, schedule, layer.domain_group)
+        returns = GradientReturn(recorder, *own_sums, exchange, schedule)
 
     def compute(
         spans: Iterable[tuple[int, list[HeadSpan]]],
-        keys: tuple[Tensor, Tensor],
+        keys: tuple[Value, Value],
         key_sums: tuple[RowSum, RowSum],
         calls: Sequence[Call],
     ) -> None:
         for half, some in spans:
             for span, rows, grads in blocks.backward(queries[half], *keys, some, calls):
-                sums[half].add(_within(span.queries, queries[half].heads), rows.queries, grads[0])
-                for one, grad in zip(key_sums, grads[1:], strict=True):
-                    one.add(span.kv, rows.keys, grad)
+                sums[half].add(queries[half].within(span.queries), rows.queries, grads[0])
+                for total, grad in zip(key_sums, grads[1:], strict=True):
+                    total.add(span.kv, rows.keys, grad)
 
-    for operation in named(schedule.program(backward=True, window=layer.window)):
+    for operation in schedule.program(backward=True, window=layer.window):
+        recorder.begin(operation)
         match operation:
+            case Post(Batch("in", half)):
+                arriving.append(layer.arriving(recorder, half, output_grad))
             case Wait(Batch("in", half)):
-                (grad_output,) = (_heads_first(part) for part in arriving[half].wait())
-                of_half = saved.queries[half], saved.outputs[half], saved.log_sum_exps[half]
-                queries.append(Queries(layer.own_halves[half], (grad_output, *of_half)))
+                (grad_output,) = arriving[half].wait()
+                queries.append(Queries(heads[half], (grad_output, *of_half[half])))
             case OwnBlock():
                 calls = (*schedule.own_calls, *schedule.own_beside_calls)
                 compute(layer.own_spans(operation), (key, value), own_sums, calls)
@@ -222,40 +249,25 @@ def attend_backward(
             case Wait(Batch("keys")):
                 received, gradient = exchange.wait(schedule.part(operation.batch)), None
             case FarBlocks(step) if received is not None:
-                keys = exchange.apart(received)
-                far_sums = RowSum(_shape(keys[0]), key), RowSum(_shape(keys[1]), value)
+                keys = exchange.apart(received, are_read=True)
+                far_sums = RowSum(recorder, keys[0].shape), RowSum(recorder, keys[1].shape)
                 compute(layer.far_spans(operation), keys, far_sums, schedule.steps[step].calls)
-                gradient = torch.empty_like(received)
-                for one, place in zip(far_sums, exchange.apart(gradient), strict=True):
-                    one.write(place)
+                gradient = recorder.empty(*received.shape)
+                for total, place in zip(far_sums, exchange.apart(gradient), strict=True):
+                    total.write(place)
             case Post(Batch("gradients")):
                 returns.post(schedule.part(operation.batch), gradient)
             case Wait(Batch("gradients")):
                 returns.wait(schedule.part(operation.batch))
             case Post(Batch("out", half)):
-                out = [sums[half], *(own_sums if half == len(sums) - 1 else ())]
-                leaving.append(layer.leaving(half, *out))
-                leaving[half].write(out)
-                leaving[half].start()
-    if sinks is None:
-        return leaving, None
-    of_halves = zip(queries, saved.outputs, saved.log_sum_exps, strict=True)
-    grads = [
-        sinks_gradient(half.tensors[0], out, lse, sinks[slice(*half.heads)]) for half, out, lse in of_halves
-    ]
-    return leaving, torch.cat(grads)
-
-
-def _within(heads: Range, half: Range) -> Range:
-    """Heads counted from the half's first."""
-    return heads[0] - half[0], heads[1] - half[0]
-
-
-def _shape(tensor: Tensor) -> tuple[int, int, int, int]:
-    batch, heads, rows, size = tensor.shape
-    return batch, heads, rows, size
-
-
-def _heads_first(part: Tensor) -> Tensor:
-    """[G, B, h, D] as kernels take it, [B, h, G, D]; only the strides change."""
-    return part.permute(1, 2, 0, 3)
+                out = [sums[half], *(own_sums if half == count - 1 else ())]
+                leaving.append(layer.leaving(recorder, half, *out))
+            case Wait(Batch("out", half)):
+                parts = arrive(recorder, leaving, half, inputs.padding, parts)
+    if inputs.has_sinks:
+        grad_sinks = recorder.make(torch.zeros_like, sinks.shape, sinks)
+        for half, (grad_output, _, output, log_sum_exp) in enumerate(own.tensors for own in queries):
+            own = layer.own_sinks(sinks, half)
+            found = recorder.make(sinks_gradient, own.shape, grad_output, output, log_sum_exp, own)
+            recorder.do(Tensor.copy_, layer.own_sinks(grad_sinks, half), found)
+    return recorder.compile(*parts, grad_sinks)

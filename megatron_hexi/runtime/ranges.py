@@ -1,42 +1,30 @@
-"""Names for the phases of attention in a profile, where somebody profiles.
+"""Names for the phases of attention in a profile, while one is being recorded.
 
 torch's own `record_function`, not `torch.cuda.nvtx`: under `emit_nvtx`, which Megatron's ``--profile`` enters
 for Nsight Systems, torch makes NVTX ranges of it, and under torch's profiler (``--use-pytorch-profiler``)
-events of its trace. So one name serves both, no flag of ours is needed, and torch knows whether anybody asks:
-one look a pass, and nothing else where nobody does.
+events of its trace. So one name serves both, no flag of ours is needed, and torch knows whether a profile is
+being recorded: a pass asks once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 
 from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
 
-from megatron_hexi.plan.program import Batch, Operation, OwnBlock, Post, Wait
-
-#: What the caller of a pass does: the pass has nothing to do there.
-_AROUND = {*(Post(Batch("in", half)) for half in (0, 1)), *(Wait(Batch("out", half)) for half in (0, 1))}
+from megatron_hexi.plan.program import Operation, OwnBlock, Post, Wait
 
 
-def named(operations: Iterable[Operation]) -> Iterable[Operation]:
-    """The operations of a pass; while one is carried out, a profile shows it under its name."""
-    return _in_ranges(operations) if _profiler_enabled() else operations
+def named[T](phases: Iterable[tuple[Operation, T]]) -> Iterable[tuple[Operation, T]]:
+    """Operations of a pass with their launches; a profile shows what is done with each under its name."""
+    return _in_ranges(phases) if _profiler_enabled() else phases
 
 
-def phase(name: str) -> AbstractContextManager[object]:
-    """What a profile shows what is done inside as."""
-    return record_function(f"hexi: {name}") if _profiler_enabled() else nullcontext()
-
-
-def _in_ranges(operations: Iterable[Operation]) -> Iterator[Operation]:
-    for operation in operations:
-        if operation in _AROUND:
-            yield operation
-            continue
+def _in_ranges[T](phases: Iterable[tuple[Operation, T]]) -> Iterator[tuple[Operation, T]]:
+    for operation, launches in phases:
         with record_function(f"hexi: {_spell(operation)}"):
-            yield operation
+            yield operation, launches
 
 
 def _spell(operation: Operation) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,8 @@ from torch import Tensor
 from megatron_hexi.runtime.waiting import Wait, waiting
 
 
-@dataclass(frozen=True)
-class Message:
-    """A contiguous tensor to send to, or to fill from, another rank of the domain."""
+class Message(NamedTuple):
+    """A contiguous tensor to send to another rank of the group, or to fill with what that rank sends."""
 
     peer: int
     tensor: Tensor
@@ -85,7 +85,7 @@ def all_to_all(
     work = dist.all_to_all_single(target, sent, *sizes, group=group, async_op=True)
     assert work is not None, "the rank is a member of the group"
     transfers._works.append(work)
-    transfers._alive.append(sent)
+    transfers._alive += target, sent
     return transfers
 
 
@@ -109,6 +109,7 @@ def post(
         if _staged(tensor, group):
             tensor = torch.empty_like(tensor, device="cpu")
             transfers._staged.append((message.tensor, tensor))
+        transfers._alive.append(tensor)
         operations.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=message.peer, tag=tag))
     for message in sends:
         tensor = message.tensor.cpu() if _staged(message.tensor, group) else message.tensor

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from functools import partial
 from unittest import mock
 
 import torch
@@ -20,11 +21,13 @@ from megatron_hexi.plan import (
 from megatron_hexi.plan.program import Batch, OwnBlock, Post, Wait
 from megatron_hexi.runtime import exchange
 from megatron_hexi.runtime import wire as wire_room
-from megatron_hexi.runtime.all_to_all import Leaving, arrive, tokens_to_heads
+from megatron_hexi.runtime.all_to_all import Arriving, Leaving, arrive
 from megatron_hexi.runtime.call_rows import Rows
+from megatron_hexi.runtime.compiled import Recorder
 from megatron_hexi.runtime.exchange import KeyExchange
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Transfers
+from tests.support.compiled import carried_out
 from tests.support.plans import SPARSE, TORN, examples, plans, workloads
 from tests.support.reference import positions_of
 from tests.support.threads import run_ranks
@@ -50,18 +53,32 @@ def schedules_of(plan):
     ]
 
 
-def sent_home(parts, tables, schedule, group):
-    """Tensors [G, B, h, D] on the way out."""
-    sums = []
-    for part in parts:
-        part = part.permute(1, 2, 0, 3)
-        sums.append(RowSum(tuple(part.shape), part))
-        sums[-1].add((0, part.shape[1]), Rows((0, part.shape[2])), part)
-    sizes = [part.shape[3] for part in parts]
-    leaving = Leaving(parts[0], parts[0].shape[1], tables, sizes, schedule, group)
-    leaving.write(sums)
-    leaving.start()
-    return leaving
+def to_heads(parts, tables, schedule, group):
+    """Own heads [G, B, h, D] of all the group's tokens."""
+
+    def build(recorder, *values):
+        return Arriving(recorder, values, tables, schedule, group).wait()
+
+    return [part.permute(2, 0, 1, 3) for part in carried_out(build, *parts)]
+
+
+def sent_home(halves, schedule, group, padding=0):
+    """Halves of tensors [G, B, h, D] and their tables, back to the tokens' layout."""
+    counts = [len(parts) for parts, _ in halves]
+
+    def build(recorder, *values):
+        left, leaving, home = iter(values), [], ()
+        for count, (_, tables) in zip(counts, halves, strict=True):
+            sums = []
+            for value in (next(left) for _ in range(count)):
+                sums.append(RowSum(recorder, value.shape))
+                sums[-1].add((0, value.shape[1]), Rows((0, value.shape[2])), value)
+            leaving.append(Leaving(recorder, sums, tables, schedule, group))
+        for half in range(len(halves)):
+            home = arrive(recorder, leaving, half, padding, home)
+        return home
+
+    return carried_out(build, *(part.permute(1, 2, 0, 3) for parts, _ in halves for part in parts))
 
 
 def positions_of_group(schedules, index):
@@ -90,14 +107,16 @@ def test_every_element_gets_to_its_place_and_back(plan, batch):
             for heads, width in zip((query_heads, kv_heads, kv_heads), widths, strict=True)
         ]
         tables = [own.heads, own.kv, own.kv]
-        inside = tokens_to_heads(parts, tables, *way).wait()
-        back = arrive([sent_home(inside, tables, *way)])
+        inside = to_heads(parts, tables, *way)
+        back = sent_home([(inside, tables)], *way)
+        padded = sent_home([(inside, tables)], *way, padding=3)
+        for part, long in zip(back, padded, strict=True):
+            assert torch.equal(torch.cat([part, part.new_zeros(3, *part.shape[1:])]), long)
         # Halves of the queries are the same, in two all-to-alls.
-        halves = [tokens_to_heads(parts[:1], [half], *way) for half in own.halves]
-        arrived = [half.wait()[0] for half in halves]
-        assert torch.equal(torch.cat(arrived, dim=2), inside[0])
-        home = [sent_home([part], [half], *way) for part, half in zip(arrived, own.halves, strict=True)]
-        assert torch.equal(arrive(home)[0], back[0])
+        arrived = [to_heads(parts[:1], [half], *way) for half in own.halves]
+        assert torch.equal(torch.cat([some[0] for some in arrived], dim=2), inside[0])
+        halves = [(some, [half]) for some, half in zip(arrived, own.halves, strict=True)]
+        assert torch.equal(sent_home(halves, *way)[0], back[0])
         return parts, inside, back
 
     for schedule, (parts, inside, back) in zip(schedules, run_ranks(len(schedules), work), strict=True):
@@ -123,8 +142,7 @@ def test_parts_of_a_shared_kv_head_are_added_up_in_fp32():
         part = torch.full_like(query, 256 if rank.rank == 0 else 1)
         own = attention.schedules()
         tables = own.heads, own.kv, own.kv
-        leaving = sent_home([query, part, part], tables, own, attention.a2a_group)
-        return arrive([leaving])[1]
+        return sent_home([([query, part, part], tables)], own, attention.a2a_group)[1]
 
     for summed in run_ranks(8, work):
         assert torch.equal(summed, torch.full_like(summed, 264))
@@ -229,20 +247,24 @@ def test_the_exchange_brings_the_keys_of_each_step_and_runs_ahead_by_the_window(
         return sum(len(step.parts) for step in steps)
 
     def check(part, received):
-        assert (received is None) == (not part.receives)
         for sent in part.receives:
-            assert received is not None
             piece = received[sent.kv[0] - part.kv[0] : sent.kv[1] - part.kv[0]]
             assert torch.equal(piece, keys_of(sent.peer, sent.kv, sent.keys))
+
+    def assert_under_way(expected):
+        assert count.under_way == expected
 
     def work(rank):
         own = schedules[rank.rank]
         everyone = rank.new_group("domain", range(len(schedules)))
         count.under_way = 0
         keys = keys_of(rank.rank, own.own_kv, own.group_tokens)
+        recorder = Recorder(keys.dtype, keys.device)
         key, value = keys.transpose(0, 1).split([2, 1], dim=3)
-        steps = KeyExchange(key, value, own, everyone)
+        inputs = recorder.inputs(key.shape, value.shape)
+        steps = KeyExchange(recorder, *inputs, own, everyone)
         for operation in own.program(backward=False, window=window):
+            recorder.begin(operation)
             match operation:
                 case Post(Batch("keys")):
                     steps.post(own.part(operation.batch))
@@ -251,10 +273,12 @@ def test_the_exchange_brings_the_keys_of_each_step_and_runs_ahead_by_the_window(
                     received = steps.wait(part)
                     rest = len(own.steps[number].parts) - 1 - operation.batch.part
                     ahead = own.steps[number + 1 : number + 1 + window]
-                    assert count.under_way == rest + parts_of(ahead)
-                    check(part, received)
+                    recorder.do(partial(assert_under_way, rest + parts_of(ahead)))
+                    assert (received is None) == (not part.receives)
+                    recorder.do(partial(check, part), received)
                 case OwnBlock(0):
-                    assert count.under_way == parts_of(own.steps[:window])
+                    recorder.do(partial(assert_under_way, parts_of(own.steps[:window])))
+        recorder.compile()(key, value)
         assert count.under_way == 0
         assert torch.equal(keys, keys_of(rank.rank, own.own_kv, own.group_tokens))
         return len(own.steps)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_hexi.plan import Mask
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
-from megatron_hexi.runtime.passes import Layer
+from megatron_hexi.runtime.passes import Inputs, Layer
 from tests.distributed.test_attention_threads import NAMES, SEEDS
 from tests.support.fake_cuda import Context
 from tests.support.kernels import BY_NAME, ON_CUDA
@@ -47,11 +47,12 @@ class _OnGpu(torch.autograd.Function):
 def results_on_gpu(plan, problem, name="auto"):
     def layer(attention, query, key, value, scale, sinks=None):
         schedule = attention.schedules(problem.mask)
-        kernel = attention.kernel(query[:0].to(GPU))
+        there = query[:0].to(GPU)
+        kernel = attention.kernel(there)
         groups = attention.domain_group, attention.a2a_group
-        return _OnGpu.apply(
-            query, key, value, sinks, Layer(schedule, kernel, scale, *groups, plan.exchange.window)
-        )
+        inputs = Inputs.of(query, key, value, sinks)._replace(device=there.device)
+        way = Layer(schedule, kernel, scale, *groups, plan.exchange.window, inputs)
+        return _OnGpu.apply(query, key, value, sinks, way)
 
     return planned_results(plan, problem, name, layer)
 

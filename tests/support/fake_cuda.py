@@ -24,9 +24,9 @@ from megatron_hexi.runtime import all_to_all, call_rows, exchange, fused
 from megatron_hexi.runtime.attention import _DomainAttentionFunction
 from megatron_hexi.runtime.fused import on_gpu
 from megatron_hexi.runtime.kernels import flash_attn, ranked_kernels
-from megatron_hexi.runtime.kernels.base import KernelOnOffer
+from megatron_hexi.runtime.kernels.base import BlockKind, KernelOnOffer
 from megatron_hexi.runtime.kernels.dispatch import KernelDispatch
-from megatron_hexi.runtime.passes import Layer
+from megatron_hexi.runtime.passes import Inputs, Layer
 from megatron_hexi.runtime.wire import Transfers
 from tests.support.flash_attention import flash_attention_2_8, flash_attention_3_beta
 
@@ -95,7 +95,6 @@ def fake_tensors() -> Iterator[Operations]:
     """Tensors that are made inside are fake; moving one between host and device is a `HostWait`."""
     call_rows.call_rows.cache_clear()
     call_rows.rows_of.cache_clear()
-    on_gpu._table.cache_clear()
     with (
         FakeTensorMode(),
         Operations() as operations,
@@ -126,8 +125,8 @@ class CheckedKernel(KernelOnOffer):
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return self.kernel.refuses(device, dtype, head_dim)
 
-    def takes(self, query: Tensor, key: Tensor, causal: bool, sequences: Any) -> bool:
-        return self.kernel.takes(query, key, causal, sequences)
+    def takes(self, block: BlockKind) -> bool:
+        return self.kernel.takes(block)
 
     def forward(
         self,
@@ -306,7 +305,7 @@ def run_layer(
         schedule = Schedules(workload, domain, rank, plan.exchange.parts)(mask)
         wire.rank, wire.members = rank, tuple(schedule.members)
         kernel = checked_kernel(dtype, max(keys, values), name)
-        layer = Layer(schedule, kernel, 0.1, mock.sentinel.domain, mock.sentinel.a2a, plan.exchange.window)
+        groups = mock.sentinel.domain, mock.sentinel.a2a
         with wire.instead(), fake_tensors(), torch.no_grad():
             sizes = ((heads, keys), (kv_heads, keys), (kv_heads, values))
             query, key, value = (
@@ -314,6 +313,8 @@ def run_layer(
                 for count, size in sizes
             )
             sinks = torch.empty(heads, dtype=dtype, device=CUDA) if has_sinks else None
+            inputs = Inputs.of(query, key, value, sinks)
+            layer = Layer(schedule, kernel, 0.1, *groups, plan.exchange.window, inputs)
             context: Any = Context()
             output = _DomainAttentionFunction.forward(context, query, key, value, sinks, layer)
             assert output.shape == (schedule.tokens, batch, heads, values)

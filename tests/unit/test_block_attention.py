@@ -11,7 +11,9 @@ from megatron_hexi.plan.blocks import together
 from megatron_hexi.plan.heads import head_spans, kv_range, spans_in_two
 from megatron_hexi.runtime.blocks import BlockAttention, Queries
 from megatron_hexi.runtime.call_rows import Rows, call_rows
+from megatron_hexi.runtime.kernels import KernelDispatch
 from megatron_hexi.runtime.sums import RowSum
+from tests.support.compiled import carried_out
 from tests.support.kernels import (
     BY_NAME,
     ON_CPU,
@@ -21,14 +23,34 @@ from tests.support.kernels import (
 )
 
 
-def added_up(gradients, *tensors):
-    """Of query, key and value."""
-    sums = [RowSum(tuple(tensor.shape), tensor) for tensor in tensors]
-    for span, rows, grads in gradients:
-        places = (span.queries, rows.queries), (span.kv, rows.keys), (span.kv, rows.keys)
-        for total, place, grad in zip(sums, places, grads, strict=True):
-            total.add(*place, grad)
-    return [total.result().value for total in sums]
+def forward(kernel, scale, spans, calls, query, key, value):
+    """Output and log-sum-exp of all rows of the query."""
+
+    def build(recorder, query, key, value):
+        queries, merged = Queries((0, query.shape[1]), (query,)), RowSum(recorder, query.shape, weighed=True)
+        blocks = BlockAttention(recorder, KernelDispatch([kernel]), scale)
+        for term in blocks.forward(queries, key, value, spans, calls):
+            merged.add(*term)
+        return merged.result()
+
+    return carried_out(build, query, key, value)
+
+
+def gradients(kernel, scale, spans, calls, grad, query, key, value, *merged):
+    """Gradients of query, key and value, given output and log-sum-exp; spans in several turns."""
+
+    def build(recorder, grad, query, key, value, *merged):
+        queries = Queries((0, query.shape[1]), (grad, query, *merged))
+        blocks = BlockAttention(recorder, KernelDispatch([kernel]), scale)
+        sums = [RowSum(recorder, tensor.shape) for tensor in (query, key, value)]
+        for some in spans:
+            for span, rows, grads in blocks.backward(queries, key, value, some, calls):
+                places = (span.queries, rows.queries), (span.kv, rows.keys), (span.kv, rows.keys)
+                for total, place, gradient in zip(sums, places, grads, strict=True):
+                    total.add(*place, gradient)
+        return [total.result()[0] for total in sums]
+
+    return carried_out(build, grad, query, key, value, *merged)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -40,16 +62,22 @@ def test_blocks_that_are_merged_are_one_attention_forward_and_backward(name, ext
     query = query * extreme  # blocks of very different weight
     own, earlier = slice(20, 32), (slice(0, 7), slice(7, 20))
     rows = query[:, :, own]
-    merged = RowSum(tuple(rows.shape), rows, weighed=True)
-    for keys in (own, *earlier):
-        found = kernel.forward(rows, key[:, :, keys], value[:, :, keys], causal=keys is own, scale=scale)
-        merged.add((0, rows.shape[1]), Rows((0, 12)), *found)
-    result = merged.result()
-    assert result.log_sum_exp is not None
+    terms = [
+        kernel.forward(rows, key[:, :, keys], value[:, :, keys], causal=keys is own, scale=scale)
+        for keys in (own, *earlier)
+    ]
+
+    def merged(recorder, *values):
+        total = RowSum(recorder, tuple(rows.shape), weighed=True)
+        for term in zip(values[::2], values[1::2], strict=True):
+            total.add((0, rows.shape[1]), Rows((0, 12)), *term)
+        return total.result()
+
+    result = carried_out(merged, *itertools.chain(*terms))
     leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
     output, log_sum_exp = attention(*leaves, causal=True, scale=scale)
     expected = torch.autograd.grad(output[:, :, own], leaves, grad[:, :, own])
-    assert_close([result.value, result.log_sum_exp], [output[:, :, own], log_sum_exp[:, :, own]], 1e-11)
+    assert_close(result, [output[:, :, own], log_sum_exp[:, :, own]], 1e-11)
 
     totals = [torch.zeros_like(tensor) for tensor in (query, key, value)]
     for keys in (own, *earlier):
@@ -58,8 +86,7 @@ def test_blocks_that_are_merged_are_one_attention_forward_and_backward(name, ext
             rows,
             key[:, :, keys],
             value[:, :, keys],
-            result.value,
-            result.log_sum_exp,
+            *result,
             causal=keys is own,
             scale=scale,
         )
@@ -81,13 +108,9 @@ def test_several_blocks_are_one_call_with_the_results_of_each_alone(name, shape,
         for start, size in zip(starts, sizes, strict=True)
     ]
     (call,) = together(blocks)
-    attend, spans = BlockAttention(BY_NAME[name], 0.3), head_spans((0, 4), 2)
-    ((_, taken, *found),) = attend.forward(Queries((0, 4), (query,)), key, value, spans, [call])
-    whole = [torch.zeros_like(grad), torch.zeros_like(grad), grad.new_zeros(2, 4, rows)]
-    for total, part in zip(whole, (taken.taken(grad), *found), strict=True):
-        taken.put(total, part)
-    queries = Queries((0, 4), (whole[0], query, *whole[1:]))
-    sums = added_up(attend.backward(queries, key, value, spans, [call]), query, key, value)
+    how, spans = (BY_NAME[name], 0.3), head_spans((0, 4), 2)
+    found = forward(*how, spans, [call], query, key, value)
+    sums = gradients(*how, [spans], [call], grad, query, key, value, *found)
     for block in blocks:
         some, keys = slice(*block.queries), slice(*block.keys)
         size = block.queries[1] - block.queries[0]
@@ -100,7 +123,7 @@ def test_several_blocks_are_one_call_with_the_results_of_each_alone(name, shape,
         wide = [leaf.repeat_interleave(2, 1) for leaf in leaves[1:]]
         scores = (leaves[0] @ wide[0].mT * 0.3).masked_fill(hidden, -math.inf)
         output = scores.softmax(-1) @ wide[1]
-        assert_close([whole[1][:, :, some], whole[2][:, :, some]], (output, scores.logsumexp(-1)), 1e-12)
+        assert_close([part[:, :, some] for part in found], (output, scores.logsumexp(-1)), 1e-12)
         expected = torch.autograd.grad(output, leaves, grad[:, :, some])
         assert_close([sums[0][:, :, some], *(total[:, :, keys] for total in sums[1:])], expected, 1e-11)
 
@@ -126,17 +149,12 @@ def test_heads_may_be_cut_anywhere(heads):
     output, log_sum_exp = attention(*leaves, causal=True, scale=scale)
     grad_query, grad_key, grad_value = torch.autograd.grad(output[:, own], leaves, grad[:, own])
     own_block = Block((0, 9), (0, 9), Shape.CAUSAL)
-    blocks = BlockAttention(BY_NAME["aten-cpu"], scale)
+    how, spans = (BY_NAME["aten-cpu"], scale), head_spans(heads, 4)
     parts = query[:, own], key[:, kv], value[:, kv]
-    calls, count = together([own_block]), heads[1] - heads[0]
-    merged = RowSum(tuple(parts[0].shape), query, weighed=True)
-    for term in blocks.forward(Queries((0, count), parts[:1]), *parts[1:], head_spans(heads, 4), calls):
-        merged.add(*term)
-    found = merged.result()
-    assert found.log_sum_exp is not None
-    assert_close((found.value, found.log_sum_exp), (output[:, own], log_sum_exp[:, own]), 1e-12)
+    calls = together([own_block])
+    found = forward(*how, spans, calls, *parts)
+    assert_close(found, (output[:, own], log_sum_exp[:, own]), 1e-12)
     expected = grad_query[:, own], grad_key[:, kv], grad_value[:, kv]
     # The same added up in two parts.
-    queries = Queries((0, count), (grad[:, own], parts[0], found.value, found.log_sum_exp))
-    halves = [blocks.backward(queries, *parts[1:], spans, calls) for spans in spans_in_two(heads, 4)]
-    assert_close(added_up(itertools.chain(*halves), *parts), expected, 1e-12)
+    result = gradients(*how, spans_in_two(heads, 4), calls, grad[:, own], *parts, *found)
+    assert_close(result, expected, 1e-12)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from megatron_hexi.plan import Group, Member, Workload
+from megatron_hexi.runtime.kernels import BlockKind
+from megatron_hexi.runtime.kernels.dispatch import aligned, aligned_log_sum_exp
 from tests.support.fake_cuda import CUDA, HALF, HostWait, checked_kernel, fake_tensors, gpu, run_layer
 from tests.support.kernels import ON_CUDA
 from tests.support.plans import RANDOMS, SPARSE, TORN, examples, masks, one_replica, plans, workloads
@@ -77,10 +79,14 @@ def of_block(block):
 def check_block(block, machine, name):
     dtype, *_, size, _, _ = block
     with gpu(*machine), fake_tensors():
-        kernel = checked_kernel(dtype, size, name)
-        (query, key, value, grad), log_sum_exp, mode = of_block(block)
+        tensors, log_sum_exp, mode = of_block(block)
+        query, key, value, grad = map(aligned, tensors)
+        kernel = checked_kernel(dtype, size, name).choose(
+            BlockKind(query.shape, key.shape, mode["causal"], CUDA)
+        )
         output, _ = kernel.forward(query, key, value, **mode)
-        kernel.backward(grad, query, key, value, output, log_sum_exp, **mode)
+        merged = aligned(output), aligned_log_sum_exp(log_sum_exp)
+        kernel.backward(grad, query, key, value, *merged, **mode)
 
 
 block_cases = given(

@@ -8,6 +8,7 @@ import sysconfig
 import threading
 from importlib.util import find_spec
 from random import Random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from megatron_hexi.plan import Mask
 from megatron_hexi.runtime import fused
 from megatron_hexi.runtime.call_rows import Rows, rows_of
 from megatron_hexi.runtime.fused import on_gpu, plain
-from megatron_hexi.runtime.fused.terms import MOST_TERMS, Slot, Sum, Term
+from megatron_hexi.runtime.fused.terms import MOST_TERMS, Slot
 from megatron_hexi.runtime.fused.toolchain import triton_lacks
 from megatron_hexi.runtime.sums import RowSum
+from tests.support.compiled import carried_out
 from tests.support.plans import TORN, examples
 from tests.support.reference import plain_results, planned_results, random_problem
 
@@ -39,6 +41,28 @@ each_way = pytest.mark.parametrize(
 )
 
 seeds = given(seed=st.integers(0, 2**32))
+
+
+class Term(NamedTuple):
+    """Some rows of a sum [B, h, Q, D], and where the sum has them their log-sum-exps [B, h, Q]."""
+
+    rows: Rows
+    value: torch.Tensor
+    log_sum_exp: torch.Tensor | None = None
+
+
+class Sum(NamedTuple):
+    """All rows of a sum [B, h, G, D], and of attention their log-sum-exps [B, h, G]."""
+
+    value: torch.Tensor
+    log_sum_exp: torch.Tensor | None = None
+
+
+def combine(ways, target, terms, base, sinks):
+    """The sum of terms, by one of the implementations."""
+    totals = [term.log_sum_exp for term in terms if term.log_sum_exp is not None]
+    rows, values = [term.rows for term in terms], [term.value for term in terms]
+    ways.combine(rows, *target, *(base or (None, None)), sinks, *values, *totals)
 
 
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="it runs there already")
@@ -146,7 +170,7 @@ def test_a_sum_is_that_of_its_terms(ways, seed):
     in_place = base is not None and Random(seed).random() < 0.5
     if in_place:
         target = Sum(base.value, base.log_sum_exp)
-    ways.combine(target, terms, base, sinks)
+    combine(ways, target, terms, base, sinks)
     rounding = ROUNDING[target.value.dtype]
     torch.testing.assert_close(target.value.double(), expected, rtol=rounding, atol=4e-6)
     if log_sum_exp is not None:
@@ -166,7 +190,7 @@ def test_rows_are_copied(ways, seed):
     rows = some_rows(random, shape[2])
     expected = rows.taken(source)
     target = strided(random, dtype, *expected.shape)
-    ways.copy_rows(target, source, rows)
+    ways.copy_rows(rows, target, source)
     assert torch.equal(target, expected)
 
 
@@ -196,10 +220,11 @@ def test_heads_are_packed_and_unpacked(ways, seed):
             begin += column.shape[2] * column.shape[3]
         offset += len(pieces[-1])
     flat = torch.empty(offset, dtype=dtype)
-    ways.pack(flat, parts, slots)
+    where = slots, [part.shape[2] for part in parts], flat.device
+    ways.pack(*where)(flat, *parts)
     assert torch.equal(flat, torch.cat(pieces))
     found = [torch.zeros_like(part) for part in parts]
-    ways.unpack(found, flat, slots)
+    ways.unpack(*where)(flat, *found)
     for part, table, back in zip(parts, tables, found, strict=True):
         times = torch.tensor(
             [sum(low <= head < high for low, high in table) for head in range(part.shape[2])]
@@ -216,24 +241,33 @@ def test_a_sum_of_any_number_of_terms_over_heads_and_rows_is_one_sum(seed):
     random = Random(seed)
     torch.manual_seed(seed)
     shape = random.randint(1, 2), random.randint(1, 5), random.choice([1, 9]), 4
-    like, weighed = torch.empty(0, dtype=torch.float64), random.random() < 0.5
+    weighed = random.random() < 0.5
     sinks = torch.randn(shape[1], dtype=torch.float64) if weighed and random.random() < 0.5 else None
-    total = RowSum(shape, like, weighed=weighed, sinks=sinks)
-    terms = []
+    added, given_terms, terms = [], [], []
     for number in range(random.randint(1, 3 * MOST_TERMS)):
         heads = ordered(*random.sample(range(shape[1] + 1), 2)) if number else (0, shape[1])
         rows = some_rows(random, shape[2]) if number else Rows((0, shape[2]))
         count = rows.span[1] - rows.span[0] if rows.index is None else len(rows.index)
         value = torch.randn(shape[0], heads[1] - heads[0], count, shape[3], dtype=torch.float64)
         lse = 9 * torch.randn(value.shape[:3], dtype=torch.float64) if weighed else None
-        total.add(heads, rows, value, lse)
+        added.append((heads, rows))
+        given_terms.append((value,) if lse is None else (value, lse))
         whole = torch.zeros(shape[0], shape[1], count, shape[3], dtype=torch.float64)
         whole[:, slice(*heads)] = value
         lone = whole.new_full(whole.shape[:3], -math.inf)
         if lse is not None:
             lone[:, slice(*heads)] = lse
         terms.append(Term(rows, whole, lone))
-    found = total.result()
+
+    def build(recorder, *values):
+        remaining = iter(values)
+        total = RowSum(recorder, shape, weighed=weighed, sinks=None if sinks is None else next(remaining))
+        for place, term in zip(added, given_terms, strict=True):
+            total.add(*place, *(next(remaining) for _ in term))
+        return total.result()
+
+    first = () if sinks is None else (sinks,)
+    found = Sum(*carried_out(build, *first, *(tensor for term in given_terms for tensor in term)))
     expected = written_out(found, terms, None, sinks)
     torch.testing.assert_close(found.value, expected[0], rtol=0, atol=1e-12)
     if weighed:
@@ -250,7 +284,7 @@ def test_a_layer_with_windows_documents_and_sinks_is_that_of_one_device(monkeypa
             launch(*arguments, **constants)
 
     monkeypatch.setattr(on_gpu, "launch", one_at_a_time)
-    monkeypatch.setattr(fused, "_implementation", lambda tensor: on_gpu)
+    monkeypatch.setattr(fused, "implementation", lambda device, dtype: on_gpu)
     length = TORN.workload.seq_length
     mask = Mask(window=5, documents=(length - 14, 1, 0, 13))
     problem = random_problem(TORN.workload, 1, torch.float32, seed=0, mask=mask, has_sinks=True)
@@ -277,9 +311,9 @@ def test_triton_kernels_compile_for_gpus(capability, terms, weighed, monkeypatch
     value, lse = torch.zeros(1, 2, 5, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 5) if weighed else None
     few = rows_of(((0, 2), (3, 5)), torch.device("cpu"))
     term = Term(few, value[:, :, :4], None if lse is None else lse[:, :, :4])
-    on_gpu.combine(Sum(value, lse), [term] * terms, Sum(value.float(), lse) if weighed else None, None)
+    combine(on_gpu, Sum(value, lse), [term] * terms, Sum(value.float(), lse) if weighed else None, None)
     slots = [Slot(0, (0, 2), 64, 0, 128)] * terms
-    on_gpu.unpack([value], value.flatten(), slots)
+    on_gpu.unpack(slots, [2], value.device)(value.flatten(), value)
     for name, (arguments, constants) in given.items():
         kernel = getattr(kernels, name)
         signature: dict = {}

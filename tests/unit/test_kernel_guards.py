@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_hexi.errors import PlatformError
-from megatron_hexi.runtime.kernels import select_kernel
+from megatron_hexi.runtime.kernels import BlockKind, select_kernel
 from tests.support.fake_cuda import CUDA, fake_tensors, gpu
 
 CUDNN = {"_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"}
@@ -15,11 +15,12 @@ HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 def operators(queries, keys, causal, capability=HOPPER, cudnn=92400, batch=2, heads=4):
     """The attention operators of torch that are called for a block with ``--hexi-kernel cudnn``."""
     with gpu(capability, cudnn=cudnn), fake_tensors() as operations:
-        kernel = select_kernel("cudnn", CUDA, torch.bfloat16, 64)
         query, key, value = (
             torch.empty(batch, heads, rows, 64, dtype=torch.bfloat16, device=CUDA)
             for rows in (queries, keys, keys)
         )
+        block = BlockKind(query.shape, key.shape, causal, CUDA)
+        kernel = select_kernel("cudnn", CUDA, torch.bfloat16, 64).choose(block)
         output, log_sum_exp = kernel.forward(query, key, value, causal=causal, scale=0.1)
         grads = kernel.backward(output, query, key, value, output, log_sum_exp, causal=causal, scale=0.1)
         assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from megatron_hexi.runtime.call_rows import Rows
+from megatron_hexi.runtime.kernels import BlockKind
 from megatron_hexi.runtime.sums import RowSum
+from tests.support.compiled import carried_out
 from tests.support.kernels import (
     BY_NAME,
     ON_CPU,
@@ -61,7 +63,7 @@ def test_cuda_kernels_are_at_most_twice_as_far_from_the_truth_as_plain_attention
         pytest.skip(f"{name}: {refusal}")
     for shape in SHAPES.values():
         tensors, mode = inputs(shape, dtype, head_dim, "cuda"), {"causal": shape[-1], "scale": head_dim**-0.5}
-        if kernel.takes(tensors[0], tensors[1], shape[-1], None):
+        if kernel.takes(BlockKind(tensors[0].shape, tensors[1].shape, shape[-1], tensors[0].device)):
             assert_as_precise_as_plain(results(kernel, *tensors, **mode), tensors, **mode)
 
 
@@ -81,12 +83,15 @@ def test_cuda_kernels_take_views_and_merged_blocks(name, dtype):
     query, key, value, grad = tensors
     mode = {"causal": False, "scale": 128**-0.5}
     halves = [(key[:, :, half], value[:, :, half]) for half in (slice(0, 57), slice(57, 130))]
-    merged = RowSum(tuple(query.shape), query, weighed=True)
-    for half in halves:
-        merged.add((0, query.shape[1]), Rows((0, 65)), *kernel.forward(query, *half, **mode))
-    found = merged.result()
-    output, log_sum_exp = found.value, found.log_sum_exp
-    assert log_sum_exp is not None
+
+    def merged(recorder, *terms):
+        total = RowSum(recorder, tuple(query.shape), weighed=True)
+        for term in zip(terms[::2], terms[1::2], strict=True):
+            total.add((0, query.shape[1]), Rows((0, 65)), *term)
+        return total.result()
+
+    terms = (tensor for half in halves for tensor in kernel.forward(query, *half, **mode))
+    output, log_sum_exp = carried_out(merged, *terms)
     parts = [kernel.backward(grad, query, *half, output, log_sum_exp, **mode) for half in halves]
     grads = [
         parts[0][0].float() + parts[1][0].float(),

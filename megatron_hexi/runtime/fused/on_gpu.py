@@ -1,13 +1,15 @@
 """Fused operations as one launch each of the kernels in `triton_kernels`.
 
-Tensors may have any strides whose last is 1. Nothing waits for the device.
+Tensors may have any strides whose last is 1. Nothing waits for the device. Only pointers and strides are put
+together at a launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,63 +17,50 @@ from torch import Tensor
 
 from megatron_hexi.runtime import call_rows
 from megatron_hexi.runtime.call_rows import Rows
-from megatron_hexi.runtime.fused.terms import Slot, Sum, Term
+from megatron_hexi.runtime.fused.terms import Slot
 
 #: Of a program: few enough for the registers of 128 threads, which hold them in fp32.
 _ELEMENTS = 2048
+#: An optional tensor that is not there, and its strides.
+_NONE = None, None
 
 
-def combine(target: Sum, terms: Sequence[Term], base: Sum | None, sinks: Tensor | None) -> None:
-    """As `fused.combine`."""
-    value, total = target.value, target.log_sum_exp
-    if not value.numel():
-        return
-    given = [term for term in terms if term.value.numel()]
-    sources = [base.value, base.log_sum_exp] if base else []
-    sources += [tensor for term in terms for tensor in (term.value, term.log_sum_exp, term.rows.places)]
-    batch, heads, rows, width = value.shape
-    block = _block(width)
-    launch(
-        "combine_kernel",
-        (-(-rows // block["BLOCK"]), batch * heads),
-        (*sources, sinks),
-        (value, total),
-        *_placed(value),
-        *_placed(total),
-        *_placed(base.value if base else None),
-        *_placed(base.log_sum_exp if base else None),
-        sinks,
-        tuple(_placed(term.value) for term in given),
-        tuple((*_placed(term.log_sum_exp), term.rows.places, *term.rows.span) for term in given),
-        rows,
-        heads,
-        width,
-        **block,
-    )
-
-
-def copy_rows(target: Tensor, source: Tensor, rows: Rows) -> None:
-    """As `fused.copy_rows`."""
+def combine(
+    rows: Sequence[Rows],
+    target: Tensor,
+    total: Tensor | None,
+    base: Tensor | None,
+    base_total: Tensor | None,
+    sinks: Tensor | None,
+    *parts: Tensor,
+) -> None:
+    """See `plain.combine`."""
     if not target.numel():
         return
-    if rows.index is None:
-        source = rows.taken(source)
+    values = parts[: len(rows)]
+    totals: Sequence[Tensor | None] = parts[len(rows) :] or [None] * len(rows)
+    given = [term for term in zip(rows, values, totals, strict=True) if term[1].numel()]
+    places = [some.places for some, _, _ in given]
     batch, heads, count, width = target.shape
     block = _block(width)
-    # A sum of one term, of which the index says where each row of the sum lies.
-    nothing = None, None
     launch(
         "combine_kernel",
         (-(-count // block["BLOCK"]), batch * heads),
-        (target, rows.index),  # as much is read of the source as written
-        (target,),
-        *_placed(target),
-        *nothing,
-        *nothing,
-        *nothing,
-        None,
-        (_placed(source),),
-        ((*nothing, rows.index, 0, count),),
+        (base, base_total, *parts, *places, sinks),
+        (target, total),
+        target,
+        target.stride()[:3],
+        *(_NONE if total is None else (total, total.stride())),
+        *(_NONE if base is None else (base, base.stride()[:3])),
+        *(_NONE if base_total is None else (base_total, base_total.stride())),
+        sinks,
+        tuple([(value, value.stride()[:3]) for _, value, _ in given]),
+        tuple(
+            [
+                (*(_NONE if lse is None else (lse, lse.stride())), index, *some.span)
+                for (some, _, lse), index in zip(given, places, strict=True)
+            ]
+        ),
         count,
         heads,
         width,
@@ -79,29 +68,57 @@ def copy_rows(target: Tensor, source: Tensor, rows: Rows) -> None:
     )
 
 
-def pack(flat: Tensor, parts: Sequence[Tensor], slots: Sequence[Slot]) -> None:
-    """As `fused.pack`."""
-    _move(flat, parts, slots, True)
+def copy_rows(rows: Rows, target: Tensor, source: Tensor) -> None:
+    """See `plain.copy_rows`."""
+    if not target.numel():
+        return
+    if rows.index is None:
+        source = rows.taken(source)
+    batch, heads, count, width = target.shape
+    block = _block(width)
+    # A sum of one term, of which the index says where each row of the sum lies.
+    launch(
+        "combine_kernel",
+        (-(-count // block["BLOCK"]), batch * heads),
+        (target, rows.index),  # as much is read of the source as written
+        (target,),
+        target,
+        target.stride()[:3],
+        *_NONE,
+        *_NONE,
+        *_NONE,
+        None,
+        ((source, source.stride()[:3]),),
+        ((*_NONE, rows.index, 0, count),),
+        count,
+        heads,
+        width,
+        **block,
+    )
 
 
-def unpack(parts: Sequence[Tensor], flat: Tensor, slots: Sequence[Slot]) -> None:
-    """As `fused.unpack`."""
-    _move(flat, parts, slots, False)
+def pack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
+    """See `plain.pack`."""
+    return partial(_move, *_table(slots, heads, device), True)
 
 
-def _move(flat: Tensor, parts: Sequence[Tensor], slots: Sequence[Slot], to_flat: bool) -> None:
+def unpack(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> Callable[..., None]:
+    """See `plain.unpack`."""
+    return partial(_move, *_table(slots, heads, device), False)
+
+
+def _move(table: Tensor, copies: int, to_flat: bool, flat: Tensor, *parts: Tensor) -> None:
     tokens, batch, *_ = parts[0].shape
-    table, copies = _table(tuple(slots), tuple(part.shape[2] for part in parts), flat.device)
     if not tokens * batch * len(table):
         return
-    block = _block(max(part.shape[3] for part in parts))
+    block = _block(max([part.shape[3] for part in parts]))
     launch(
         "move_kernel",
         (-(-tokens * batch // block["BLOCK"]), len(table)),
         (*parts, table) if to_flat else (flat, table),
-        (flat,) if to_flat else tuple(parts),
+        (flat,) if to_flat else parts,
         flat,
-        tuple((*_placed(part), part.shape[3]) for part in parts),
+        tuple([(part, part.stride()[:3], part.shape[3]) for part in parts]),
         table,
         tokens * batch,
         batch,
@@ -111,9 +128,8 @@ def _move(flat: Tensor, parts: Sequence[Tensor], slots: Sequence[Slot], to_flat:
     )
 
 
-@lru_cache(maxsize=2**8)  # of the latest schedules
-def _table(slots: tuple[Slot, ...], heads: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
-    """The table of `move_kernel` and how many copies of a head it has room for."""
+def _table(slots: Sequence[Slot], heads: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
+    """The table of `move_kernel`, and how many copies of a head it has room for."""
     found: dict[tuple[int, int], list[int]] = {
         (part, head): [] for part, count in enumerate(heads) for head in range(count)
     }
@@ -141,22 +157,23 @@ def launch(
 
     Args:
         kernel: its name.
-        grid: programs.
-        reads: what it reads once, for those who count.
-        writes: what it writes once, likewise.
+        grid: how many programs.
+        reads: the tensors that it reads once, for tests and benchmarks that count bytes.
+        writes: the tensors that it writes once, likewise.
         arguments: of the kernel.
         constants: with which it is compiled.
     """
-    module = import_module("megatron_hexi.runtime.fused.triton_kernels")
-    getattr(module, kernel)[grid](*arguments, **constants)
+    getattr(_kernels(), kernel)[grid](*arguments, **constants)
 
 
-def _placed(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
-    """A tensor, and its steps of the first three dimensions."""
-    return (None, None) if tensor is None else (tensor, tensor.stride()[:3])
+@cache
+def _kernels() -> ModuleType:
+    """The kernels, imported on first use: Triton is not everywhere."""
+    return import_module("megatron_hexi.runtime.fused.triton_kernels")
 
 
+@cache  # head sizes are few
 def _block(width: int) -> dict[str, int]:
-    """How many rows and columns a program takes, powers of 2."""
+    """Rows and columns of a program, powers of 2."""
     columns = 1 << (width - 1).bit_length()
     return {"BLOCK": max(1, _ELEMENTS // columns), "WIDTH": columns}

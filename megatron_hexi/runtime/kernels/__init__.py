@@ -7,7 +7,7 @@ import torch
 from megatron_hexi.errors import PlatformError
 from megatron_hexi.runtime.kernels.aten_cpu import AtenCpuKernel
 from megatron_hexi.runtime.kernels.aten_flash import AtenFlashKernel
-from megatron_hexi.runtime.kernels.base import Kernel, KernelOnOffer, MathKernel
+from megatron_hexi.runtime.kernels.base import BlockKind, Kernel, KernelOnOffer, MathKernel
 from megatron_hexi.runtime.kernels.cudnn import CudnnKernel
 from megatron_hexi.runtime.kernels.dispatch import KernelDispatch
 from megatron_hexi.runtime.kernels.flash_attn import flash_attention_2, flash_attention_3
@@ -34,7 +34,7 @@ def ranked_kernels(device: torch.device) -> tuple[KernelOnOffer, ...]:
     return (_FLASH_3, *_FLASH_2, _CUDNN, *_PLAIN)
 
 
-def select_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+def select_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> KernelDispatch:
     """The kernel of that name, or with ``auto`` the fastest that takes such tensors.
 
     Blocks that it may not be given go to the fastest other one.
@@ -55,4 +55,13 @@ def select_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     )
 
 
-__all__ = ["KERNELS", "KERNEL_NAMES", "Kernel", "MathKernel", "ranked_kernels", "select_kernel"]
+__all__ = [
+    "KERNELS",
+    "KERNEL_NAMES",
+    "BlockKind",
+    "Kernel",
+    "KernelDispatch",
+    "MathKernel",
+    "ranked_kernels",
+    "select_kernel",
+]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,24 @@ class Sequences:
             query, key = query + count * queries, key + count * keys
 
 
+class BlockKind(NamedTuple):
+    """What a kernel can be chosen by: no values, so that nothing waits for the device.
+
+    Args:
+        query: shape of the query, [B, H, Q, D].
+        key: shape of the key, [B, K, S, D].
+        causal: whether the blocks are.
+        device: of the tensors.
+        sequences: the blocks; ``None``: it is one.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    causal: bool
+    device: torch.device
+    sequences: Sequences | None = None
+
+
 class Kernel(Protocol):
     """Attention over one block, or several at once, in the form that lets blocks be merged.
 
@@ -59,6 +77,9 @@ class Kernel(Protocol):
     Shapes: query [B, H, Q, D], key [B, K, S, D], value [B, K, S, D]; output as query; log-sum-exp
     [B, H, Q] in fp32 (fp64 for fp64 inputs). Any strides whose last is 1. No size is 0. With `sequences` the
     queries of each block see its own keys only.
+
+    On CUDA tensors can be read by 16 bytes (`dispatch.aligned`), and the log-sum-exp is contiguous
+    (`dispatch.aligned_log_sum_exp`).
     """
 
     name: str
@@ -92,20 +113,13 @@ class Kernel(Protocol):
 
 
 class KernelOnOffer(Kernel, Protocol):
-    """A kernel that can be chosen, for some tensors and some of their blocks.
-
-    On CUDA it is given tensors that it can read by 16 bytes (`dispatch.aligned`), and the log-sum-exp
-    contiguous.
-    """
+    """A kernel that can be chosen, for some tensors and some of their blocks."""
 
     def refuses(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         """Why the kernel cannot be used for such tensors; ``None`` if it can."""
 
-    def takes(self, query: Tensor, key: Tensor, causal: bool, sequences: Sequences | None) -> bool:
-        """Whether it may be given these blocks, forward and backward; asked for tensors not refused.
-
-        Must not look at values: that would wait for the device.
-        """
+    def takes(self, block: BlockKind) -> bool:
+        """Whether it may be given such blocks, forward and backward; asked for tensors not refused."""
         return True
 
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from megatron_hexi.runtime.kernels.base import KernelOnOffer, Sequences, is_deterministic
+from megatron_hexi.runtime.kernels.base import BlockKind, KernelOnOffer, Sequences, is_deterministic
 
 #: Of batch and of heads (max_cudnn_dim_size there).
 _MOST = 65535
@@ -51,12 +51,12 @@ class CudnnKernel(KernelOnOffer):
             return "its backward is not deterministic"
         return None
 
-    def takes(self, query: Tensor, key: Tensor, causal: bool, sequences: Sequences | None) -> bool:
+    def takes(self, block: BlockKind) -> bool:
         # It builds a plan for each shape, and documents have others in each sequence.
-        if sequences is not None:
+        if block.sequences is not None:
             return False
-        batch, heads, queries, _ = query.shape
-        keys = key.shape[2]
+        batch, heads, queries, _ = block.query
+        keys = block.key[2]
         if keys == 1 or max(batch, heads) > _MOST:
             return False
         # NaN in the gradients of keys and values, as of 9.26 still:
@@ -66,9 +66,9 @@ class CudnnKernel(KernelOnOffer):
         version = cudnn_version() or 0
         if queries % 128 and version < _ANY_QUERIES:
             return False
-        if causal or keys % 128 != 64 or version >= _HALF_TILES:
+        if block.causal or keys % 128 != 64 or version >= _HALF_TILES:
             return True
-        return torch.cuda.get_device_capability(query.device)[0] != 9
+        return torch.cuda.get_device_capability(block.device)[0] != 9
 
     def forward(
         self,
