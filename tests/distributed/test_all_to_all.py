@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from functools import partial
 from unittest import mock
 
@@ -23,7 +24,7 @@ from megatron_hexi.runtime import exchange
 from megatron_hexi.runtime import wire as wire_room
 from megatron_hexi.runtime.all_to_all import Arriving, Leaving, arrive
 from megatron_hexi.runtime.call_rows import Rows
-from megatron_hexi.runtime.compiled import Recorder
+from megatron_hexi.runtime.compiled import Recorder, Value
 from megatron_hexi.runtime.exchange import KeyExchange
 from megatron_hexi.runtime.sums import RowSum
 from megatron_hexi.runtime.wire import Transfers
@@ -67,7 +68,8 @@ def sent_home(halves, schedule, group, padding=0):
     counts = [len(parts) for parts, _ in halves]
 
     def build(recorder, *values):
-        left, leaving, home = iter(values), [], ()
+        left, leaving = iter(values), []
+        home: Sequence[Value] = ()
         for count, (_, tables) in zip(counts, halves, strict=True):
             sums = []
             for value in (next(left) for _ in range(count)):
@@ -262,7 +264,8 @@ def test_the_exchange_brings_the_keys_of_each_step_and_runs_ahead_by_the_window(
         recorder = Recorder(keys.dtype, keys.device)
         key, value = keys.transpose(0, 1).split([2, 1], dim=3)
         inputs = recorder.inputs(key.shape, value.shape)
-        steps = KeyExchange(recorder, *inputs, own, everyone)
+        keys_in, values_in = inputs
+        steps = KeyExchange(recorder, keys_in, values_in, own, everyone)
         for operation in own.program(backward=False, window=window):
             recorder.begin(operation)
             match operation:

@@ -96,7 +96,7 @@ def _balanced_in_a_domain() -> None:
         view = original(*args)
         return dataclasses.replace(view, micro_batch=view.sequence)
 
-    session.make_experts_view = make_experts_view  # type: ignore[attr-defined]
+    session.make_experts_view = make_experts_view  # type: ignore[attr-defined, assignment]
 
 
 def _bias_of_a_stage() -> None:

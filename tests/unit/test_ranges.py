@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +15,9 @@ from megatron_hexi.plan.program import attention_program
 from megatron_hexi.runtime import ranges
 from tests.support.training import Job
 
-PHASES = tuple((operation, []) for operation in attention_program(True, (2, 1), 1, 2, 0))
+PHASES: tuple[tuple[Any, list[Any]], ...] = tuple(
+    (operation, []) for operation in attention_program(True, (2, 1), 1, 2, 0)
+)
 
 
 def job(parts):
