@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +59,7 @@ class Placer:
         #: Of each GPU of the cluster, its place among these.
         self._device = np.array([number[id(rank.device)] for rank in cluster.ranks])
         self._speeds: dict[int, Speeds] = {}
-        self._kept: dict[tuple[tuple[bytes, ...], tuple[int, ...] | None], list[Placement]] = {}
+        self._kept: dict[Hashable, list[Placement]] = {}
 
     def place(self, plan: Plan, ranks: Sequence[Ints], gpus: Sequence[int] | None) -> list[Placement]:
         """The GPUs of a plan's units.
@@ -74,7 +74,9 @@ class Placer:
             ClusterError: too many or too few GPUs, one given twice, a unit on two nodes, or a GPU that cannot
                 do the job.
         """
-        asked = tuple(own.tobytes() for own in ranks), plan.gpus if gpus is None else tuple(gpus)
+        # Units of other sizes may have the same ranks one after the other.
+        units = tuple((own.shape, own.tobytes()) for own in ranks)
+        asked = units, plan.gpus if gpus is None else tuple(gpus)
         if asked not in self._kept:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
