@@ -1,4 +1,4 @@
-"""The device catalogue: what is known of each GPU. The numbers and their sources are in data/devices.yaml."""
+"""The device catalogue: memory, links and rates of known GPUs, from data/devices.yaml, with sources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DATA = Path(__file__).parent / "data" / "devices.yaml"
 
 @dataclass(frozen=True)
 class CatalogFile:
-    """The spelling of data/devices.yaml."""
+    """The format of data/devices.yaml."""
 
     sources: dict[Name, Text]
     layer_share: Share
@@ -34,12 +34,12 @@ class CatalogFile:
 
 
 def catalog() -> Mapping[str, Device]:
-    """All known devices by name, in the order of the data."""
+    """Return all known devices by name, in the order of the data."""
     return _load()[1]
 
 
 def device(name: str) -> Device:
-    """The device of that name.
+    """Return the device of a name.
 
     Raises:
         ClusterError: there is none; names those that are spelled alike.
@@ -51,7 +51,7 @@ def device(name: str) -> Device:
 
 
 def unknown_device(name: str, known: Iterable[str]) -> str:
-    """What to say of a name that is not known: which ones are near, or where all are listed."""
+    """Return the remedy for an unknown device name: similar names, or where all are listed."""
     names = {item.lower(): item for item in known}
     families = {key.split("-")[0] for key in names}
     wanted = name.lower()
@@ -64,7 +64,7 @@ def unknown_device(name: str, known: Iterable[str]) -> str:
 
 
 def catalog_with(entries: Mapping[str, DeviceEntry], source: YamlFile) -> Mapping[str, Device]:
-    """The catalogue with a cluster file's own devices and measured curves in place of its own.
+    """Return the catalogue, extended and overridden by a cluster file's own devices and measured curves.
 
     Raises:
         ClusterError: an entry lacks what the catalogue cannot lend it, or breaks a rule.

@@ -1,4 +1,4 @@
-"""The rules that a cluster file keeps, each with an error that names the place and the remedy."""
+"""The rules of a cluster file; an error names the place and the remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_hexi.yaml_schema import short
 
 
 def check_size(file: ClusterFile, source: YamlFile) -> None:
-    """Refuse an absurd size, before anything is built for each node or GPU."""
+    """Refuse an absurd number of nodes or GPUs, before anything is built for each."""
     if file.gpu_count > MAX_GPUS:
         remedy = f"at most {MAX_GPUS} are planned for; correct count or gpus"
         refuse(source, ("nodes",), f"have {file.gpu_count} GPUs in all", remedy)
@@ -48,7 +48,7 @@ def check_cluster(file: ClusterFile, devices: Mapping[str, Device], source: Yaml
 
 
 def node_name(file: ClusterFile, number: int) -> str:
-    """``h100-0`` for its number in the file."""
+    """Return a node's name by its number in the file, such as ``h100-0``."""
     for name, numbers in file.node_numbers.items():
         if number in numbers:
             return f"{name}-{number - numbers.start}"

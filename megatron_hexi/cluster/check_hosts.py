@@ -13,7 +13,7 @@ from megatron_hexi.yaml_schema import short
 
 
 def with_counted_hosts(file: ClusterFile, source: YamlFile) -> ClusterFile:
-    """The file, in which an entry with hosts has as many nodes as it names.
+    """Return the file, with `count` set to the number of hosts where an entry names them.
 
     Raises:
         ClusterError: a host list is malformed, names a host twice, or another number of hosts than `count`.

@@ -1,4 +1,4 @@
-"""The rules of what a cluster file says of the network: that all nodes reach each other, in one way only."""
+"""The rules of networks and fabrics: every two nodes are connected, and described in one way only."""
 
 from __future__ import annotations
 

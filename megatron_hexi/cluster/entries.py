@@ -1,4 +1,4 @@
-"""How devices are spelled in YAML, in the catalogue and below ``devices:`` of a cluster file alike."""
+"""Devices in YAML: the catalogue's format, and that of ``devices:`` in a cluster file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class CurveEntry:
-    """A curve of what is achieved: `points`, and either `source` or `estimate`.
+    """A curve of achieved rates: `points`, and either `source` or `estimate`.
 
     Args:
         points: a size (rows of a matrix product, tokens of a sequence) and TFLOP/s, sizes ascending.
@@ -51,7 +51,7 @@ class CurveEntry:
 
 @dataclass(frozen=True)
 class PassesEntry:
-    """The two directions.
+    """Curves of the forward and the backward pass.
 
     Args:
         forward: of the forward pass.
@@ -66,7 +66,7 @@ class PassesEntry:
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """The curves of one kernel: spelled out, or another GPU's (`like`) times a factor, with the reason.
+    """The curves of one kernel: given, or another GPU's (`like`) times a factor, with the reason.
 
     Args:
         causal: with a causal mask; counted as half the FLOPs of `full`.
@@ -204,7 +204,7 @@ class Builder:
     layer_share: float
 
     def device(self, name: str, entry: DeviceEntry) -> Device:
-        """The device; raises ClusterError where a part is missing or a rule broken."""
+        """Return the device of an entry; raises ClusterError where a part is missing or a rule broken."""
         place, base = ("devices", name), self.known.get(name)
 
         def need[T](field: str, given: T | None, inherit: Callable[[Device], T]) -> T:

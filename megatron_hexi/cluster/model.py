@@ -1,4 +1,4 @@
-"""What a cluster file says, as frozen data: nodes, the links between them, and its own GPUs.
+"""The cluster file as frozen data: nodes, the links between them, and its own GPUs.
 
 Everywhere: GB is 10^9 bytes, bandwidth is a direction, latency is of one message.
 """
@@ -120,7 +120,7 @@ class NodeEntry:
 
 @dataclass(frozen=True)
 class Network:
-    """Between nodes that have no `network` of their own.
+    """The network between nodes that have no `network` of their own.
 
     Args:
         bandwidth_gb_s: of what `per` says.
@@ -137,7 +137,7 @@ class Network:
 
 @dataclass(frozen=True)
 class FabricLink:
-    """How nodes of different fabrics reach each other: with `gbit_s`, or with `bandwidth_gb_s`.
+    """The link between nodes of different fabrics: with `gbit_s`, or with `bandwidth_gb_s`.
 
     Args:
         meet: the fabrics, with all that an earlier entry joined to them; else all of the file.
@@ -180,7 +180,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Measured between every two nodes, with all their GPUs sending; a row sends, a column receives.
+    """Bandwidth measured between every two nodes, with all GPUs sending; a row sends, a column receives.
 
     Args:
         nodes: ``h100-0``, …, every node once, in the order of rows and columns.
@@ -223,17 +223,17 @@ class ClusterFile:
 
     @property
     def node_count(self) -> int:
-        """Nodes over all entries."""
+        """Number of nodes over all entries."""
         return sum(entry.count for entry in self.nodes)
 
     @property
     def gpu_count(self) -> int:
-        """GPUs over all entries."""
+        """Number of GPUs over all entries."""
         return sum(entry.count * entry.gpus for entry in self.nodes)
 
     @cached_property
     def node_numbers(self) -> dict[str, range]:
-        """The numbers of each entry's nodes, in file order."""
+        """Numbers of each entry's nodes, in file order."""
         numbers, start = {}, 0
         for entry in self.nodes:
             numbers[entry.name] = range(start, start + entry.count)
@@ -242,7 +242,7 @@ class ClusterFile:
 
     @cached_property
     def networks(self) -> tuple[NodeNetwork, ...]:
-        """Each entry's cards: its own, or what the file's `network` says; none without either."""
+        """The network of each entry: its own, or else the file's; ``None`` without either."""
         common = self.network
         if common is None:
             return tuple(entry.network for entry in self.nodes if entry.network is not None)
@@ -263,14 +263,14 @@ class ClusterFile:
 
     @cached_property
     def hosts(self) -> tuple[str | None, ...]:
-        """Slurm's name of each node; ``None`` where the file does not say it."""
+        """Slurm's name of each node; ``None`` where the file does not give it."""
         found: list[str | None] = []
         for entry in self.nodes:
             found += expand_hostlist(entry.hosts) if entry.hosts else [None] * entry.count
         return tuple(found)
 
     def find_nodes(self, text: str) -> range | None:
-        """The numbers of the nodes that ``h100``, ``h100-0`` or ``h100-0..3`` names; ``None``: of none."""
+        """Return the numbers of the nodes named ``h100``, ``h100-0`` or ``h100-0..3``; ``None``: none exist."""
         if text in self.node_numbers:
             return self.node_numbers[text]
         match = _ONE_OR_MANY.fullmatch(text)

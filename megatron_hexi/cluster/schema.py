@@ -1,4 +1,4 @@
-"""Errors of this room: what a file of it must look like, and where a rule is broken."""
+"""Errors in cluster files and in the catalogue: a wrong format, or a broken rule, with its place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_hexi.yaml_schema import parse, short
 
 
 def parse_file[T](kind: TypeAdapter[T], source: YamlFile, shape: str) -> T:
-    """The document as that type.
+    """Parse a document into a type.
 
     Args:
         kind: the type.
@@ -29,5 +29,5 @@ def parse_file[T](kind: TypeAdapter[T], source: YamlFile, shape: str) -> T:
 
 
 def refuse(source: YamlFile, place: Place, problem: str, remedy: str) -> NoReturn:
-    """Say where a rule is broken, and what to do about it."""
+    """Raise the error about a broken rule, with its place and the remedy."""
     raise ClusterError(f"{source.where(place)} {problem}; {remedy}")
