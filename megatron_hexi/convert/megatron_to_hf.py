@@ -1,4 +1,4 @@
-"""From a torch_dist checkpoint to Hugging Face's format."""
+"""Convert a torch_dist checkpoint to Hugging Face's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of weights: what a tensor of Megatron's checkpoint is made of in Hugging Face's format.
+"""The table of weights: the Hugging Face tensors that each tensor of Megatron's checkpoint is made of.
 
 Megatron joins what it multiplies in one step. Queries, keys and values lie by KV group: the queries of a
 group, its key, its value, then the next group; so a tensor-parallel rank's part is one block of rows. Gate
@@ -18,7 +18,7 @@ from megatron_hexi.convert.config import DenseModel
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of Megatron, of one layer or of the model.
+    """A tensor of Megatron's checkpoint, of one layer or of the whole model.
 
     Attributes:
         key: its name in a torch_dist checkpoint; all layers lie under one key, along a first dimension.
@@ -36,17 +36,17 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of Megatron's tensor, without padding and without the dimension of layers."""
+        """Shape of Megatron's tensor, without padding and without the dimension of layers."""
         rows = sum(shape[0] for _, shape in self.parts)
         return (rows, *self.parts[0][1][1:])
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Megatron's tensor from its parts, in their order."""
+        """Return Megatron's tensor, joined from its parts in their order."""
         blocks = [part.unflatten(0, (self.groups, -1)) for part in parts]
         return torch.cat(blocks, dim=1).flatten(0, 1)
 
     def split(self, joined: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of Megatron's tensor by name, each in memory of its own; rows of padding are left out."""
+        """Split Megatron's tensor into copies of its parts, by name; padding rows are dropped."""
         rows = [shape[0] // self.groups for _, shape in self.parts]
         blocks = joined[: self.shape[0]].unflatten(0, (self.groups, -1)).split(rows, dim=1)
         return {
@@ -56,7 +56,7 @@ class Weight:
 
 
 def weights_of(model: DenseModel) -> list[Weight]:
-    """All weights of a model."""
+    """Return all weights of a model."""
     shapes = model.shapes
     hidden, vocabulary = (shapes.hidden_size,), (shapes.vocab_size, shapes.hidden_size)
     embedding = (("model.embed_tokens.weight", vocabulary),)
