@@ -1,4 +1,4 @@
-"""From the measurement to the cluster file's plain values."""
+"""Build the cluster file's plain values from a measurement."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOST_SHARE = 0.8
 
 
 def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str]]:
-    """The cluster file as plain values, in the order of ranks, and what to tell its user besides.
+    """Return the cluster file as plain values, nodes in the order of ranks, and notes for its user.
 
     Args:
         measured: every stage of a probe.
@@ -72,7 +72,7 @@ def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str
 
 
 def _other_versions(nodes: Mapping[int, NodeFound], measured: Measurement) -> list[str]:
-    """Nodes whose software is not that of the first, which the curves are said to be of."""
+    """Return a note for each node whose kernels or versions differ from the first node's."""
     first, *others = nodes.values()
     expected = measured.ranks[first.ranks[0]]
     return [
@@ -102,7 +102,7 @@ def _node(
 
 
 def _host(node: NodeFound, measured: Measurement) -> dict[str, Any]:
-    """What the node's ranks may pin together, and what the slowest of them copies."""
+    """Return a node's ``host``: memory that all its ranks may pin, and the slowest rank's copy bandwidth."""
     rates = [measured.host_gb_s[rank] for rank in node.ranks] if measured.host_gb_s else [None]
     known = [rate for rate in rates if rate is not None]
     if len(known) < len(rates):
@@ -116,7 +116,7 @@ def _host(node: NodeFound, measured: Measurement) -> dict[str, Any]:
 def _device(
     kind: str, nodes: Mapping[int, NodeFound], merged: Merged, usable_gib: float, measured: Measurement
 ) -> dict[str, Any]:
-    """Its entry below ``devices:``; in full where the catalogue does not know it."""
+    """Return a GPU's entry below ``devices:``, complete where the catalogue does not know the GPU."""
     ranks = [rank for node in nodes.values() for rank in node.ranks]
     first = measured.ranks[ranks[0]]
     versions = ", ".join(f"{package} {version}" for package, version in first.versions.items())
@@ -168,7 +168,7 @@ def _attention(
 
 
 def _link(nodes: Mapping[int, NodeFound], measured: Measurement, source: str) -> dict[str, Any]:
-    """Between the GPUs of a node; the nodes themselves say theirs (intra)."""
+    """Return the link between the GPUs of a node; nodes that differ have an ``intra`` of their own."""
     inside = [link for link in measured.inside if link.node in nodes]
     if inside:
         return {

@@ -1,4 +1,4 @@
-"""The InfiniBand and RoCE cards of this host, as the kernel tells of them."""
+"""The InfiniBand and RoCE cards of this host, from the kernel's sysfs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FABRICS = {"InfiniBand": "infiniband", "Ethernet": "roce"}
 
 
 def find_cards(ports: Sequence[InfinibandPort], environment: Mapping[str, str]) -> Cards | None:
-    """The fastest kind of cards that are up; of kinds that are alike the one with more.
+    """Return the fastest kind of cards that are up; of equally fast kinds the more numerous.
 
     Hosts often have slower cards besides, for storage.
 

@@ -1,4 +1,4 @@
-"""What one rank computes and how fast: matrix products, attention, the stream through its memory."""
+"""Measures one rank's rates: matrix products, attention, memory bandwidth, copies to the host."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def measure_points(
 
 
 def matmul(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[[int], Work]:
-    """The three products of a linear layer in training: output, gradients of input and of weight."""
+    """Return the products of a linear layer in training: output, gradients of input and of weight."""
     wide = WIDENING * sizes.hidden
 
     def prepare(rows: int) -> Work:
@@ -80,7 +80,7 @@ def matmul(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[[
 def attention(
     kernel: Kernel, sizes: Sizes, device: torch.device, dtype: torch.dtype, *, causal: bool, backward: bool
 ) -> Callable[[int], Work]:
-    """One block of attention as the runtime calls it; in its layout, [B, tokens, heads, D] in memory."""
+    """Return a block of attention in the runtime's layout: [B, tokens, heads, D] in memory."""
     scale = sizes.head_dim**-0.5
 
     def prepare(tokens: int) -> Work:
@@ -99,7 +99,7 @@ def attention(
 
 
 def stream_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float) -> float:
-    """The triad a = b + s c: two arrays read and one written, 10^9 bytes/s.
+    """Measure memory bandwidth by the triad a = b + s c: two arrays read and one written, 10^9 bytes/s.
 
     Args:
         size: bytes of each array.
@@ -112,7 +112,7 @@ def stream_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float) -
 
 
 def host_copy_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float) -> float | None:
-    """Copies between the device and pinned memory of its host, the slower way, 10^9 bytes/s.
+    """Measure copies between the device and pinned memory of its host, the slower direction, 10^9 bytes/s.
 
     On a CPU both are the host's memory, and what is timed is a plain copy.
 

@@ -1,4 +1,4 @@
-"""What was measured, as plain data: what ``--json`` prints, and what an interrupted probe goes on from."""
+"""The measurement as plain data: printed by ``--json``, and kept to resume an interrupted probe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the probe was asked.
+    """Options of a probe.
 
     Args:
         kernels: attention kernels; ``auto`` is what a job on that GPU would choose.
@@ -89,7 +89,7 @@ class Cards:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Who a rank is; the same in every run on the same machines.
+    """Facts of a rank; equal in every run on the same machines.
 
     Args:
         host: its host's name.
@@ -120,7 +120,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Series:
-    """One kind of work against its size, on every rank.
+    """Rates of one kind of work at several sizes, on every rank.
 
     Args:
         sizes: rows or tokens, ascending.
@@ -135,7 +135,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that crossed a link together, and the seconds until the last had arrived; ascending bytes."""
+    """Sizes of a transfer, bytes, ascending, and the seconds until its last message had arrived."""
 
     sizes: tuple[int, ...]
     seconds: tuple[Seconds, ...]
@@ -187,7 +187,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Measurement:
-    """All that was measured so far.
+    """All measurements so far.
 
     Args:
         version: of this document's form.
@@ -228,7 +228,7 @@ class Measurement:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -236,12 +236,12 @@ _ADAPTER = TypeAdapter(Measurement)
 
 
 def measurement_from_json(text: str) -> Measurement:
-    """The measurement that `Measurement.as_dict` gave."""
+    """Return the measurement of a document that `Measurement.as_dict` gave."""
     return _ADAPTER.validate_json(text)
 
 
 def load_partial(path: Path, fresh: Measurement) -> Measurement:
-    """What an interrupted probe left, if it measured the same thing; else `fresh`.
+    """Return the measurement that an interrupted probe kept, or `fresh` if there is none.
 
     Raises:
         HexiError: the file is no such document, or one of other machines, versions or options.

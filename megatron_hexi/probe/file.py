@@ -1,4 +1,4 @@
-"""The cluster file: read as its users read it, and checked, before it is written."""
+"""Writes the cluster file, after it was read and checked as its users will read it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_cluster(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block style above, flow style for a node, a link, a curve and lists: as people write them."""
+    """Dumps blocks at the top, and flow style for a node, a link, a curve and lists: as people write them."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         flow = "points" in mapping or not any(

@@ -1,4 +1,4 @@
-"""How long messages take: inside nodes, from node to node, and all at once.
+"""Measures messages: inside nodes, between nodes, and all at once.
 
 Every rank calls the same functions in the same order. A *lane* is a set of ranks whose messages are measured
 together while those of other lanes are under way: a node, or two nodes that send to each other.
@@ -27,7 +27,7 @@ _TAG = 7
 
 @dataclass(frozen=True)
 class Wire:
-    """What a rank sends over.
+    """Sends test messages from a rank.
 
     Args:
         world: the ranks.
@@ -44,7 +44,7 @@ class Wire:
     limit_s: float
 
     def exchange(self, flows: Sequence[tuple[int, int]], lanes: Sequence[Sequence[int]]) -> list[Transfer]:
-        """Messages from rank to rank, all at once; for each lane the bytes of one message.
+        """Time point-to-point messages sent at once; return each lane's times by bytes of one message.
 
         Args:
             flows: sender and receiver of each message.
@@ -60,7 +60,7 @@ class Wire:
         return self._sweep(prepare, lanes)
 
     def all_to_all(self, peers: Sequence[int], lanes: Sequence[Sequence[int]]) -> list[Transfer]:
-        """Every rank sends the same to each of its peers; for each lane the bytes to one peer.
+        """Time an all-to-all of equal messages; return each lane's times by bytes to one peer.
 
         Args:
             peers: of this rank.
@@ -75,7 +75,7 @@ class Wire:
         return self._sweep(prepare, lanes)
 
     def latencies(self, pairs: Sequence[tuple[int, int]]) -> list[float]:
-        """Seconds of a small message between the two ranks of each pair: half of the median round trip."""
+        """Return the latency between the two ranks of each pair, s: half of the median round trip."""
         mine = self.world.rank
         ball = self._empty(8)
         peer = next((b if a == mine else a for a, b in pairs if mine in (a, b)), None)
@@ -95,7 +95,9 @@ class Wire:
     def _sweep(
         self, prepare: Callable[[int], Callable[[], None]], lanes: Sequence[Sequence[int]]
     ) -> list[Transfer]:
-        """Every size until the slowest rank takes long enough; a lane takes as long as its slowest rank."""
+        """Time ascending sizes until the slowest rank takes long enough; a lane takes as long as its
+        slowest rank.
+        """
         seconds: list[list[float]] = [[] for _ in lanes]
         sizes: list[int] = []
         for size in self.sizes:

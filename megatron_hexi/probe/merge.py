@@ -1,4 +1,4 @@
-"""What ranks of one kind of GPU have in common: its curves, and by how much nodes and ranks leave them."""
+"""Merges the curves of all ranks with one kind of GPU, and finds nodes and ranks that deviate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Point = tuple[str, int]
 
 @dataclass(frozen=True)
 class Merged:
-    """One kind of GPU.
+    """Merged curves of one kind of GPU.
 
     Args:
         curves: TFLOP/s at the sizes measured, by name.
@@ -34,7 +34,7 @@ class Merged:
 
 
 def merge(name: str, nodes: Mapping[int, NodeFound], curves: Mapping[str, Series]) -> Merged:
-    """Medians over the ranks of each node, and over the nodes once their speeds are taken out.
+    """Return medians over the ranks of each node, and over nodes after dividing by their speeds.
 
     The node of median speed is the reference (of two the faster one).
 
@@ -91,7 +91,7 @@ def _rates_of(rank: int, curves: Mapping[str, Series]) -> dict[Point, float]:
 
 
 def _medians(ranks: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
-    """Of the points that all ranks have."""
+    """Return the median of each point that all ranks have."""
     return {
         point: median(rates[point] for rates in ranks)
         for point in ranks[0]
@@ -100,7 +100,7 @@ def _medians(ranks: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
 
 
 def _ratio(found: Mapping[Point, float], other: Mapping[Point, float]) -> float:
-    """The median of one over the other; 1 where they share no point."""
+    """Return the median ratio of the points that both have; 1 where they share none."""
     return median([found[point] / other[point] for point in found if point in other] or [1.0])
 
 

@@ -1,4 +1,4 @@
-"""Cards by node, and fabrics, that tell of what was measured between every two nodes."""
+"""Fits cards of each node, and fabrics, to bandwidths measured between every two nodes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Pairs = Mapping[tuple[int, int], float]
 
 
 def agree(rates: Sequence[float]) -> bool:
-    """Whether bandwidths are one but for noise."""
+    """Return whether bandwidths are equal up to noise."""
     return max(rates) - min(rates) <= _BANDWIDTH_TOLERANCE * median(rates)
 
 
 def same_latency(values_us: Sequence[float]) -> bool:
-    """Whether latencies are one but for noise."""
+    """Return whether latencies are equal up to noise."""
     shortest, longest = min(values_us), max(values_us)
     return longest <= _LATENCY_FACTOR * shortest or longest - shortest <= _LATENCY_US
 
 
 def round_rate(value: float) -> float:
-    """Four digits: more is noise."""
+    """Round to four digits: more would be noise."""
     return float(f"{value:.4g}")
 
 
@@ -39,7 +39,7 @@ def by_node(
     latency_us: Pairs,
     gains: Mapping[tuple[int, int], float | None],
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]] | None:
-    """``fabrics`` with its key, and ``network`` of each node, where they tell of every pair.
+    """Return ``fabrics`` with its key, and ``network`` of each node, where they predict every pair.
 
     A node has what its best pair has. Two nodes that reach each other as fast as the slower one's cards are
     in one fabric; between fabrics there is one bandwidth for each node, slower than the cards.
@@ -84,7 +84,7 @@ def by_node(
 
 
 def _fabrics(whole: Pairs, way: Sequence[float]) -> list[int]:
-    """The fabric of each node, numbered in their order."""
+    """Return the fabric of each node, numbered in their order."""
     group = list(range(len(way)))
     for a, b in whole:
         if agree([whole[a, b], min(way[a], way[b])]):
@@ -95,7 +95,7 @@ def _fabrics(whole: Pairs, way: Sequence[float]) -> list[int]:
 
 
 def _names(nodes: Sequence[NodeFound], fabric: Sequence[int]) -> list[str]:
-    """A name for each fabric: what its hosts say of their cards, if no other says the same; else a number."""
+    """Return a name for each fabric: the kind of its cards, if known and unique, else with a number."""
     told: list[str | None] = []
     for number in range(1 + max(fabric)):
         cards = [one.cards for one, group in zip(nodes, fabric, strict=True) if group == number]
@@ -115,7 +115,7 @@ def _cards(
     inside: set[tuple[int, int]],
     gains: Mapping[tuple[int, int], float | None],
 ) -> int:
-    """How many cards a node has: as its host says, or else as it sends more with all ranks than with one.
+    """Return the number of a node's cards: its host's, or the bandwidth of all ranks over that of one.
 
     Nodes at least as fast count, since with a slower one the ratio is that one's.
     """

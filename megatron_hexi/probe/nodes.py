@@ -1,4 +1,4 @@
-"""The nodes that the ranks are on, and what the file calls them and their GPUs."""
+"""The nodes that the ranks are on, and the names of nodes and GPUs in the cluster file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LONGEST_NAME = 64
 
 @dataclass(frozen=True)
 class NodeFound:
-    """A node: its name in the file, its ranks, what they run on.
+    """A node: its name in the file, its ranks, and their devices.
 
     Args:
         name: in the file.
@@ -64,7 +64,7 @@ class NodeFound:
 
 
 def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
-    """The nodes in rank order.
+    """Return the nodes in rank order.
 
     Raises:
         HexiError: a node's ranks are not consecutive, or its GPUs are of several kinds.
@@ -102,7 +102,7 @@ def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
 
 
 def device_name(info: RankInfo, precision: str) -> str:
-    """What the file calls a GPU: the catalogue's name where it is known, else its own made spellable.
+    """Return a GPU's name in the file: the catalogue's where it is known, else torch's, made spellable.
 
     The catalogue's curves are in 16 bits: measured in fp32 a GPU gets a name of its own. So does a slice of a
     GPU (MIG 3g.40gb), the largest one too, which lacks multiprocessors of the whole.
@@ -118,7 +118,7 @@ def device_name(info: RankInfo, precision: str) -> str:
 
 
 def _node_names(hosts: Sequence[str]) -> list[str]:
-    """Host names without their domain; several nodes of one name are numbered."""
+    """Return host names without their domain; several nodes of one name are numbered."""
     plain = [spellable(host.split(".")[0]) for host in hosts]
     counts = Counter(plain)
     names: list[str] = []
@@ -134,7 +134,7 @@ def _node_names(hosts: Sequence[str]) -> list[str]:
 
 
 def spellable(text: str) -> str:
-    """Letters, digits, _ and -, as names in a cluster file are."""
+    """Return a text with only letters, digits, _ and -, as names in a cluster file need."""
     return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-_")[: _LONGEST_NAME - 10].rstrip("-") or "node"
 
 

@@ -1,4 +1,4 @@
-"""A probe from its first stage to its last: what is done is kept, and not done again."""
+"""Runs a probe from its first stage to its last; completed stages are kept and not repeated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RANKS = TypeAdapter(tuple[RankInfo, ...])
 
 
 def partial_path(out: Path) -> Path:
-    """Where the measurement is kept until the cluster file is written."""
+    """Return the path of the partial measurement, kept until the cluster file is written."""
     return out.parent / f"{out.name}.partial.json"
 
 
@@ -85,13 +85,13 @@ def probe(world: World, options: Options, kept: Path, *, restart: bool, tell: Pr
 
 
 def _begin(world: World, options: Options, info: RankInfo) -> Measurement:
-    """A measurement of nothing yet, by all these ranks."""
+    """Return an empty measurement by these ranks."""
     ranks = _RANKS.validate_python(world.gather(vars(info)))
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     return Measurement(1, date, megatron_hexi.__version__, options, ranks)
 
 
 def _agreed(world: World, measured: Measurement) -> Measurement:
-    """Rank 0's measurement, on every rank."""
+    """Broadcast rank 0's measurement to every rank."""
     own = measured.as_dict() if world.rank == 0 else None
     return measurement_from_json(json.dumps(world.gather(own)[0]))

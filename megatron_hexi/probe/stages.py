@@ -1,4 +1,4 @@
-"""What is measured, stage by stage. Every rank runs every stage, and all get what all have found."""
+"""The stages of a probe. Every rank runs every stage, and gets the results of all ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Stage = tuple[str, Callable[[Measurement], Measurement]]
 
 
 class Stages:
-    """All stages.
+    """The stages of a probe, bound to this rank.
 
     Args:
         world: the ranks.
@@ -63,7 +63,7 @@ class Stages:
         self.node = next(n for n, node in enumerate(nodes) if world.rank in node.ranks)
 
     def all(self) -> list[Stage]:
-        """In order: a job's memory is found before anything is allocated."""
+        """Return the stages by name, in order: free memory is read before anything is allocated."""
         stages: list[Stage] = [
             ("memory", self._memory),
             ("memory bandwidth", self._stream),
@@ -146,7 +146,7 @@ class Stages:
     def _add(
         self, so_far: Measurement, name: str, sizes: tuple[int, ...], points: compute.Points
     ) -> Measurement:
-        """The curves of all ranks; where `auto` is another kernel on some of them, one for each."""
+        """Add a curve from every rank; if `auto` chose different kernels, a curve for each of them."""
         found = self.world.gather([name, points.tflops, points.skipped])
         curves = dict(so_far.curves)
         for rank, (curve, tflops, _) in enumerate(found):
@@ -243,12 +243,12 @@ class Stages:
 
 
 def _times(transfer: Transfer, count: int) -> Transfer:
-    """So many messages of the size at once: the bytes of all."""
+    """Return a transfer of `count` messages at once, by their total bytes."""
     return replace(transfer, sizes=tuple(size * count for size in transfer.sizes))
 
 
 def _median_transfer(transfers: Sequence[Transfer]) -> Transfer:
-    """The median time of each size that all have."""
+    """Return the median time of each size that all transfers have."""
     count = min(len(transfer.sizes) for transfer in transfers)
     columns = zip(*(transfer.seconds[:count] for transfer in transfers), strict=True)
     return Transfer(transfers[0].sizes[:count], tuple(median(column) for column in columns))
