@@ -1,4 +1,4 @@
-"""Under SLURM's ``srun`` there is no torchrun: its variables are derived from SLURM's."""
+"""Derives torch.distributed's variables from SLURM's under ``srun``, which has no torchrun."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
 
 
 def _placed(environment: Mapping[str, str], path: Path) -> dict[str, str]:
-    """The rank that the file of hosts gives to this task, and where rank 0 is."""
+    """Return the rank that the file of hosts gives to this task, and the host of rank 0."""
     remedy = "write it with hexi place, to a folder that every node sees"
     try:
         hosts = read_text(path, remedy=remedy, other=remedy).split()
