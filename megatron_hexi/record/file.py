@@ -33,7 +33,7 @@ _MAX_BYTES = 2**30
 
 
 def open_record(path: Path) -> None:
-    """Make a record ready to be appended to: an end that is whole.
+    """Prepare a record for appending: remove an incomplete last line.
 
     A line that a job was killed in the middle of is cut off: what it said was never complete.
 
@@ -137,7 +137,7 @@ def _check_lengths(path: Path, number: int, interval: Interval, ranks: int) -> N
 
 
 def _rounded(value: Any) -> Any:
-    """Seconds; losses are kept as they are."""
+    """Round seconds; losses are kept as they are."""
     if isinstance(value, dict):
         return {key: item if key == "losses" else _rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The record of a run as plain data: each start of the job, and what it told whenever Megatron logged."""
+"""The record of a run as plain data: each start of the job, and its figures whenever Megatron logged."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Start:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What each rank's iterations took, in the mean over an interval, by rank of the job; seconds.
+    """Times of each rank's iterations, means over an interval, by rank of the job; seconds.
 
     Args:
         step_s: the whole training step.
@@ -106,25 +106,25 @@ class RankTimes:
 
     @property
     def waited_s(self) -> tuple[float, ...]:
-        """All waiting."""
+        """Seconds that each rank waits, for any reason."""
         waits = zip(self.attention_s, self.gradients_s, self.pipeline_s, strict=True)
         return tuple(sum(kinds) for kinds in waits)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """What is left: everything but waiting."""
+        """Seconds of each rank's step without waiting."""
         # Rounding must not make a rank that only waits work less than nothing.
         return tuple(max(0.0, step - wait) for step, wait in zip(self.step_s, self.waited_s, strict=True))
 
     @property
     def idle_shares(self) -> tuple[float, ...]:
-        """The part of each rank's step that it waits, from 0 to 1."""
+        """Share of each rank's step that it waits, from 0 to 1."""
         pairs = zip(self.waited_s, self.step_s, strict=True)
         return tuple(wait / step if step else 0.0 for wait, step in pairs)
 
     @property
     def idle_share(self) -> float:
-        """The part of all ranks' time in which they wait."""
+        """Share of all ranks' time in which they wait."""
         return sum(self.waited_s) / (sum(self.step_s) or 1.0)
 
 
@@ -156,7 +156,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Leg:
-    """What a job wrote from one start to the next."""
+    """A start of the job and its intervals up to the next start."""
 
     start: Start
     intervals: tuple[Interval, ...]
@@ -164,7 +164,7 @@ class Leg:
 
 @dataclass(frozen=True)
 class Record:
-    """A whole record: of one start at least, with one interval at least.
+    """A whole record: at least one start with at least one interval.
 
     Args:
         path: the file that it was read from.
