@@ -1,4 +1,4 @@
-"""Where each rank runs: the cluster file's nodes found again among those that Slurm gave.
+"""Places ranks on hosts: finds the cluster file's nodes among the hosts of a Slurm job.
 
 A name of the cluster file stands for
 
@@ -28,7 +28,7 @@ _MOST_LISTED = 8
 
 @dataclass(frozen=True)
 class Placed:
-    """Where everything runs.
+    """The hosts of ranks and of the cluster file's nodes.
 
     Args:
         hosts: of each rank, in rank order.
@@ -82,23 +82,23 @@ class _Node:
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """What a host may be called that is this node and no other."""
+        """Names of hosts that are this node and no other."""
         if self.host is not None:
             return (self.host,)
         return (self.entry.name, self.name) if self.entry.count == 1 else (self.name,)
 
     @property
     def hardware(self) -> tuple[str, int]:
-        """What stand-ins must have in common."""
+        """GPU and number of GPUs, which must be equal on a stand-in."""
         return self.entry.gpu, self.entry.gpus
 
     def named(self, known: Iterable[str]) -> str | None:
-        """The host among these that is called so."""
+        """Return the host among these that has a name of this node."""
         return next((name for name in self.host_names if name in known), None)
 
 
 def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
-    """The cluster's GPU of each rank.
+    """Return the cluster's GPU of each rank.
 
     Raises:
         PlanError: the plan was made for another cluster.
@@ -122,7 +122,7 @@ def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
 
 
 def _assign(nodes: Sequence[_Node], known: Mapping[str, SlurmNode], hosts: Sequence[str]) -> dict[str, str]:
-    """The host of each node: the one of its own name first, then whoever has the least choice."""
+    """Assign a host to each node: hosts by name first, then nodes in the order of fewest choices."""
     own = {node.name: node.named(hosts) for node in nodes}
     found = {name: host for name, host in own.items() if host is not None}
     taken = set(found.values())
@@ -142,7 +142,7 @@ def _assign(nodes: Sequence[_Node], known: Mapping[str, SlurmNode], hosts: Seque
 
 
 def _alike(node: _Node, known: Mapping[str, SlurmNode], hosts: Sequence[str]) -> list[str]:
-    """Those of the hosts that may stand for this node."""
+    """Return the hosts that may stand in for this node."""
     named = node.named(known)
     if named is not None:
         return [host for host in hosts if known[host] == known[named]]
@@ -177,7 +177,7 @@ def _wanted(node: _Node, known: Mapping[str, SlurmNode]) -> str:
 def _check_stand_ins(
     nodes: Sequence[_Node], host_of: Mapping[str, str], known: Mapping[str, SlurmNode]
 ) -> None:
-    """Refuse to guess where Slurm describes nodes alike that the file says are of different kinds."""
+    """Refuse to guess where Slurm describes nodes as equal that the cluster file says differ."""
     described: dict[SlurmNode, dict[tuple[str, int], _Node]] = {}
     for node in nodes:
         host = host_of.get(node.name) or node.named(known)

@@ -1,4 +1,4 @@
-"""The words that a start of a training is given: the user's own, and what they leave to the script."""
+"""The arguments that a training starts with: the user's, completed for restarts under Slurm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EVERY_START = {
 
 @dataclass(frozen=True)
 class TrainingStart:
-    """How a training starts.
+    """Arguments and checkpoint folders of a training's start.
 
     Args:
         words: all of its arguments.
@@ -39,7 +39,7 @@ class TrainingStart:
 def plan_start(
     words: Sequence[str], path: Path, *, plan: str, checkpoints: str, save_interval: int, again: bool
 ) -> TrainingStart:
-    """Add what a training under Slurm needs to the user's arguments, where they do not say it.
+    """Complete the user's arguments with what a training under Slurm needs.
 
     The user's --save, --load, --save-interval and --ckpt-format stand. Without --load, a training goes on
     from where it saves. With another --load, it begins there, and goes on from where it saves when Slurm
