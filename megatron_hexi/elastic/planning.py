@@ -29,7 +29,7 @@ _COMMAND_LINE = Path("the job's command line")
 
 @dataclass(frozen=True)
 class Survivors:
-    """What goes on.
+    """The plan that a job continues with after a loss.
 
     Args:
         plan: for the nodes that are there; `gpus` counts in the whole cluster.
@@ -45,7 +45,7 @@ class Survivors:
 def survive(
     plan: Plan, cluster: Cluster, present: Sequence[tuple[str, int]], words: Sequence[str]
 ) -> Survivors:
-    """Plan for the nodes that are there.
+    """Return a plan for the nodes that are present.
 
     Args:
         plan: the job's own.
@@ -73,7 +73,7 @@ def survive(
 
 
 def _starts(cluster: Cluster, present: Sequence[tuple[str, int]]) -> dict[int, int]:
-    """Which rank that was started has each GPU of the cluster."""
+    """Return the started rank of each GPU, by the GPU's number in the cluster."""
     starts: dict[int, int] = {}
     for rank, (name, local) in enumerate(present):
         numbers = cluster.file.find_nodes(name)
@@ -92,7 +92,7 @@ def _starts(cluster: Cluster, present: Sequence[tuple[str, int]]) -> dict[int, i
 
 
 def _job(plan: Plan, words: Sequence[str]) -> Job:
-    """What is trained: as the command line says, and else the plan. The batch stays whatever the ranks."""
+    """Return the job: the command line's, completed by the plan. The batch does not change with the ranks."""
     text = shlex.join(words)
     said = terms_from_arguments(text, _COMMAND_LINE).fields
     taken = ("seq_length", "tensor_parallel", "data_parallel")
@@ -101,7 +101,7 @@ def _job(plan: Plan, words: Sequence[str]) -> Job:
 
 
 def main() -> None:
-    """Answer the document on standard input, a line for each of its sets of nodes that may be there."""
+    """Answer the document on standard input, with a line for each of its sets of present nodes."""
     asked = json.loads(sys.stdin.read())
     for present in asked["present"]:
         print(json.dumps(_answer(asked, [(node, local) for node, local in present])), flush=True)

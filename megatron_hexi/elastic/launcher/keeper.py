@@ -29,7 +29,7 @@ _STORE_S = 10.0
 
 
 class Keeper:
-    """The part of a node's agent that holds copies; a context.
+    """Keeps copies on behalf of a node's agent; a context manager.
 
     Args:
         parent: a file system in memory.
@@ -61,7 +61,7 @@ class Keeper:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def begin_round(self, name: str, number: int) -> None:
-        """Ranks start.
+        """Begin a round: ranks start.
 
         Args:
             name: of their round.
@@ -83,7 +83,7 @@ class Keeper:
                     self._take_care(job, *self._round)
 
     def _take_care(self, job: dist.Store, name: str, number: int) -> None:
-        """Say what ranks here have written last, and fetch what those of the node before have."""
+        """Record the newest copy of this node's ranks, and download that of the node before it."""
         board = CopyBoard(job, name)
         last = board.last()
         if last is None or self._done == (name, last[0]):
@@ -116,7 +116,7 @@ class Keeper:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what killed agents have left: nobody holds their lock."""
+    """Remove the folders that killed agents have left, recognised by the lock that no process holds."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError), (folder / "lock").open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What ranks do for copies of the state in memory: they write them between two iterations, and load them.
+"""The ranks' part in copies of the state in memory: written between two iterations, and loaded.
 
 A copy is written by Megatron's own way to save, into this node's memory in place of the folder of ``--save``:
 so it can be loaded by any number of ranks. docs/surviving.md
@@ -52,7 +52,7 @@ _SLOW_S = 10.0
 
 
 class Copier:
-    """One rank's part in copies.
+    """Writes one rank's part of copies.
 
     Args:
         args: Megatron's arguments.
@@ -73,7 +73,7 @@ class Copier:
         self.copied: int | None = None
 
     def is_due(self, iteration: int) -> bool:
-        """Whether all ranks copy now: not at a checkpoint, nor before the last copy is on two nodes."""
+        """Return whether to copy now: not at a checkpoint, nor before the last copy is on two nodes."""
         if self._off or iteration % self._every or iteration % self._args.save_interval == 0:
             return False
         key = f"copies/{iteration}"
@@ -107,7 +107,7 @@ class Copier:
         self._written_at = time.monotonic()
 
     def wait_until_safe(self, iteration: int, seconds: float) -> bool:
-        """Wait until a copy is on two nodes; whether it is."""
+        """Wait until a copy is on two nodes; return whether it is."""
         deadline = time.monotonic() + seconds
         while self._board.safe() != iteration and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -115,7 +115,7 @@ class Copier:
 
 
 def _write_without_a_server() -> None:
-    """Megatron hands results to itself through a process of its own, which takes seconds to start."""
+    """Gather results without Megatron's server process, which takes seconds to start."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     if filesystem_async._results_queue is None:
@@ -124,7 +124,7 @@ def _write_without_a_server() -> None:
 
 @contextlib.contextmanager
 def _saved_elsewhere(args: Namespace, folder: Path) -> Iterator[None]:
-    """Let Megatron save there, without a word to people or to Weights & Biases."""
+    """Redirect Megatron's ``--save`` to a folder, without its log lines or Weights & Biases."""
     from megatron.training import global_vars
 
     changed: dict[str, Any] = {"save": str(folder), "save_retain_interval": None, "log_progress": False}
@@ -149,7 +149,7 @@ def _saved_elsewhere(args: Namespace, folder: Path) -> Iterator[None]:
 
 
 def find_copy(job: dist.Store, present: list[str], checkpoint: int | None) -> dict[str, Any] | None:
-    """The newest copy that the nodes hold, where it is newer than the checkpoint; on rank 0.
+    """Return, on rank 0, the newest copy that the nodes hold, where it is newer than the checkpoint.
 
     Args:
         job: the store that rounds hand on.
@@ -166,7 +166,7 @@ def find_copy(job: dist.Store, present: list[str], checkpoint: int | None) -> di
 
 
 def fetch_copy(store: dist.Store, told: dict[str, Any]) -> Path | None:
-    """Complete a copy on every node; all ranks that were started, with one result.
+    """Complete a copy on every node; called by all started ranks, with the same result on each.
 
     Args:
         store: of the round.
@@ -201,12 +201,12 @@ _copier: Copier | None = None
 
 
 def copied_last() -> int | None:
-    """The iteration that this round's newest copy was made after."""
+    """Return the iteration after which this round's newest copy was made."""
     return None if _copier is None else _copier.copied
 
 
 def is_safe(iteration: int, seconds: float) -> bool:
-    """Wait until a copy is on two nodes; whether it is."""
+    """Wait until a copy is on two nodes; return whether it is."""
     return _copier is not None and _copier.wait_until_safe(iteration, seconds)
 
 

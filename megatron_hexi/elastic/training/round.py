@@ -1,4 +1,4 @@
-"""A round of an elastic job: which nodes are there, the plan for them, and from where the job goes on.
+"""A round of an elastic job: the nodes that are present, the plan for them, and the state to resume from.
 
 Ranks start as PyTorch's agents number them. Rank 0 hears from all where they are, has the planner
 (`megatron_hexi.elastic.planning`) plan for those nodes, and tells all; each rank then takes the number that
@@ -88,7 +88,7 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
 
 
 def take_part(args: Namespace) -> Plan:
-    """Agree on who is there, and take the number of this rank in the plan for them.
+    """Agree on the present nodes, and take this rank's number in the plan for them.
 
     Does not return on a rank that the plan leaves out, but ends the process when the training has ended.
 
@@ -127,7 +127,7 @@ def take_part(args: Namespace) -> Plan:
 
 
 def leave() -> None:
-    """Say that the training has ended well: nobody misses this rank, and those left out may end."""
+    """Record that the training has ended well, so that this rank is not missed and spare ranks may end."""
     if in_round():
         if int(os.environ["RANK"]) == 0:
             round_store(_STORE).set(_FINISHED, "")
@@ -157,7 +157,7 @@ def _take_number(args: Namespace, store: dist.Store, ranks: list[int], started: 
 
 
 def _lead(args: Namespace, present: list[tuple[str, int, str]]) -> dict[str, Any]:
-    """What all ranks are told of this round."""
+    """Return rank 0's decision for all ranks: the plan, and the copy or the iteration to resume from."""
     begun = time.monotonic()
     try:
         iteration = newest_checkpoint(Path(args.save))
@@ -180,7 +180,7 @@ def _lead(args: Namespace, present: list[tuple[str, int, str]]) -> dict[str, Any
 
 
 def _tell(answer: dict[str, Any], in_memory: bool) -> Round:
-    """Say what this round is."""
+    """Return the round, and print how it resumes."""
     job = whole_store(_STORE)
     iteration = answer["copy"]["iteration"] if in_memory else answer["resumes"]
     now = begin_round(job, job.add(_ROUNDS, 1), iteration, tuple(answer["left_out"]), in_memory)
@@ -195,7 +195,7 @@ def _tell(answer: dict[str, Any], in_memory: bool) -> Round:
 
 
 def newest_checkpoint(folder: Path) -> int | None:
-    """The iteration of the newest complete checkpoint; the tracker names it afterwards.
+    """Return the iteration of the newest complete checkpoint, after making the tracker file name it.
 
     Megatron writes `metadata.json` last into a checkpoint, then the tracker, which a kill can leave empty.
 

@@ -1,4 +1,4 @@
-"""The plan of a round as rank 0 gets it: from the planner, a process of its own, or one that was made before.
+"""The plan of a round as rank 0 gets it: from the planner's process, or computed before the loss.
 
 While a round trains, the planner looks ahead, at a low priority: a plan for each set of nodes that the loss
 of one node would leave. Plans are in the store that rounds hand on.
@@ -33,7 +33,7 @@ Places = Sequence[tuple[str, int]]
 
 
 def plan_for(job: dist.Store, asked: dict[str, Any], present: Places) -> dict[str, Any]:
-    """The plan for the nodes that are there.
+    """Return the plan for the nodes that are present.
 
     Args:
         job: the store that rounds hand on.
@@ -70,7 +70,7 @@ def plan_for(job: dist.Store, asked: dict[str, Any], present: Places) -> dict[st
 
 
 def plan_ahead(asked: dict[str, Any], present: Places) -> None:
-    """Plan for the loss of each node, beside the training; returns at once.
+    """Plan for the loss of each node, in the background of the training; returns at once.
 
     Args:
         asked: as for `plan_for`.
@@ -107,6 +107,6 @@ def _plan_ahead(asked: dict[str, Any], present: Places) -> None:
 
 
 def _key(asked: dict[str, Any], present: Places) -> str:
-    """Where in the store the plan for these nodes is."""
+    """Return the key of the plan for these nodes in the job's store."""
     text = json.dumps([asked, read_text(asked["cluster"]), sorted(map(list, present))], sort_keys=True)
     return f"plans/{hashlib.sha256(text.encode()).hexdigest()}"
