@@ -1,4 +1,4 @@
-"""``python -m megatron_hexi.replan.planning.advisor``: the planner beside rank 0 of a job that runs.
+"""``python -m megatron_hexi.replan.planning.advisor``: the planner next to rank 0 of a running job.
 
 It reads one JSON document a line and answers each with one. The first says what is trained, where and by
 which plan (`Advisor`); each of the others what ranks measured (`Advisor.advise`). It plans at a low priority,
@@ -29,7 +29,7 @@ _NICE = 10
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do after some iterations.
+    """Advice after some iterations: keep the plan, or swap.
 
     Args:
         iteration: the last that was looked at.
@@ -51,12 +51,12 @@ class Advice:
 
     @property
     def gain(self) -> float:
-        """The part of an iteration that the best plan saves."""
+        """Share of an iteration that the best plan saves."""
         return 1 - self.best_s / self.present_s
 
 
 class Advisor:
-    """Follows a job.
+    """Follows the ranks' speeds in a job and looks for better plans.
 
     Args:
         plan: that the job begins with.
@@ -92,11 +92,11 @@ class Advisor:
         self._follow(plan)
 
     def swapped(self, plan: Plan) -> None:
-        """The job goes on under another plan; what is known of ranks' speeds stays."""
+        """Continue under another plan; the ranks' speeds stay known."""
         self._follow(plan)
 
     def advise(self, iteration: int, busy_s: Sequence[Sequence[float]], swap_s: float) -> Advice:
-        """Look at what was measured.
+        """Return advice from measured times.
 
         Args:
             iteration: the last one that was measured.
@@ -128,7 +128,7 @@ class Advisor:
         return Advice(iteration, speeds, changed, before, after, plan, reason)
 
     def _cut_anew(self, model: CostModel) -> Plan:
-        """The better of two cuts: the search is local, and the job's first plan is a way out of a bad one."""
+        """Return the better of two new plans, from the present and from the first: the search is local."""
         starts = {id(plan): plan for plan in (self._plan, self._first)}
         plans = [recut(plan, self._job, model.cluster, self._shares) for plan in starts.values()]
         timings = [model.timing(plan) for plan in plans]
@@ -151,7 +151,9 @@ class Advisor:
                 self._changed.add(rank)
 
     def _speeds(self) -> tuple[float, ...]:
-        """Of each rank; those of a tensor-parallel unit wait for each other, and share one."""
+        """Return each rank's speed relative to the fastest; a tensor-parallel unit has its slowest
+        rank's.
+        """
         levels = [history.level for history in self._histories]
         width = self._job.tensor_parallel
         units = [max(levels[first : first + width]) for first in range(0, len(levels), width)]
@@ -160,7 +162,7 @@ class Advisor:
 
 
 def answer(advice: Advice) -> dict[str, Any]:
-    """An advice as a document."""
+    """Return an advice as a document."""
     plan = advice.plan
     return {
         "iteration": advice.iteration,

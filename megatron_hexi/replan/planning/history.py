@@ -1,4 +1,4 @@
-"""One rank's history: at which level its times are, and whether that level has changed.
+"""Detects changes of a rank's speed from its history of times.
 
 A rank is held against itself only. Its samples are times relative to those that its plan predicts, so that a
 change of plan is none of the rank, and ranks with much work are not slow ones.
@@ -36,7 +36,7 @@ class RankHistory:
 
     @property
     def level(self) -> float:
-        """The median of the samples since the last change."""
+        """Median of the samples since the last change."""
         return median(self._samples)
 
     def add(self, sample: float) -> bool:

@@ -1,4 +1,4 @@
-"""A plan cut anew: the same ranks in the same groups, with other tokens, heads and segments.
+"""New tokens, heads and segments for a plan, with the same ranks in the same groups.
 
 Weights are replicated over a domain, so none moves. Which ranks form a group stays, and with it the process
 groups. The planner's balance is asked from the present plan. Where replicas may take other shares of the
@@ -27,7 +27,7 @@ _BUDGET = 40
 
 
 def recut(plan: Plan, job: Job, cluster: Cluster, shares: bool = False) -> Plan:
-    """The plan with the best tokens, heads and segments that are found for its groups on this cluster.
+    """Return the plan with the best tokens, heads and segments found for its groups on this cluster.
 
     Args:
         plan: of stages that the job repeats.
@@ -46,7 +46,7 @@ def recut(plan: Plan, job: Job, cluster: Cluster, shares: bool = False) -> Plan:
 
 
 def _dealt_again(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
-    """The plan with micro-batches dealt by speed; ``None`` where they are."""
+    """Return the plan with micro-batches assigned by speed; ``None`` if that changes nothing."""
     counts = [replica.micro_batches for replica in plan.replicas]
     present = [count for count in counts if count is not None]
     if len(present) < len(counts):
@@ -99,7 +99,7 @@ def _stage(stage: Stage, plan: Plan, number: int, job: Job, cluster: Cluster) ->
 
 
 def _fleet(domain: Domain, plan: Plan, job: Job, cluster: Cluster) -> Fleet:
-    """The domain's members as units, in the order of their ranks."""
+    """Return the domain's members as the planner's units, in the order of their ranks."""
     gpus = rank_gpus(plan, len(cluster.ranks))
     devices: dict[tuple[int, ...], tuple[int, tuple[Device, ...]]] = {}
     units = []
@@ -120,7 +120,7 @@ def _fleet(domain: Domain, plan: Plan, job: Job, cluster: Cluster) -> Fleet:
 
 
 def _layout(domain: Domain, micro_batches: int) -> Layout:
-    """The domain as the planner moves it: the outermost group first, members in the order of their heads."""
+    """Return the domain as the planner's layout: outermost group first, members in order of heads."""
     number = {member.lead: unit for unit, member in enumerate(domain.members)}
     parts = []
     for group in sorted(domain.groups, key=lambda group: (not group.segments, group.segments)):
