@@ -1,4 +1,4 @@
-"""``hexi launch``: what to type for a plan that exists."""
+"""``hexi launch``: the commands that start the training of a plan."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def launch(
 def find_lines(
     plan: Plan, cluster: Cluster, path: Path, cluster_path: Path, model: str, more: list[str]
 ) -> LaunchLines:
-    """What to type for a plan.
+    """Return the commands that start the training of a plan.
 
     Args:
         plan: the plan.

@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def _words(command: Any) -> list[str]:
-    """The command line with the names that options have today."""
+    """Return the command line, with former names of options replaced by present ones."""
     words = sys.argv[1:]
     chosen = command.commands.get(words[0]) if words else None
     parameters = [] if chosen is None else chosen.params
@@ -94,7 +94,7 @@ def _words(command: Any) -> list[str]:
 
 
 def _print_error(problem: HexiError) -> None:
-    """With ``--json`` an error is a document too; `hexi validate` has printed one of its own."""
+    """Print an error; with ``--json`` as a document too, unless `hexi validate` has printed its own."""
     words = sys.argv[1:]
     own = words[: words.index("--")] if "--" in words else words
     if "--json" in own and own[0] != "validate" and os.environ.get("RANK", "0") == "0":

@@ -78,7 +78,7 @@ _NOT_TERMS = ("model", "data_parallel", "context_parallel", "memory_margin", *FE
 
 
 def whole(text: str | int) -> int:
-    """The number that a word on the command line spells: ``131072``, ``128K`` or ``1M``, in powers of 1024.
+    """Parse a whole number: ``131072``, or in powers of 1024 ``128K`` or ``1M``.
 
     Raises:
         BadParameter: it spells none; typer puts the option's name before.
@@ -95,7 +95,7 @@ def whole(text: str | int) -> int:
 
 
 def check_limits(given: Mapping[str, int | None]) -> None:
-    """Hold numbers against `LIMITS`, by their names there.
+    """Refuse numbers above their `LIMITS`, by field name.
 
     Raises:
         HexiError: one is beyond any job.
@@ -106,12 +106,12 @@ def check_limits(given: Mapping[str, int | None]) -> None:
 
 
 def count_option(field: str, text: str, panel: str | None = _JOB) -> Any:
-    """An option for a number, by Megatron's name of a field."""
+    """Return the option for a number, named like Megatron's field."""
     return typer.Option(flag_name(field), help=text, metavar="N", rich_help_panel=panel, parser=whole)
 
 
 def _option(field: str, text: str, *, metavar: str | None = None) -> Any:
-    """A job's option by Megatron's name of a field; without a metavar a flag and its opposite."""
+    """Return the option for a field of `Job`, named like Megatron's; without a metavar a pair of flags."""
     name = flag_name(field) if metavar else "/".join(spell_flag(field, value) for value in (True, False))
     return typer.Option(name, help=text, metavar=metavar, rich_help_panel=_JOB)
 
@@ -122,7 +122,7 @@ class Bundle:
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Bundle):
-    """How Megatron is told to train; the fields are `Job`'s, ``None`` where the command line does not say."""
+    """Options that say how Megatron trains, named like `Job`'s fields; ``None`` where not given."""
 
     micro_batch_size: Annotated[
         int | None, count_option("micro_batch_size", f"Sequences of a micro-batch ({Job.micro_batch_size}).")
@@ -167,7 +167,7 @@ class Training(Bundle):
     ] = None
 
     def _stated(self, arguments: str | None) -> dict[str, Any]:
-        """Those of `Job`'s fields that are stated: on the command line, or else in a file of arguments.
+        """Return the fields of `Job` that are given on the command line, or else in a file of arguments.
 
         Args:
             arguments: as `read_terms` takes it; what is taken from it is said.
@@ -196,7 +196,7 @@ class Training(Bundle):
 
 @dataclass(frozen=True, kw_only=True)
 class NewJob(PlanFeatures, Training):
-    """A job to make a plan for; what is not given of its layout, the planner chooses."""
+    """Options of a job to plan for; the planner chooses those of the layout that are not given."""
 
     micro_batch_size: Annotated[
         int | None, count_option("micro_batch_size", "Sequences of a micro-batch; chosen if not given.")
@@ -249,7 +249,7 @@ class NewJob(PlanFeatures, Training):
     ] = "auto"
 
     def request(self) -> Request:
-        """What is asked for.
+        """Return the request to the planner.
 
         Raises:
             HexiError: an unknown model, no context, sizes that cannot be divided, or unknown words.
@@ -271,7 +271,7 @@ class NewJob(PlanFeatures, Training):
         return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel)
 
     def _rules_of_file(self) -> PlannerRules:
-        """What plans may use: as the command line says, less what options of a file of arguments refuse.
+        """Return what plans may use: the command line's rules, less what a file of arguments rules out.
 
         Raises:
             HexiError: the command line asks for what such an option refuses.
@@ -292,7 +292,7 @@ class NewJob(PlanFeatures, Training):
 
     @property
     def _replicas(self) -> int | None:
-        """How many replicas; ``None``: as many as are best.
+        """Number of data-parallel replicas; ``None`` lets the planner choose it.
 
         Raises:
             HexiError: neither a number above 0 nor ``auto``.
@@ -308,7 +308,7 @@ class NewJob(PlanFeatures, Training):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob(Training):
-    """The job that a plan was made for; what is not given is as the plan says, or else the default."""
+    """Options of the job that a plan was made for; values not given come from the plan, or are defaults."""
 
     micro_batch_size: Annotated[
         int | None, count_option("micro_batch_size", "Sequences of a micro-batch; what the plan says, or 1.")
@@ -352,12 +352,12 @@ class PlannedJob(Training):
         return plan.provenance.model if plan.provenance else None
 
     def model_file(self, plan: Plan) -> Path | None:
-        """What the model will be read from, if it is a file."""
+        """Return the file that the model is read from; ``None`` where it is a preset's name."""
         name = self._name(plan)
         return None if name is None else model_file(name)
 
     def job(self, plan: Plan, path: Path) -> Job:
-        """The job.
+        """Return the job that a plan is evaluated for.
 
         Args:
             plan: the plan.

@@ -1,4 +1,4 @@
-"""What commands print, write and draw, and what they refuse to before any work is done."""
+"""Output of commands: text, JSON and pictures, and the checks of output paths before any work is done."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _PIPE_WIDTH = 160
 
 
 def say(message: str) -> None:
-    """A line on standard error: what was done besides the document asked for."""
+    """Print a line on standard error, beside the document asked for."""
     print(printable(message), file=sys.stderr)
 
 
 def tell(message: str) -> None:
-    """A line on standard output."""
+    """Print a line on standard output."""
     print(printable(message))
 
 
 def print_report(report: RenderableType) -> None:
-    """A report on standard output, as wide as the terminal or as COLUMNS says."""
+    """Print a report on standard output, as wide as the terminal or as COLUMNS says."""
     columns = os.environ.get("COLUMNS", "")
     known = sys.stdout.isatty() or (columns.isascii() and columns.isdecimal() and int(columns) > 0)
     Console(width=None if known else _PIPE_WIDTH).print(_Printable(report))
@@ -75,7 +75,7 @@ class _Printable:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """The one document that ``--json`` asks for."""
+    """Print the one document that ``--json`` asks for."""
     print(json.dumps(document, indent=2, allow_nan=False))
 
 
@@ -85,7 +85,7 @@ def check_outputs(
     picture: Path | None,
     kind: str = "YAML",
 ) -> None:
-    """Refuse what could not be written, before any work is done.
+    """Refuse output paths that cannot be written, before any work is done.
 
     Args:
         inputs: files that the command reads; ``None`` where there is none.
@@ -123,7 +123,7 @@ def check_outputs(
 
 
 def _check_ending(path: Path, kind: str) -> None:
-    """Refuse a name that ends as files of another kind do; one without a known ending is fine."""
+    """Refuse a name whose ending belongs to files of another kind; one without a known ending is fine."""
     ending = path.suffix.lstrip(".").lower()
     promised = next((one for one, endings in _ENDINGS.items() if ending in endings), kind)
     if promised != kind:
@@ -134,7 +134,7 @@ def _check_ending(path: Path, kind: str) -> None:
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Write a figure whole or not at all, and say so.
+    """Write a figure atomically, and print its path.
 
     Raises:
         HexiError: the format is unknown, or the file cannot be written.
@@ -147,7 +147,7 @@ def write_picture(figure: Figure, path: Path) -> None:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress | None]:
-    """A bar on standard error while something is under way; ``None`` where nobody watches."""
+    """Show a bar on standard error while work is under way; yields ``None`` where no terminal shows it."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -1,4 +1,4 @@
-"""``hexi plan``, ``hexi compare`` and ``hexi simulate``: what a job would do on a cluster."""
+"""``hexi plan``, ``hexi compare`` and ``hexi simulate``: plan a job on a cluster, and predict it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def plan(
 
 @contextlib.contextmanager
 def _without_flags() -> Iterator[None]:
-    """Turn a constant that Megatron has no flag for into a note: lines would train another model."""
+    """Turn the error that Megatron has no flag for a constant of the model into a note."""
     try:
         yield
     except NoFlagError as problem:
@@ -250,7 +250,7 @@ def _play(
     files: dict[str, Any] | None,
     picture: Path | None,
 ) -> None:
-    """Play a scenario; with `files`, a document that begins with them."""
+    """Simulate a scenario and print the result; `files` begin the document of ``--json``."""
     from megatron_hexi.lab.scenario import play_scenario, read_scenario
     from megatron_hexi.lab.scenario.report import scenario_dict, scenario_report
     from megatron_hexi.planner import CHOSEN, Request
@@ -274,7 +274,7 @@ def _play(
 
 
 def _find_gains(request: Request, cluster: Cluster, planned: Planned) -> tuple[Gain, ...]:
-    """Return what the plan gains by each feature that Megatron's flags lack."""
+    """Return the speedup of the plan by each feature that Megatron's flags lack."""
     from megatron_hexi.planner import find_gains
 
     return find_gains(request, cluster, planned.plan)

@@ -158,7 +158,7 @@ def proportion(
 
 
 def parse_speeds(text: str) -> list[list[float]]:
-    """``"4,3,2/3"`` as ``[[4, 3, 2], [3]]``.
+    """Parse ``"4,3,2/3"`` into ``[[4, 3, 2], [3]]``: the speeds of each group's ranks.
 
     Raises:
         HexiError: a part is not a number.

@@ -111,7 +111,7 @@ def probe(
 
 
 def _finish(measured: Measurement, out: Path, picture: Path | None, *, as_json: bool) -> None:
-    """Write the file, drop what was kept for going on, and say what came out."""
+    """Write the cluster file, remove the partial measurement, and print the result."""
     from rich.console import Group
     from rich.text import Text
 
@@ -134,7 +134,7 @@ def _finish(measured: Measurement, out: Path, picture: Path | None, *, as_json: 
 
 
 def _teller(world: World, bar: Progress | None) -> Progress:
-    """Progress on rank 0: a bar where somebody watches, else a line a stage."""
+    """Return the progress callback of rank 0: a bar on a terminal, else a line for each stage."""
     told = set[int]()
 
     def tell(what: str, done: int, total: int) -> None:
@@ -149,7 +149,7 @@ def _teller(world: World, bar: Progress | None) -> Progress:
 
 @contextlib.contextmanager
 def _said_once(world: World) -> Iterator[None]:
-    """Where all ranks end with an error, one of them says it.
+    """Print an error that all ranks end with on one of them.
 
     Raises:
         HexiError: on the rank that speaks.

@@ -34,7 +34,7 @@ RENAMED = dict(_renamed())
 
 
 def with_present_names(words: Sequence[str], options: Collection[str]) -> list[str]:
-    """The words of a command with former names of its options replaced; each is told on standard error.
+    """Replace former names of options in a command's words, with a note on standard error for each.
 
     Args:
         words: of the command line; from ``--`` on they are another program's.

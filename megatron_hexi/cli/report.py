@@ -85,7 +85,7 @@ def report(
 
 
 def _job(start: Start, plan: Plan, path: Path, model: str | None) -> Job:
-    """The job as it was recorded."""
+    """Return the job as it was recorded."""
     names = ["micro_batch_size", "global_batch_size", "precision"]
     if plan.is_repeated:  # else each rank has a view of its own of these, and the plan says them
         names += ["pipeline_parallel", "recompute"]
