@@ -1,4 +1,4 @@
-"""The command's side: what is wanted is checked, the lab is started, waited for, and ended with us."""
+"""The command's side of the testbed: checks the request, starts the lab, waits for it and ends it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _claim(folder: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _supervised(lab: Lab, quiet: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """The lab's first process; with the context every process of the lab is gone."""
+    """Run the lab's first process; when the context ends, so does every process of the lab."""
     process = subprocess.Popen(
         [
             *command_prefix(lab.isolation),

@@ -1,4 +1,4 @@
-"""What the command asks of the lab, as a file in the run folder, and where everything there stands."""
+"""The request of the command to the lab, as a file in the run folder, and the paths of all files there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JOB = "job"
 
 
 class UntrueError(HexiError):
-    """The testbed is not the cluster that the file describes: its figures must not be used."""
+    """The testbed is off from the file's cluster by more than the tolerance: do not use its figures."""
 
     exit_code = 4
 
@@ -46,7 +46,7 @@ class Quota:
 
 @dataclass(frozen=True)
 class Lab:
-    """One run of the testbed.
+    """A run of the testbed.
 
     Args:
         folder: the run folder, absolute; its `cluster` is the file that is emulated.
@@ -75,15 +75,15 @@ class Lab:
 
     @property
     def result(self) -> Path:
-        """What was measured."""
+        """Path of the document with all measurements."""
         return self.folder / "testbed.json"
 
     def log(self, job: str, rank: int) -> Path:
-        """Everything that a rank prints."""
+        """Return the path of a rank's output."""
         return self.folder / f"{job}-rank-{rank}.log"
 
     def record(self, job: str, rank: int) -> Path:
-        """What a rank says of itself when it ends."""
+        """Return the path of the record that a rank writes when it ends."""
         return self.folder / f"{job}-rank-{rank}.json"
 
 
@@ -97,7 +97,7 @@ def write_lab(lab: Lab) -> None:
 
 
 def read_lab(folder: str | os.PathLike[str]) -> Lab:
-    """What `write_lab` has written."""
+    """Read the lab that `write_lab` has written."""
     data = json.loads((Path(folder) / "lab.json").read_text())
     quotas = tuple(Quota(**quota) for quota in data["quotas"])
     lists = {"gpus": tuple(data["gpus"]), "quotas": quotas, "program": tuple(data["program"])}

@@ -1,4 +1,4 @@
-"""What the links of the lab carry: plain TCP between ranks, all nodes at once, as gloo would send."""
+"""Measures the lab's links: plain TCP between ranks, all nodes at once, as gloo would send."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class LinkMeasured:
-    """One way between two ranks.
+    """A measurement of the link between two ranks, in one direction.
 
     Args:
         source: the rank that sends.
@@ -47,7 +47,7 @@ class LinkMeasured:
 
     @property
     def error(self) -> float:
-        """Relative to what was asked."""
+        """Error of the bandwidth, relative to the file's."""
         return self.measured_gb_s / self.asked_gb_s - 1
 
 
@@ -96,7 +96,7 @@ def _measure(cluster: Cluster, source: int, target: int, quiet: threading.Barrie
 
 
 def _send(address: tuple[str, int], size: int, quiet: threading.Barrier) -> float:
-    """Round trips of a byte, then the message; half the median of the round trips, s."""
+    """Send: round trips of a byte, then the message. Return half the median of the round trips, s."""
     trips = []
     with socket.create_connection(address, timeout=_TIMEOUT_S) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -112,7 +112,7 @@ def _send(address: tuple[str, int], size: int, quiet: threading.Barrier) -> floa
 
 
 def _receive(connection: socket.socket, size: int) -> float:
-    """The other end of `_send`; bytes/s once the stream is under way."""
+    """Receive what `_send` sends. Return bytes/s once the stream is under way."""
     connection.settimeout(_TIMEOUT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for _ in range(_ROUND_TRIPS):

@@ -1,4 +1,4 @@
-"""Network namespaces of the lab by name, and work done inside one."""
+"""Network namespaces of the lab, and functions that run work in one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FOLDER = Path("/run/netns")
 
 
 def prepare() -> None:
-    """Make room for names that only the lab sees. Needs the lab's own mount namespace."""
+    """Mount a folder for names that only the lab sees. Needs the lab's own mount namespace."""
     run("mount", "-t", "tmpfs", "tmpfs", "/run")
     _FOLDER.mkdir()
 
 
 def enter(name: str) -> None:
-    """Move the calling thread into a namespace, and what it starts from then on."""
+    """Move the calling thread, and the processes that it starts, into a namespace."""
     handle = os.open(_FOLDER / name, os.O_RDONLY)
     try:
         os.setns(handle, os.CLONE_NEWNET)
@@ -30,7 +30,7 @@ def enter(name: str) -> None:
 
 
 def within[T](name: str, work: Callable[[], T]) -> T:
-    """Do some work in a namespace: sockets, processes and ``/proc/sys/net`` are those of it."""
+    """Call a function in a namespace: sockets, processes and ``/proc/sys/net`` belong to it."""
     with ThreadPoolExecutor(1, initializer=enter, initargs=(name,)) as thread:
         return thread.submit(work).result()
 

@@ -33,7 +33,7 @@ _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 
 def assign_shares(cluster: Cluster, cores: Sequence[int]) -> list[tuple[int, float]]:
-    """A core and a share of it for each rank: the largest first, each to the core with least to do.
+    """Return a core and a share of it for each rank: the largest first, each to the least loaded core.
 
     Raises:
         PlatformError: a rank would get less than the kernel grants.
@@ -54,7 +54,7 @@ def assign_shares(cluster: Cluster, cores: Sequence[int]) -> list[tuple[int, flo
 
 
 def correct_shares(quotas: Sequence[Quota], speeds: Mapping[int, float]) -> tuple[Quota, ...]:
-    """Quotas with more for those that were too slow, less for those that were too fast; they hold at once.
+    """Return quotas raised for ranks that were too slow and lowered for others; they take effect at once.
 
     Args:
         quotas: of each GPU of the file.
@@ -73,7 +73,7 @@ def correct_shares(quotas: Sequence[Quota], speeds: Mapping[int, float]) -> tupl
 
 @contextmanager
 def rank_quotas(cluster: Cluster) -> Iterator[tuple[Quota, ...]]:
-    """Control groups of all ranks; removed when the context is left, or when this process is killed.
+    """Yield the quotas of all ranks; their control groups are removed at the end, even if we are killed.
 
     Raises:
         PlatformError: they may not be made here.
@@ -102,7 +102,7 @@ def rank_quotas(cluster: Cluster) -> Iterator[tuple[Quota, ...]]:
 
 
 def _make_root(root: Path) -> None:
-    """The group of all ranks; a share counts only if nobody else takes the core meanwhile."""
+    """Create the control group of all ranks, with a weight that keeps other processes off their cores."""
     root.mkdir()
     if _is_v1():
         (root / "cpu.shares").write_text(str(_WEIGHT * 1024))

@@ -1,4 +1,4 @@
-"""What a testbed was measured to be, for a terminal."""
+"""The report of a testbed's measurements, for a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 
 def testbed_report(found: Mapping[str, Any]) -> RenderableType:
-    """Speeds and links, asked and measured, and how a paced job kept its pace.
+    """Return tables of speeds and links, requested and measured, and of how a paced job kept its pace.
 
     Args:
         found: the document of testbed.json.

@@ -41,7 +41,7 @@ _METHODS = {
 
 
 class Measured(NamedTuple):
-    """What was measured at one moment."""
+    """The measurements before or after the job."""
 
     links: list[LinkMeasured]
     speeds: list[truth.SpeedMeasured]
@@ -91,7 +91,7 @@ def main(folder: str) -> int:
 
 
 def _measure(lab: Lab, cluster: Cluster, when: str, *, load: bool) -> Measured:
-    """Measure; what is off, again: other work on the machine comes and goes."""
+    """Measure links and speeds; repeat those that are off, since other work on the machine comes and goes."""
     found = Measured([], [])
     for attempt in range(1, _ATTEMPTS + 1):
         again = f", attempt {attempt} of {_ATTEMPTS}" if attempt > 1 else ""

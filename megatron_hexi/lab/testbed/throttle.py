@@ -1,4 +1,4 @@
-"""Throttles: a GPU that is slower for a while, as its curves say it is not."""
+"""Throttles: GPUs that are slower than their curves for a while."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPELLING = re.compile(
 
 @dataclass(frozen=True)
 class Throttle:
-    """One GPU at another speed for some time.
+    """A GPU at another speed for some time.
 
     Args:
         gpu: its number in the cluster file.
@@ -30,12 +30,12 @@ class Throttle:
     end_s: float | None = None
 
     def holds(self, seconds: float) -> bool:
-        """Whether it is in force so long after the first paced operation."""
+        """Return whether the throttle is active, by seconds since the first paced operation."""
         return self.begin_s <= seconds and (self.end_s is None or seconds < self.end_s)
 
 
 def parse_throttle(text: str, gpus: int) -> Throttle:
-    """A throttle as it is typed: ``2=0.5@60..180``, GPU 2 at half its speed from second 60 to 180.
+    """Parse a throttle: ``2=0.5@60..180`` is GPU 2 at half its speed from second 60 to 180.
 
     Args:
         text: the words.
@@ -63,7 +63,7 @@ def parse_throttle(text: str, gpus: int) -> Throttle:
 
 
 def speed_at(throttles: Iterable[Throttle], seconds: float) -> float:
-    """The factor on a GPU's curves, given its throttles."""
+    """Return the factor on a GPU's curves at a time, given its throttles."""
     factor = 1.0
     for throttle in throttles:
         if throttle.holds(seconds):

@@ -1,4 +1,4 @@
-"""Is the testbed the cluster that the file describes? What was asked, what was measured, what is off."""
+"""Compares the testbed with the cluster file: requested and measured figures, and those that are off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_hexi.lab.testbed.links import LinkMeasured
 
 @dataclass(frozen=True)
 class SpeedMeasured:
-    """One GPU's speed under the synthetic load.
+    """A measurement of one GPU's speed under the synthetic load.
 
     Args:
         gpu: its number in the file.
@@ -31,13 +31,13 @@ class SpeedMeasured:
 
     @property
     def error(self) -> float:
-        """Of the speed, relative to what was asked."""
+        """Error of the speed, relative to the requested one."""
         return self.asked_s / self.measured_s - 1
 
 
 @dataclass(frozen=True)
 class PaceMeasured:
-    """How well a rank of a paced job kept its pace.
+    """A measurement of how well a rank of a paced job kept its pace.
 
     Args:
         gpu: its number in the file.
@@ -63,12 +63,12 @@ class PaceMeasured:
 
     @property
     def error(self) -> float:
-        """Of the speed, relative to what was asked."""
+        """Error of the speed, relative to the requested one."""
         return self.asked_s / self.measured_s - 1
 
 
 def read_speeds(lab: Lab, cluster: Cluster, job: str) -> list[SpeedMeasured]:
-    """What the ranks have printed at the end of a run of the synthetic load."""
+    """Read the speeds that the ranks printed at the end of a run of the synthetic load."""
     asked = [cycle_seconds(cluster.ranks[gpu].device) for gpu in lab.gpus]
     measured = [_seconds_a_cycle(lab.log(job, rank)) for rank in range(len(asked))]
     if lab.speeds == "quota":
@@ -78,7 +78,7 @@ def read_speeds(lab: Lab, cluster: Cluster, job: str) -> list[SpeedMeasured]:
 
 
 def read_pace(lab: Lab, records: Sequence[dict[str, Any] | None]) -> list[PaceMeasured]:
-    """How each rank of a paced job kept its pace; without those that computed nothing that is paced."""
+    """Return the pace of each rank of a paced job; without ranks that had no paced operation."""
     return [
         _pace(gpu, record["pace"])
         for gpu, record in zip(lab.gpus, records, strict=True)
@@ -87,7 +87,7 @@ def read_pace(lab: Lab, records: Sequence[dict[str, Any] | None]) -> list[PaceMe
 
 
 def link_problems(cluster: Cluster, links: Sequence[LinkMeasured]) -> list[str]:
-    """What is wrong with the links, a line each."""
+    """Return the errors of links that are off, one line each."""
     return [
         f"link from {cluster.rank_name(link.source)} to {cluster.rank_name(link.target)}: asked "
         f"{link.asked_gb_s:.4g} GB/s, measured {link.measured_gb_s:.4g} ({link.error:+.1%}); "
@@ -98,7 +98,7 @@ def link_problems(cluster: Cluster, links: Sequence[LinkMeasured]) -> list[str]:
 
 
 def speed_problems(cluster: Cluster, speeds: Sequence[SpeedMeasured], method: Speeds) -> list[str]:
-    """What is wrong with the speeds under the synthetic load, a line each."""
+    """Return the errors of speeds that are off under the synthetic load, one line each."""
     remedy = {
         "paced": "this machine is too slow or too busy: lower all curves of the file by one factor",
         "quota": "this machine is too busy: try again, or take --speeds paced",
@@ -113,7 +113,7 @@ def speed_problems(cluster: Cluster, speeds: Sequence[SpeedMeasured], method: Sp
 
 
 def pace_problems(cluster: Cluster, paces: Sequence[PaceMeasured]) -> list[str]:
-    """What is wrong with the pace of a job, a line each."""
+    """Return the errors of ranks of a job that did not keep their pace, one line each."""
     found = []
     for pace in paces:
         who = f"GPU {pace.gpu} ({cluster.rank_name(pace.gpu)})"

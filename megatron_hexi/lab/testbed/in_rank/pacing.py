@@ -13,7 +13,7 @@ from megatron_hexi.lab.testbed.throttle import Throttle, speed_at
 
 
 class Pacing(TorchDispatchMode):
-    """Sees every operation of the thread that enters it, autograd's included.
+    """Paces every operation of the thread that enters it, autograd's included.
 
     Args:
         charger: of the rank's device.

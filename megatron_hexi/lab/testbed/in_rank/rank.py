@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the program as this rank's device would.
+    """Run the program under this rank's limits and pace.
 
     Args:
         argv: the run folder, the job's name, and the program as torchrun takes it.
