@@ -24,7 +24,7 @@ def check_cluster(file: ClusterFile, devices: Mapping[str, Device], source: Yaml
     """Check every rule.
 
     Args:
-        file: what the file says; its values have the right types, its size is sane.
+        file: the cluster file; its values have the right types, its size is sane.
         devices: the catalogue with the file's own devices.
         source: the document, for lines.
 

@@ -17,7 +17,7 @@ def check_network(file: ClusterFile, source: YamlFile) -> None:
     """Check every rule of networks and fabrics; levels and the matrix have rules of their own.
 
     Args:
-        file: what the file says; its values have the right types.
+        file: the cluster file; its values have the right types.
         source: the document, for lines.
 
     Raises:

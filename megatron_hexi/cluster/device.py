@@ -123,10 +123,10 @@ class Link:
     Args:
         kind: NVLink4, PCIe5, …
         bandwidth_gb_s: achieved, 10^9 bytes/s a direction; each GPU has this much out and in.
-        latency_us: of one message, µs.
+        latency_us: latency of one message, µs.
         source: who measured it, or how it was estimated.
         estimate: whether nobody measured it.
-        nominal_gb_s: by datasheet, a direction.
+        nominal_gb_s: bandwidth by datasheet, a direction.
     """
 
     kind: str
@@ -142,10 +142,10 @@ class Host:
     """The memory of a GPU's node, as the GPU reaches it.
 
     Args:
-        usable_gib: what a job may pin of it for each GPU of the node, GiB.
-        bandwidth_gb_s: of copies between the GPU and pinned memory, 10^9 bytes/s a direction, while
+        usable_gib: memory that a job may pin for each GPU of the node, GiB.
+        bandwidth_gb_s: bandwidth of copies between the GPU and pinned memory, 10^9 bytes/s a direction, while
             all GPUs of the node copy.
-        memory_gb_s: what that memory itself gives the processes of each GPU, 10^9 bytes/s, while all use it.
+        memory_gb_s: bandwidth of that memory for the processes of each GPU, 10^9 bytes/s, while all use it.
         source: who measured it, or how it was estimated.
         estimate: whether nobody measured it.
     """
@@ -162,20 +162,20 @@ class Device:
     """A model of GPU.
 
     Args:
-        name: as cluster files spell it.
-        memory_gb: as its vendor sells it.
-        usable_gib: what a process finds free on it, GiB.
+        name: name in cluster files.
+        memory_gb: memory as its vendor sells it.
+        usable_gib: memory that a process finds free on it, GiB.
         memory_gb_s: bandwidth of its memory by datasheet, 10^9 bytes/s.
         capability: CUDA compute capability.
         nominal: rates by datasheet.
-        link: to the GPUs of its node.
+        link: link to the other GPUs of its node.
         matmul: achieved by matrix products, against rows, in bf16 (fp16 where there is no bf16).
         attentions: kernels with curves, those of the cluster file before the catalogue's, and the fastest
             (causal, forward, 16k tokens) of each first.
         source: the datasheet.
-        note: what a user should know besides.
+        note: remark for users.
         matmul_fp8: achieved by matrix products in fp8; ``None`` where nobody measured it.
-        layer_share: what a training layer's matrices reach of both; 1 where they were measured as a layer
+        layer_share: share of both rates that a training layer's matrices reach; 1 where measured as a layer
             runs them.
         host: its node's memory; ``None``: not known, so that nothing can be planned to lie there.
     """

@@ -36,7 +36,7 @@ class CurveEntry:
 
     Args:
         points: a size (rows of a matrix product, tokens of a sequence) and TFLOP/s, sizes ascending.
-        source: who measured it.
+        source: link to the measurement.
         estimate: how it was derived instead.
         half: size at which half the rate is reached, below the first point; else an estimate.
     """
@@ -54,8 +54,8 @@ class PassesEntry:
     """Curves of the forward and the backward pass.
 
     Args:
-        forward: of the forward pass.
-        backward: counted as 2.5 times its FLOPs.
+        forward: curve of the forward pass.
+        backward: curve of the backward pass; it counts 2.5 times the forward pass's FLOPs.
     """
 
     forward: CurveEntry | None = None
@@ -71,9 +71,9 @@ class AttentionEntry:
     Args:
         causal: with a causal mask; counted as half the FLOPs of `full`.
         full: without a mask.
-        like: a GPU whose curves of this kernel are taken.
-        times: how many times as fast as those.
-        estimate: why.
+        like: another GPU whose curves of this kernel are used.
+        times: factor on those curves.
+        estimate: reason for the factor.
     """
 
     causal: PassesEntry | None = None
@@ -90,10 +90,10 @@ class LinkEntry:
     """A link inside a node.
 
     Args:
-        kind: for people: NVLink4, PCIe5, …
+        kind: name in reports: NVLink4, PCIe5, …
         bandwidth_gb_s: achieved by each GPU.
-        latency_us: of one message.
-        nominal_gb_s: by datasheet.
+        latency_us: latency of one message, µs.
+        nominal_gb_s: bandwidth by datasheet.
         source: who measured it.
         estimate: how it was derived instead.
     """
@@ -113,9 +113,9 @@ class HostEntry:
     """The memory of a GPU's node, as `host` of a node.
 
     Args:
-        usable_gib: what a job may pin for each GPU of the node.
-        bandwidth_gb_s: of copies between the GPU and pinned memory, while all GPUs of the node copy.
-        memory_gb_s: of that memory itself, for the processes of each GPU, while all use it.
+        usable_gib: memory that a job may pin for each GPU of the node, GiB.
+        bandwidth_gb_s: bandwidth of copies between the GPU and pinned memory, while all GPUs copy.
+        memory_gb_s: bandwidth of that memory for the processes of each GPU, while all use it.
         source: who measured it.
         estimate: how it was derived instead.
     """
@@ -155,18 +155,18 @@ class DeviceEntry:
     """A GPU; what an entry leaves out comes from the catalogue's GPU of that name.
 
     Args:
-        memory_gb: as sold.
-        usable_gib: what a process finds free.
+        memory_gb: memory as sold.
+        usable_gib: memory that a process finds free, GiB.
         memory_gb_s: bandwidth of its memory by datasheet.
         capability: CUDA compute capability, major and minor.
         nominal: rates by datasheet.
-        link: to the GPUs of its node.
+        link: link to the other GPUs of its node.
         host: its node's memory; without it plans do not offload.
         matmul: matrix products, against rows.
         matmul_fp8: the same in fp8.
         attention: each kernel's curves, against tokens, with heads of 128.
-        source: of its figures.
-        note: for people.
+        source: datasheet of its figures.
+        note: remark in reports.
     """
 
     memory_gb: Memory | None = None
@@ -194,7 +194,7 @@ class Builder:
         known: devices that an entry may extend or be `like`.
         halves: tokens at which attention reaches half its rate, by mask and direction.
         citations: texts that a one-word `source` stands for.
-        layer_share: of devices whose `matmul` stands in the document.
+        layer_share: `Device.layer_share` of devices whose `matmul` is in the document.
     """
 
     source: YamlFile

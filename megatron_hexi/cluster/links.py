@@ -19,9 +19,9 @@ class LinkId(NamedTuple):
 
     Args:
         tier: 0 inside a node, 1 between nodes, 2 and up the file's levels.
-        per: what owns it.
+        per: owner of the link.
         owner: number of the rank, card, node or group (of that level); sender x nodes + receiver for a pair.
-        way: from its owner or to it.
+        way: ``out`` of its owner or ``in``.
     """
 
     tier: int
@@ -43,10 +43,10 @@ class Cards:
     """The network cards of a node.
 
     Args:
-        count: how many, at most one for each GPU.
-        bandwidth: of each, bytes/s a direction.
-        latency_s: from node to node.
-        fabric: what they are plugged into.
+        count: number of cards, at most one for each GPU.
+        bandwidth: bandwidth of each card, bytes/s a direction.
+        latency_s: latency between two nodes, s.
+        fabric: name of the network that the cards are on.
     """
 
     count: int
@@ -94,9 +94,9 @@ class Tier:
 
     Args:
         name: ``network``, or the level's.
-        per: what has a link of its own.
+        per: owner of each link.
         link_of: the number of each rank's link: the rank, its node, its group, or a card of all.
-        bandwidths: of the links, by number, bytes/s a direction.
+        bandwidths: bandwidth of each link, bytes/s a direction.
         latencies_s: added by crossing it once, by node; of two nodes the longer one counts.
         group_of: the group of each node; a node is its own group between nodes.
     """
@@ -134,8 +134,8 @@ class Tier:
         """Return this tier for the ranks of some nodes, renumbered; groups keep their numbers.
 
         Args:
-            ranks: that are left.
-            place: the new number of each node that is left, in their order.
+            ranks: the ranks that remain.
+            place: the new number of each remaining node, in their order.
         """
         links = [self.link_of[rank] for rank in ranks]
         latencies = tuple(self.latencies_s[node] for node in place)

@@ -39,8 +39,8 @@ class Intra:
     """Links inside a node, in place of the catalogue's.
 
     Args:
-        bandwidth_gb_s: of each GPU.
-        latency_us: else the catalogue's.
+        bandwidth_gb_s: bandwidth of each GPU, 10^9 bytes/s a direction.
+        latency_us: latency of one message, µs; the catalogue's if left out.
     """
 
     bandwidth_gb_s: Rate
@@ -54,9 +54,9 @@ class NodeHost:
     """Memory of the node itself, in place of the catalogue's.
 
     Args:
-        usable_gib: what a job may pin on the whole node.
-        bandwidth_gb_s: of copies between each GPU and pinned memory, while all GPUs copy.
-        memory_gb_s: of that memory itself, for the processes of each GPU, while all use it.
+        usable_gib: memory that a job may pin on the whole node, GiB.
+        bandwidth_gb_s: bandwidth of copies between each GPU and pinned memory, while all GPUs copy.
+        memory_gb_s: bandwidth of that memory for the processes of each GPU, while all use it.
     """
 
     usable_gib: Memory | None = None
@@ -71,11 +71,11 @@ class NodeNetwork:
     """A node's cards to other nodes: each with `gbit_s`, or with `bandwidth_gb_s`.
 
     Args:
-        cards: how many; the GPUs of a node share them evenly, neighbours the same one.
+        cards: number of cards; the GPUs of a node share them evenly, neighbours the same one.
         gbit_s: line rate of each card, 10^9 bits/s: ``400``.
-        bandwidth_gb_s: what was measured of each card instead.
-        latency_us: from node to node; of two nodes that differ the longer one counts.
-        fabric: what the cards are plugged into: ``infiniband``, ``roce``, ``ethernet``, or any name.
+        bandwidth_gb_s: measured bandwidth of each card, in place of `gbit_s`.
+        latency_us: latency between two nodes; if they differ, the longer one counts.
+        fabric: name of the network that the cards are on: ``infiniband``, ``roce``, ``ethernet``, or any.
     """
 
     cards: Count = 1
@@ -92,11 +92,11 @@ class NodeEntry:
     """`count` nodes alike, called ``name-0``, ``name-1`` and so on.
 
     Args:
-        name: what the rest of the file calls them.
+        name: name of the nodes in the rest of the file.
         gpu: a GPU of the catalogue, or of ``devices:``.
-        gpus: how many of it each node has.
-        count: how many nodes.
-        memory_gb: of each GPU as sold; the usable part keeps its share.
+        gpus: number of GPUs of each node.
+        count: number of nodes.
+        memory_gb: memory of each GPU as sold; the usable part keeps its share.
         speed: factor on all its curves (0.8: throttled to four fifths).
         intra: links inside the node.
         host: the node's own memory, for offload.
@@ -123,8 +123,8 @@ class Network:
     """The network between nodes that have no `network` of their own.
 
     Args:
-        bandwidth_gb_s: of what `per` says.
-        latency_us: from node to node.
+        bandwidth_gb_s: bandwidth of each owner that `per` names.
+        latency_us: latency between two nodes.
         per: ``node``: all GPUs of a node share its link; ``gpu``: each GPU has a card of its own.
     """
 
@@ -142,7 +142,7 @@ class FabricLink:
     Args:
         meet: the fabrics, with all that an earlier entry joined to them; else all of the file.
         gbit_s: line rate of what `per` says, 10^9 bits/s.
-        bandwidth_gb_s: what was measured of it instead.
+        bandwidth_gb_s: measured bandwidth, in place of `gbit_s`.
         latency_us: added to that of the nodes' cards.
         per: ``node`` or ``gpu``: each has so much of its own; ``fabric``: shared by all of a fabric.
     """
@@ -161,10 +161,10 @@ class Level:
     """A level above the node: racks, fabrics, sites.
 
     Args:
-        name: for people.
+        name: name in reports.
         groups: nodes of each group: ``h100`` (all of that name), ``h100-0`` or ``h100-0..3``; each node
             once, in whole groups of the level before.
-        bandwidth_gb_s: of what leaves a group, and of what enters.
+        bandwidth_gb_s: bandwidth out of a group, and into it.
         latency_us: added to the levels inside.
         per: ``group``: shared by all of the group; ``node`` or ``gpu``: each has so much of its own.
     """
@@ -185,7 +185,7 @@ class Matrix:
     Args:
         nodes: ``h100-0``, …, every node once, in the order of rows and columns.
         bandwidth_gb_s: a row for each node; the diagonal is not read.
-        latency_us: likewise.
+        latency_us: latency in the same layout.
     """
 
     nodes: Annotated[tuple[Text, ...], Field(min_length=1, max_length=MAX_MATRIX_NODES)]
@@ -200,14 +200,14 @@ class ClusterFile:
     """A cluster file. Several nodes need `network`, here or at each node, or `matrix`.
 
     Args:
-        name: for people.
+        name: name in reports.
         nodes: ranks are numbered in this order.
         network: between nodes that have none of their own.
-        fabrics: how nodes of different fabrics reach each other, from inside out.
+        fabrics: links between nodes of different fabrics, from inside out.
         levels: above the node, from inside out.
-        matrix: in place of `network`, `fabrics` and `levels`.
+        matrix: measured links, in place of `network`, `fabrics` and `levels`.
         devices: your own GPUs and measured curves.
-        planner: what plans may use, unless the command line says otherwise.
+        planner: the features that plans may use, unless the command line says otherwise.
     """
 
     name: Name

@@ -30,8 +30,8 @@ def matrix_partitions(nodes: int, gb_s: Mapping[tuple[int, int], float]) -> list
     joins nothing is left out.
 
     Args:
-        nodes: how many.
-        gb_s: from node to node, GB/s; the slower of two directions counts.
+        nodes: number of nodes.
+        gb_s: GB/s from node to node; the slower of two directions counts.
 
     Returns:
         Name, and the group of each node, of every step.

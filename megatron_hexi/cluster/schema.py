@@ -17,7 +17,7 @@ def parse_file[T](kind: TypeAdapter[T], source: YamlFile, shape: str) -> T:
     Args:
         kind: the type.
         source: the document.
-        shape: what such a file is, for the error about one that is nothing like it.
+        shape: description of a correct file, for the error about an empty or wholly different one.
 
     Raises:
         ClusterError: the first thing that does not fit: file, line, place, value, remedy.

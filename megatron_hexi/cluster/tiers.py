@@ -15,9 +15,9 @@ def find_tiers(file: ClusterFile, nodes: Sequence[Node], ranks: Sequence[Rank]) 
     """Return the tiers of a file without a matrix; none where it describes no network.
 
     Args:
-        file: what the cluster file says.
-        nodes: of the cluster, with their cards.
-        ranks: of the cluster.
+        file: the cluster file.
+        nodes: the cluster's nodes, with their cards.
+        ranks: the cluster's ranks.
     """
     if not file.networks:
         return ()

@@ -29,9 +29,9 @@ class Cluster:
     """The nodes, ranks and links of a cluster. Build it with `read_cluster`.
 
     Args:
-        file: what the cluster file says.
-        nodes: in file order.
-        ranks: in file order, a node's GPUs together.
+        file: the cluster file.
+        nodes: nodes in file order.
+        ranks: ranks in file order, a node's GPUs together.
         tiers: between nodes, from inside out; empty with a measured matrix or a single node.
     """
 
@@ -76,7 +76,7 @@ class Cluster:
         """Return this cluster with some bandwidths multiplied by factors, in both directions.
 
         Args:
-            factors: by tier and number: of a node, or of a group where a level's groups have one link each.
+            factors: factors by tier and number: of a node, or of a group where a level's groups have one link each.
                 Tier 0 is what links a node's GPUs.
         """
         nodes = tuple(
@@ -180,7 +180,7 @@ class Cluster:
         """Return this cluster with a share of every GPU's usable memory kept free.
 
         Args:
-            margin: that share, from 0 to 1.
+            margin: share of memory to keep free, from 0 to 1.
         """
         if margin == 0:
             return self
