@@ -24,7 +24,7 @@ class Weight:
         key: its name in a torch_dist checkpoint; all layers lie under one key, along a first dimension.
         parts: Hugging Face's names for what it is made of, with their shapes.
         groups: blocks of rows; each block has the rows of each part that belong to it.
-        layer: of which layer; ``None``: of the model.
+        layer: number of the layer; ``None``: the weight is the whole model's.
         is_vocabulary: whether rows are tokens, which Megatron pads to a multiple.
     """
 
