@@ -30,7 +30,7 @@ def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str
 
     Args:
         measured: every stage of a probe.
-        name: of the cluster.
+        name: name of the cluster.
 
     Raises:
         HexiError: a GPU that the catalogue lacks, of which a curve could not be measured at any size.

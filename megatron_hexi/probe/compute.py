@@ -37,11 +37,11 @@ def measure_points(
     """Measure one kind of work at every size, from the smallest up.
 
     Args:
-        name: what it is called where a size is skipped.
+        name: name of the work, for notes on skipped sizes.
         sizes: ascending.
-        flops: that a size counts.
+        flops: FLOPs of a size.
         prepare: makes the tensors of a size, and what is to be timed.
-        clock: of the device.
+        clock: clock of the device.
         limit_s: seconds a size; from the first that would take longer, by the rate so far, all are skipped.
         meet: told what comes next, waits for the other ranks: all load the machine at once.
     """
@@ -103,8 +103,8 @@ def stream_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float) -
 
     Args:
         size: bytes of each array.
-        device: whose memory.
-        clock: of the device.
+        device: device whose memory is measured.
+        clock: clock of the device.
         limit_s: seconds that it may take.
     """
     a, b, c = (torch.ones(size // 4, device=device, dtype=torch.float32) for _ in range(3))
@@ -118,8 +118,8 @@ def host_copy_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float
 
     Args:
         size: bytes of a copy.
-        device: which one.
-        clock: of the device.
+        device: device to copy from and to.
+        clock: clock of the device.
         limit_s: seconds that it may take.
 
     Returns:

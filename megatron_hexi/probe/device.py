@@ -31,8 +31,8 @@ def rank_info(
     """Return the facts of this rank that must not change when a probe is resumed.
 
     Args:
-        options: what was asked.
-        device: where its tensors are.
+        options: options of the probe.
+        device: device of this rank's tensors.
         environment: the launcher's variables.
         host_ranks: ranks on this host, which share its memory if they run on the CPU.
 

@@ -31,9 +31,9 @@ class Options:
 
     Args:
         kernels: attention kernels; ``auto`` is what a job on that GPU would choose.
-        precision: of matrices and attention.
-        hidden_size: of the weights; 4096 on GPUs and 1024 on CPUs if not given.
-        heads: that attention is measured with; 8 on GPUs and 2 on CPUs if not given.
+        precision: data type of matrices and attention.
+        hidden_size: hidden size of the weights; 4096 on GPUs and 1024 on CPUs if not given.
+        heads: number of attention heads; 8 on GPUs and 2 on CPUs if not given.
         head_dim: their size.
         budget_s: seconds that it all may take, roughly.
         quick: measure at fewer sizes.
@@ -76,7 +76,7 @@ class Cards:
 
     Args:
         fabric: ``infiniband`` or ``roce``.
-        count: how many are up.
+        count: number of cards that are up.
         gbit_s: line rate of each.
     """
 
@@ -96,11 +96,11 @@ class RankInfo:
         group: the launcher's number of its node; empty if it has none.
         local_rank: its number on its node.
         kind: ``cuda`` or ``cpu``.
-        gpu: what torch calls its GPU; a CPU's model name.
-        memory_bytes: of the GPU; of a CPU rank's share of the memory, or its limit.
+        gpu: torch's name of its GPU; a CPU's model name.
+        memory_bytes: memory of the GPU; on a CPU the rank's share of the host's, or its limit.
         capability: CUDA compute capability; 0, 0 for a CPU.
         kernels: the attention kernels that it measures, one for each that was asked for.
-        versions: of what its rates depend on: torch and the packages of the kernels.
+        versions: versions of torch and of the kernels' packages, on which its rates depend.
         cards: the fastest kind of its host's; ``None``: no InfiniBand or RoCE device is up, or allowed.
     """
 
@@ -152,7 +152,7 @@ class Inside:
         ports: bytes out of one GPU's port, and as many into it, in messages between all pairs at once.
         all_to_all: the same by the collective, which may be slower.
         point_to_point: bytes from one GPU to one other, in pairs, both ways at once; the median pair.
-        latency_s: of a small message, the median pair.
+        latency_s: latency of a small message, the median pair.
     """
 
     node: int
@@ -173,7 +173,7 @@ class Between:
         dst: the receiving node's.
         all_ranks: bytes in all, every rank of both nodes taking part.
         one_rank: bytes from one rank to one; ``None`` where it was not measured.
-        latency_s: of a small message.
+        latency_s: latency of a small message.
     """
 
     src: int
@@ -190,22 +190,22 @@ class Measurement:
     """All measurements so far.
 
     Args:
-        version: of this document's form.
+        version: version of this document's format.
         started: date, UTC.
         hexi: version of megatron-hexi.
-        options: what was asked.
-        ranks: who took part, in rank order.
+        options: options of the probe.
+        ranks: all ranks, in rank order.
         done: names of the stages that are done.
         usable_bytes: memory that each rank found free.
         stream_gb_s: memory bandwidth that each rank reached.
         host_bytes: each rank's part of its host's memory that is free.
-        host_gb_s: what each rank copied between its device and that, the slower way; ``None``: no room.
+        host_gb_s: GB/s that each rank copied between device and host, the slower direction; ``None``: no room.
         host_stream_gb_s: bandwidth of the host's memory that each rank reached, all at once.
-        curves: by name: ``matmul``, or a kernel, mask and direction (``cudnn causal forward``).
-        skipped: what was not measured, and why.
-        inside: for every node of several ranks.
-        between: for every two nodes, both ways.
-        together: bytes from each rank to each rank of another node, all at once.
+        curves: rates by name: ``matmul``, or a kernel, mask and direction (``cudnn causal forward``).
+        skipped: reasons for sizes that were not measured.
+        inside: links inside every node of several ranks.
+        between: links between every two nodes, in both directions.
+        together: transfers between all ranks of different nodes at once.
     """
 
     version: Literal[1]

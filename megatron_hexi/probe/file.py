@@ -20,10 +20,10 @@ def write_cluster(
     """Write the file whole or not at all.
 
     Args:
-        path: where.
+        path: path of the cluster file.
         data: plain values, as `assemble` gives them.
-        notes: what to tell its user; stands in it as comments.
-        measured: what it was made from.
+        notes: notes for its user; written into it as comments.
+        measured: the measurement that the file was made from.
 
     Returns:
         The cluster as the planner reads it, and all notes.

@@ -31,7 +31,7 @@ class Wire:
 
     Args:
         world: the ranks.
-        device: of this rank.
+        device: device of this rank.
         group: all ranks, on the backend that a job would use.
         sizes: bytes of messages, ascending.
         limit_s: a transfer that takes so long ends its sweep over the sizes.
@@ -63,7 +63,7 @@ class Wire:
         """Time an all-to-all of equal messages; return each lane's times by bytes to one peer.
 
         Args:
-            peers: of this rank.
+            peers: peers of this rank.
             lanes: ranks of each lane.
         """
 

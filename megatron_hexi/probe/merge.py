@@ -24,8 +24,8 @@ class Merged:
 
     Args:
         curves: TFLOP/s at the sizes measured, by name.
-        speeds: of each of its nodes by number, against the curves; 1 where it is within `STRAGGLER`.
-        notes: what to know of how the ranks differ.
+        speeds: speed of each of its nodes by number, against the curves; 1 where it is within `STRAGGLER`.
+        notes: notes on how the ranks differ.
     """
 
     curves: Mapping[str, Mapping[int, float]]
@@ -39,9 +39,9 @@ def merge(name: str, nodes: Mapping[int, NodeFound], curves: Mapping[str, Series
     The node of median speed is the reference (of two the faster one).
 
     Args:
-        name: of the GPU.
-        nodes: that have it, by number.
-        curves: what was measured, on all ranks.
+        name: name of the GPU.
+        nodes: nodes that have it, by number.
+        curves: measured rates of all ranks.
     """
     rates = {rank: _rates_of(rank, curves) for node in nodes.values() for rank in node.ranks}
     by_node = {n: _medians([rates[rank] for rank in node.ranks]) for n, node in nodes.items()}

@@ -45,10 +45,10 @@ def by_node(
     in one fabric; between fabrics there is one bandwidth for each node, slower than the cards.
 
     Args:
-        nodes: in the order of ranks.
+        nodes: the nodes in the order of ranks.
         whole: GB/s of each pair, all ranks sending.
-        latency_us: of each pair.
-        gains: how many times as much all ranks of a pair send as one; ``None`` where it was not measured.
+        latency_us: latency of each pair.
+        gains: bandwidth of all ranks of a pair over that of one rank each; ``None``: not measured.
 
     Returns:
         ``None``: some pair is told wrongly.

@@ -47,12 +47,12 @@ class NodeFound:
     """A node: its name in the file, its ranks, and their devices.
 
     Args:
-        name: in the file.
-        ranks: on it.
+        name: name in the file.
+        ranks: ranks on the node.
         kind: ``cuda`` or ``cpu``.
-        gpu: what torch calls its GPUs.
+        gpu: torch's name of its GPUs.
         host: its name for Slurm; empty where several nodes are on one host.
-        cards: that its host has.
+        cards: cards of its host.
     """
 
     name: str

@@ -42,10 +42,10 @@ def probe(world: World, options: Options, kept: Path, *, restart: bool, tell: Pr
 
     Args:
         world: the ranks.
-        options: what to measure.
-        kept: where rank 0 keeps what is done.
+        options: options of the probe.
+        kept: path of the partial measurement, which rank 0 writes.
         restart: begin anew, whatever is kept.
-        tell: progress.
+        tell: callback, receives the name of each step.
 
     Raises:
         HexiError: a device that cannot do what was asked, ranks that are not numbered node by node, or a kept

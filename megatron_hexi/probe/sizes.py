@@ -25,14 +25,14 @@ class Sizes:
     """Sizes to measure at on one rank.
 
     Args:
-        rows: of matrix products.
-        tokens: of attention.
+        rows: rows of matrix products.
+        tokens: tokens of attention.
         hidden: the weight is [4 hidden, hidden].
-        heads: of attention.
+        heads: heads of attention.
         head_dim: their size.
-        stream_bytes: of each of the three arrays of the memory stream, well beyond any cache.
+        stream_bytes: bytes of each of the three arrays of the memory stream, well beyond any cache.
         largest_message: bytes from one rank to another.
-        host_stream_bytes: as `stream_bytes`, of the host's memory.
+        host_stream_bytes: the same of the host's memory.
     """
 
     rows: tuple[int, ...]
@@ -59,8 +59,8 @@ def sizes_for(options: Options, kind: str) -> Sizes:
     """Return sizes for a GPU (``cuda``) or a CPU, which is a hundred times slower.
 
     Args:
-        options: what was asked.
-        kind: of device.
+        options: options of the probe.
+        kind: kind of device.
     """
     gpu = kind == "cuda"
     step = 4 if options.quick else 2
@@ -87,8 +87,8 @@ def transfer_limit_s(options: Options, sweeps: int) -> float:
     """Return the seconds from which on a transfer is long enough to determine the bandwidth.
 
     Args:
-        options: what was asked.
-        sweeps: how often all sizes of message are gone through.
+        options: options of the probe.
+        sweeps: number of passes over all message sizes.
     """
     # A sweep's sizes grow fourfold and each is sent four times: 4 x (1 + 1/4 + …) = 5.3 times the last one,
     # which itself is up to four times as long as the first that is long enough.
@@ -99,7 +99,7 @@ def message_sizes(sizes: Sizes, usable_bytes: int, peers: int) -> tuple[int, ...
     """Return sizes of a message, bytes: from 64 KiB up, by factors of four.
 
     Args:
-        sizes: what is measured.
+        sizes: sizes of the probe.
         usable_bytes: free memory of the rank that has least; an eighth of it is taken each way.
         peers: messages that a rank sends, and receives, at once.
     """

@@ -37,10 +37,10 @@ class Stages:
 
     Args:
         world: the ranks.
-        options: what to measure.
-        device: of this rank.
-        info: who this rank is.
-        nodes: that the ranks are on.
+        options: options of the probe.
+        device: device of this rank.
+        info: facts of this rank.
+        nodes: nodes that the ranks are on.
         host_ranks: ranks on this rank's host.
     """
 

@@ -35,7 +35,7 @@ class World:
 
     Args:
         rank: this one's number.
-        size: how many there are.
+        size: number of ranks.
         store: the job's; ``None`` for a world of one.
     """
 
