@@ -57,8 +57,8 @@ def _swiglu_gradient(grad: Tensor, inputs: Tensor) -> Tensor:
     """Return the gradient of SwiGLU's input, [..., 2 f], computed without temporary tensors.
 
     Args:
-        grad: of the output, [..., f].
-        inputs: of the forward pass, [..., 2 f].
+        grad: gradient of the output, [..., f].
+        inputs: inputs of the forward pass, [..., 2 f].
     """
     gate, linear = inputs.chunk(2, -1)
     result = torch.empty_like(inputs)

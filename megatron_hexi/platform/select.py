@@ -26,8 +26,8 @@ class Platform:
         name: ``"cuda"`` or ``"cpu"``.
         device: the device of this rank's tensors.
         backend: the backend of torch.distributed.
-        torch_patches: what is replaced in PyTorch; must be on before Megatron is imported.
-        megatron_patches: what is replaced in Megatron for this platform alone.
+        torch_patches: patches of PyTorch; must be applied before Megatron is imported.
+        megatron_patches: patches of Megatron for this platform alone.
     """
 
     name: str
