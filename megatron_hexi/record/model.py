@@ -24,9 +24,9 @@ class Round:
     """A start of the ranks under `megatron_hexi.elastic`.
 
     Args:
-        number: from 1.
-        without: nodes of the cluster file that are not there.
-        resumed: iteration that it goes on from; 0: it begins.
+        number: number of the round, from 1.
+        without: nodes of the cluster file that are absent.
+        resumed: iteration that it resumes from; 0 at the beginning.
         in_memory: whether its state came from copies in memory.
         undone: iterations that are done again.
         goodput: seconds of iterations that no loss undid, of all seconds since the job began, by then.
@@ -47,11 +47,11 @@ class Start:
     """A job that begins to write, or goes on after a restart.
 
     Args:
-        started: when, ISO 8601 with the zone.
-        digest: of its plan (``plan_digest``).
+        started: time of the start, ISO 8601 with the zone.
+        digest: digest of the plan (``plan_digest``).
         platform: ``cuda`` or ``cpu``.
         devices: model of each rank's device, by rank of the job.
-        micro_batch_size: as Megatron was told; so are the following.
+        micro_batch_size: Megatron's argument; so are the following.
         global_batch_size: sequences of an iteration.
         pipeline_parallel: stages.
         recompute: ``none``, ``selective`` or ``full``.
@@ -61,8 +61,8 @@ class Start:
         sequence_parallel: whether tensor-parallel ranks share the rows of norms.
         swapped_at: the first iteration under this plan, which took another's place while the job ran
             (``--hexi-replan-interval``); ``None``: the job was started.
-        round: of an elastic job; ``None``: it is none.
-        version: of the file format.
+        round: round of an elastic job; ``None`` in any other job.
+        version: version of the file format.
     """
 
     started: Label
@@ -90,7 +90,7 @@ class RankTimes:
 
     Args:
         step_s: the whole training step.
-        attention_s: of it, waited in attention, for keys, values, gradients and the all-to-alls.
+        attention_s: part of it waited in attention, for keys, values, gradients and the all-to-alls.
         gradients_s: waited for the weights' gradients to be added up, and for weights to be gathered.
         pipeline_s: waited for other pipeline stages.
         peak_bytes: the most memory so far: allocated on the GPU; on the CPU, resident in the process.
@@ -134,10 +134,10 @@ class Interval:
 
     Args:
         iterations: their numbers, ascending, from 1.
-        seconds: of each the training step, on the rank where it took longest.
-        losses: of each the mean over its tokens.
-        tokens: of one iteration, over all replicas.
-        ranks: in the mean over these iterations.
+        seconds: seconds of each iteration's training step, on the rank where it took longest.
+        losses: loss of each iteration, a mean over its tokens.
+        tokens: tokens of one iteration, over all replicas.
+        ranks: times of ranks, means over these iterations.
     """
 
     iterations: Annotated[tuple[Positive, ...], Field(min_length=1)]
