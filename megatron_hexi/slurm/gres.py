@@ -47,7 +47,7 @@ def names_gpu(kind: str, gpu: str) -> bool:
 
     Args:
         kind: the type, in lower case.
-        gpu: as the cluster file calls it: ``H100-SXM-80GB``, or a name of its own.
+        gpu: its name in the cluster file: ``H100-SXM-80GB``, or a name of the user's.
 
     >>> names_gpu("nvidia_h100_80gb_hbm3", "H100-SXM-80GB"), names_gpu("a100", "A100-PCIe-80GB")
     (True, True)

@@ -19,8 +19,8 @@ class SlurmNode:
     """A node as Slurm describes it. Nodes with equal descriptions are taken to be alike.
 
     Args:
-        partitions: that it belongs to.
-        features: that an administrator gave it.
+        partitions: names of its partitions.
+        features: features that an administrator gave it.
         gres: its generic resources as Slurm prints them, ``gpu:h100:8``.
     """
 

@@ -31,7 +31,7 @@ class Placed:
     """The hosts of ranks and of the cluster file's nodes.
 
     Args:
-        hosts: of each rank, in rank order.
+        hosts: host of each rank, in rank order.
         nodes: the host of each of the cluster file's nodes that the plan uses, in file order.
         idle: hosts of the job that have no rank.
     """

@@ -27,8 +27,8 @@ class TrainingStart:
 
     Args:
         words: all of its arguments.
-        save: where it saves.
-        load: where it goes on from, if a checkpoint is there.
+        save: folder for checkpoints.
+        load: folder to resume from, if it has a checkpoint.
     """
 
     words: tuple[str, ...]
@@ -46,11 +46,11 @@ def plan_start(
     starts the job again.
 
     Args:
-        words: of the user.
+        words: the user's arguments.
         path: their file, for errors.
         plan: the file that ranks are placed by.
-        checkpoints: where to save, if the user does not say it.
-        save_interval: iterations from checkpoint to checkpoint, likewise.
+        checkpoints: folder for checkpoints, if the user names none.
+        save_interval: iterations between checkpoints, if the user does not give them.
         again: whether Slurm has started this job before.
 
     Raises:
