@@ -59,8 +59,8 @@ def copy_folder(copies: Path, name: str, iteration: int) -> Path:
 
     Args:
         copies: the node's folder of copies.
-        name: of the round that made it.
-        iteration: that it was made after.
+        name: name of the round that made it.
+        iteration: number of the last iteration in it.
 
     Raises:
         OSError: the name is none of a round.
@@ -88,10 +88,10 @@ def pull(urls: Iterable[str], name: str, wanted: tuple[int, str], folder: Path) 
     """Download a file from the first node that has it unchanged; it appears whole or not at all.
 
     Args:
-        urls: of folders that may have it.
-        name: of the file.
-        wanted: its bytes and SHA-256.
-        folder: where to put it.
+        urls: URLs of folders that may have it.
+        name: name of the file.
+        wanted: its size, bytes, and SHA-256.
+        folder: folder for the file.
 
     Raises:
         OSError: its name is no bare one, no node has it, or there is no room.
@@ -152,9 +152,9 @@ class FoundCopy:
     """A copy of the state, complete on the nodes that are present together.
 
     Args:
-        name: of the round that made it.
-        iteration: that it was made after.
-        files: of each file, its bytes, SHA-256 and the nodes that have it.
+        name: name of the round that made it.
+        iteration: number of the last iteration in it.
+        files: size, SHA-256 and URLs of nodes of each file, by name.
     """
 
     name: str
@@ -166,8 +166,8 @@ class CopyBoard:
     """Keys in the job's store about the copies of one round.
 
     Args:
-        job: the store that rounds hand on.
-        name: of the round.
+        job: the store of the whole job.
+        name: name of the round.
     """
 
     def __init__(self, job: dist.Store, name: str) -> None:
@@ -236,8 +236,8 @@ def find_newest(job: dist.Store, urls: Sequence[str]) -> FoundCopy | None:
     """Return the newest copy that the nodes that are present hold together.
 
     Args:
-        job: the store that rounds hand on.
-        urls: where the nodes that are there serve their files.
+        job: the store of the whole job.
+        urls: URLs at which the present nodes serve their files.
     """
     if not job.check(["copies/round"]):
         return None
@@ -259,8 +259,8 @@ def complete_copy(found: FoundCopy, copies: Path, url: str, job: dist.Store) -> 
     Args:
         found: the copy.
         copies: this node's folder of copies.
-        url: where it serves them.
-        job: the store that rounds hand on.
+        url: URL at which this node serves its copies.
+        job: the store of the whole job.
 
     Raises:
         OSError: a file cannot be had, or there is no room.

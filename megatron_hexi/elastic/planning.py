@@ -32,9 +32,9 @@ class Survivors:
     """The plan that a job continues with after a loss.
 
     Args:
-        plan: for the nodes that are there; `gpus` counts in the whole cluster.
-        ranks: for each of the plan's ranks, which of those that were started takes it.
-        left_out: nodes of the cluster file that are not there.
+        plan: plan for the present nodes; `gpus` counts in the whole cluster.
+        ranks: the started rank that takes each of the plan's ranks.
+        left_out: names of absent nodes of the cluster file.
     """
 
     plan: Plan
@@ -48,9 +48,9 @@ def survive(
     """Return a plan for the nodes that are present.
 
     Args:
-        plan: the job's own.
-        cluster: that it was made for.
-        present: of each rank that was started, its node in the cluster file and its number there.
+        plan: the job's own plan.
+        cluster: the cluster that it was made for.
+        present: node in the cluster file, and number there, of each started rank.
         words: Megatron's arguments.
 
     Raises:

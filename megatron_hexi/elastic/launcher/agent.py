@@ -67,14 +67,14 @@ class Launch:
     """Settings of one node's agent.
 
     Args:
-        least: nodes that suffice.
-        most: nodes that can take part.
-        ranks: of this node.
-        host: where nodes meet.
-        port: likewise.
+        least: number of nodes that suffice.
+        most: number of nodes that can take part.
+        ranks: number of ranks of this node.
+        host: host of the rendezvous.
+        port: port of the rendezvous.
         job: its name in the store.
-        node: this node in the cluster file.
-        address: at which other nodes reach this one.
+        node: name of this node in the cluster file.
+        address: address at which other nodes reach this one.
         max_losses: restarts after which the job ends.
         lost_after_s: silence of a rank that counts as its loss.
         wait_s: seconds for which fewer nodes than suffice are waited for.
@@ -83,7 +83,7 @@ class Launch:
         copy_interval: iterations from copy to copy of the state in memory; ``None``: none.
         copy_folder: a file system in memory.
         log_dir: folder of the ranks' output; ``None``: it is the agent's.
-        start_method: of `multiprocessing`.
+        start_method: start method of `multiprocessing`.
         entry: `ranks.ENTRY`, or a training script.
         words: the ranks' arguments.
     """
@@ -167,10 +167,10 @@ class NodeAgent(LocalElasticAgent):
     """PyTorch's agent; names each round of ranks in the store, and does not restart after a user's mistake.
 
     Args:
-        launch: what this node was told.
-        rendezvous: where it meets the others.
-        store: of the job, whatever the round.
-        keeper: of this node's copies.
+        launch: settings of this node's agent.
+        rendezvous: rendezvous with the agents of other nodes.
+        store: store of the whole job.
+        keeper: keeper of this node's copies.
     """
 
     def __init__(

@@ -33,9 +33,9 @@ class Keeper:
 
     Args:
         parent: a file system in memory.
-        store: where the job's store is, host and port.
-        job: what keys begin with.
-        address: at which other nodes reach this one.
+        store: host and port of the job's store.
+        job: prefix of the job's keys.
+        address: address at which other nodes reach this one.
     """
 
     def __init__(self, parent: Path, store: tuple[str, int], job: str, address: str) -> None:
@@ -64,8 +64,8 @@ class Keeper:
         """Begin a round: ranks start.
 
         Args:
-            name: of their round.
-            number: of this node in it.
+            name: name of the round.
+            number: number of this node in it.
         """
         self._round = name, number
 

@@ -23,7 +23,7 @@ def run_rank(entry: str, words: tuple[str, ...], variables: dict[str, str]) -> N
     Args:
         entry: `ENTRY`, or a training script.
         words: its arguments.
-        variables: of the environment, besides torchrun's.
+        variables: environment variables besides torchrun's.
     """
     os.environ |= variables
     sys.argv[:] = ["pretrain_gpt.py", *words]

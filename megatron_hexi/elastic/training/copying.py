@@ -90,7 +90,7 @@ class Copier:
         """Write a copy; a collective of all ranks.
 
         Args:
-            iteration: that has just ended.
+            iteration: number of the last finished iteration.
             save: Megatron's way to save.
         """
         copy_folder(self._copies, self._name, iteration).mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def find_copy(job: dist.Store, present: list[str], checkpoint: int | None) -> di
 
     Args:
         job: the store that rounds hand on.
-        present: where their nodes serve copies; of each rank that was started.
+        present: URL of the copies of each started rank's node.
         checkpoint: its iteration; ``None``: there is none.
     """
     if job.check([_OFF]):
@@ -169,8 +169,8 @@ def fetch_copy(store: dist.Store, told: dict[str, Any]) -> Path | None:
     """Complete a copy on every node; called by all started ranks, with the same result on each.
 
     Args:
-        store: of the round.
-        told: by rank 0, as `find_copy` says.
+        store: store of the round.
+        told: the copy that rank 0 chose, as `find_copy` returns it.
 
     Returns:
         The folder to load from; ``None`` where a node could not: the checkpoint is loaded.

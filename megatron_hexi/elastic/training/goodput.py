@@ -39,10 +39,10 @@ def begin_round(
 
     Args:
         job: the store that rounds hand on.
-        number: of the round, from 1.
-        iteration: of what is loaded; ``None``: there is none.
-        without: nodes that are not there.
-        in_memory: whether that is in memory.
+        number: number of the round, from 1.
+        iteration: iteration of the loaded state; ``None`` if nothing is loaded.
+        without: names of absent nodes.
+        in_memory: whether the state comes from copies in memory.
     """
     begun = float(job.compare_set("begun", "", str(time.time())))
     done = json.loads(job.get("done"))["iteration"] if job.check(["done"]) else 0
@@ -93,7 +93,7 @@ class RoundSteps:
 
     Args:
         args: Megatron's arguments.
-        iteration: that the round begins after.
+        iteration: last iteration before the round.
     """
 
     def __init__(self, args: Namespace, iteration: int) -> None:
@@ -126,7 +126,7 @@ class RoundSteps:
 
         Args:
             iteration: its number, from 1.
-            seconds: that it took.
+            seconds: duration of the iteration.
         """
         self._kept_s += seconds
         if not self._leads:

@@ -200,7 +200,7 @@ def newest_checkpoint(folder: Path) -> int | None:
     Megatron writes `metadata.json` last into a checkpoint, then the tracker, which a kill can leave empty.
 
     Args:
-        folder: of ``--save``.
+        folder: folder of ``--save``.
 
     Returns:
         ``None`` where there is none.

@@ -37,8 +37,8 @@ def plan_for(job: dist.Store, asked: dict[str, Any], present: Places) -> dict[st
 
     Args:
         job: the store that rounds hand on.
-        asked: what `megatron_hexi.elastic.planning` reads, without ``present``.
-        present: of each rank that was started.
+        asked: request to `megatron_hexi.elastic.planning`, without ``present``.
+        present: node and local number of each started rank.
 
     Returns:
         ``plan``, ``left_out`` and, for each of its ranks, which of those that were started takes it
@@ -73,8 +73,8 @@ def plan_ahead(asked: dict[str, Any], present: Places) -> None:
     """Plan for the loss of each node, in the background of the training; returns at once.
 
     Args:
-        asked: as for `plan_for`.
-        present: as for `plan_for`.
+        asked: as in `plan_for`.
+        present: as in `plan_for`.
     """
     threading.Thread(target=_plan_ahead, args=(asked, present), name="hexi-ahead", daemon=True).start()
 
