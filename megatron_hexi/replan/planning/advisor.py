@@ -32,12 +32,12 @@ class Advice:
     """Advice after some iterations: keep the plan, or swap.
 
     Args:
-        iteration: the last that was looked at.
-        speeds: of each rank, relative to the fastest, by its own history.
+        iteration: number of the last iteration considered.
+        speeds: speed of each rank, relative to the fastest, by its own history.
         changed: ranks whose speed has changed since the last advice.
         present_s: seconds of an iteration under the present plan at these speeds, as predicted.
-        best_s: under the best that was found.
-        plan: to swap to; ``None``: keep the present one.
+        best_s: the same under the best plan found.
+        plan: plan to swap to; ``None``: keep the present one.
         reason: why.
     """
 
@@ -59,9 +59,9 @@ class Advisor:
     """Follows the ranks' speeds in a job and looks for better plans.
 
     Args:
-        plan: that the job begins with.
-        job: what it trains.
-        cluster: as its file says; speeds are relative to it.
+        plan: the job's first plan.
+        job: the job.
+        cluster: the cluster of the file; speeds are relative to it.
         threshold: the least gain that is worth a swap, as a part of an iteration.
         interval: iterations in which a swap must pay back.
         packed: whether sequences consist of documents: their lengths change the work of all ranks alike, so
@@ -100,8 +100,8 @@ class Advisor:
 
         Args:
             iteration: the last one that was measured.
-            busy_s: of each iteration, each rank's seconds without waiting.
-            swap_s: what a swap takes.
+            busy_s: seconds without waiting, by iteration and rank.
+            swap_s: seconds of a swap.
         """
         for row in busy_s:
             self._note([busy / work for busy, work in zip(row, self._work_s, strict=True)])

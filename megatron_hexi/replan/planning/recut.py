@@ -30,9 +30,9 @@ def recut(plan: Plan, job: Job, cluster: Cluster, shares: bool = False) -> Plan:
     """Return the plan with the best tokens, heads and segments found for its groups on this cluster.
 
     Args:
-        plan: of stages that the job repeats.
-        job: of the plan.
-        cluster: at its present speeds.
+        plan: a plan whose job repeats its stages.
+        job: the plan's job.
+        cluster: the cluster at its present speeds.
         shares: whether replicas may take other numbers of micro-batches.
     """
     found = _cut(plan, job, cluster)

@@ -16,9 +16,9 @@ def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
     """Return the session of another plan with the same ranks in the same groups.
 
     Args:
-        session: under way.
+        session: the present session.
         plan: the other plan.
-        iteration: the first under it.
+        iteration: the first iteration under it.
 
     Raises:
         PlanError: the plan has other groups or another model, or other shares of the batch where Megatron

@@ -62,8 +62,8 @@ class Order:
     """A command from rank 0 to swap plans, for all ranks.
 
     Args:
-        number: of the order, from 0.
-        iteration: before which they do.
+        number: number of the order, from 0.
+        iteration: iteration before which all ranks swap.
         plan: the plan, as YAML.
         final: whether no plan follows it.
     """
