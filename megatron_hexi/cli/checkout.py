@@ -29,8 +29,8 @@ class FileChange:
 
     Attributes:
         name: the file, relative to the checkout.
-        sha256: of the original's bytes, in hexadecimal.
-        insertions: after which line of the original (1 is the first), and the line added there.
+        sha256: SHA-256 of the original's bytes, in hexadecimal.
+        insertions: number of a line of the original (from 1), and the line added after it.
     """
 
     name: str

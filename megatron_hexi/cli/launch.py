@@ -97,10 +97,10 @@ def find_lines(
 
     Args:
         plan: the plan.
-        cluster: that it was made for.
+        cluster: the cluster that it was made for.
         path: the plan's file.
         cluster_path: the cluster's.
-        model: as ``--model`` takes it; of a file of Megatron's arguments all flags are taken.
+        model: value of ``--model``; of a file of Megatron's arguments all flags are used.
         more: the user's own flags.
 
     Raises:

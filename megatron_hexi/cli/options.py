@@ -170,7 +170,7 @@ class Training(Bundle):
         """Return the fields of `Job` that are given on the command line, or else in a file of arguments.
 
         Args:
-            arguments: as `read_terms` takes it; what is taken from it is said.
+            arguments: argument of `read_terms`; the flags taken from it are printed.
 
         Raises:
             HexiError: a number beyond any job, or a file that cannot be read.

@@ -61,7 +61,7 @@ class _Printable:
     """A report without the control characters of names in it; colours are the console's own.
 
     Args:
-        report: as rich prints it.
+        report: a report for rich.
     """
 
     def __init__(self, report: RenderableType) -> None:
@@ -91,8 +91,8 @@ def check_outputs(
         inputs: files that the command reads; ``None`` where there is none.
         outputs: files that it will write, the picture aside, first the one that the user names; ``None``
             where not asked for.
-        picture: likewise.
-        kind: what the first output is written as: YAML, HTML, JSON or text.
+        picture: path of the picture; ``None`` where not asked for.
+        kind: format of the first output: YAML, HTML, JSON or text.
 
     Raises:
         HexiError: what is no regular file or cannot be one, one file for two purposes, a name that ends as

@@ -37,7 +37,7 @@ def with_present_names(words: Sequence[str], options: Collection[str]) -> list[s
     """Replace former names of options in a command's words, with a note on standard error for each.
 
     Args:
-        words: of the command line; from ``--`` on they are another program's.
+        words: the command line; words after ``--`` are another program's.
         options: names that the command has today.
     """
     end = words.index("--") if "--" in words else len(words)
