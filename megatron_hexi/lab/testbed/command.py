@@ -45,10 +45,10 @@ def run_testbed(
         folder: the run folder, new or empty; ``None``: one with a name of the time.
         speeds: ``paced``, ``quota`` or ``none``.
         links: ``on`` or ``off``.
-        gpus: of the file, that the job's ranks are, as ``0,1``; ``None``: all.
-        program: what torchrun is to start; nothing: only measure.
+        gpus: GPUs of the file that the job's ranks are, as ``0,1``; ``None``: all.
+        program: the program for torchrun; empty: only measure.
         throttles: GPUs that are slower for a while, as `parse_throttle` reads them; paced jobs only.
-        quiet: what the job prints goes to standard error: standard output is for a document.
+        quiet: print the job's output on standard error, since standard output is for a document.
 
     Returns:
         The exit code, and what was measured if it came to that.

@@ -18,9 +18,9 @@ def check_emulable(cluster: Cluster, source: YamlFile, speeds: Speeds, *, links:
     """Refuse a cluster that the testbed cannot emulate.
 
     Args:
-        cluster: what is to be emulated.
+        cluster: the cluster to emulate.
         source: its file, for lines.
-        speeds: how ranks are to be made slow.
+        speeds: method that makes ranks slow.
         links: whether the file's links are wanted.
 
     Raises:

@@ -41,8 +41,8 @@ class Ended:
 
     Args:
         code: the exit code of the rank that failed first, torchrun's if no rank has said why, or 0.
-        records: what each rank says of itself; ``None`` for one that was killed.
-        failure: what to tell the user.
+        records: record of each rank; ``None`` for a rank that was killed.
+        failure: error message for the user.
     """
 
     code: int
@@ -55,9 +55,9 @@ def run_job(lab: Lab, cluster: Cluster, name: str, program: Sequence[str], *, sh
 
     Args:
         lab: the lab.
-        cluster: what it emulates.
-        name: of the job's logs and records.
-        program: as torchrun takes it after its own options.
+        cluster: the cluster that it emulates.
+        name: name of the job's logs and records.
+        program: torchrun's arguments after its own options.
         show: pass on what the first and the last rank print.
     """
     count = len(lab.gpus)

@@ -36,7 +36,7 @@ class Quota:
     Args:
         cgroup: folder of its control group.
         core: the core that it is pinned to.
-        share: of that core, 0 to 1.
+        share: share of that core, 0 to 1.
     """
 
     cgroup: str
@@ -50,12 +50,12 @@ class Lab:
 
     Args:
         folder: the run folder, absolute; its `cluster` is the file that is emulated.
-        speeds: how ranks are made slow.
+        speeds: method that makes ranks slow.
         links: whether each node and rank has a network namespace with the file's links.
-        isolation: by what right the lab has namespaces of its own.
+        isolation: how the lab gets namespaces of its own.
         gpus: the GPUs of the file that the job's ranks are, in rank order.
-        quotas: of each GPU of the file, with ``speeds = quota``.
-        program: what torchrun starts, with its arguments; nothing: only measure.
+        quotas: quota of each GPU of the file, with ``speeds = quota``.
+        program: the program for torchrun, with its arguments; empty: only measure.
         throttles: GPUs that are slower for a while in the job, with ``speeds = paced``.
     """
 

@@ -32,8 +32,8 @@ class LinkMeasured:
         target: the one that receives.
         tier: ``node`` inside a node, ``network`` between nodes.
         asked_gb_s: bandwidth by the file, 10^9 bytes/s.
-        measured_gb_s: of a message of a second.
-        file_latency_us: by the file; it is not emulated.
+        measured_gb_s: measured bandwidth, of a message that takes a second.
+        file_latency_us: latency by the file; it is not emulated.
         measured_latency_us: half a round trip of one byte.
     """
 

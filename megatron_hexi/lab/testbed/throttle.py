@@ -19,9 +19,9 @@ class Throttle:
 
     Args:
         gpu: its number in the cluster file.
-        factor: on all its curves.
-        begin_s: since the rank's first paced operation.
-        end_s: likewise; ``None``: until the job ends.
+        factor: factor on all its curves.
+        begin_s: begin, s after the rank's first paced operation.
+        end_s: end, s after that; ``None``: until the job ends.
     """
 
     gpu: int
@@ -39,7 +39,7 @@ def parse_throttle(text: str, gpus: int) -> Throttle:
 
     Args:
         text: the words.
-        gpus: of the cluster.
+        gpus: number of GPUs of the cluster.
 
     Raises:
         HexiError: they say something else.

@@ -22,7 +22,7 @@ class SpeedMeasured:
         gpu: its number in the file.
         asked_s: time of a cycle of the load. Paced: by the file. Quota: in the file's ratios, with the mean
             speed of all as it was measured.
-        measured_s: by the wall clock.
+        measured_s: measured seconds of a cycle.
     """
 
     gpu: int
@@ -43,12 +43,12 @@ class PaceMeasured:
         gpu: its number in the file.
         operations: paced ones.
         asked_s: their modelled time.
-        measured_s: what they took in all: modelled, and lost.
-        overrun: by how much of the modelled time operations computed longer than modelled.
-        paced_share: of the time from the first operation to the last.
-        unmodelled_share: of that time, work between operations, which is not modelled.
-        exposed_share: of that time, unmodelled work that may have kept other ranks waiting.
-        busy_share: of the modelled time, really computed; the rest is head-room.
+        measured_s: seconds that they took: modelled, and lost.
+        overrun: share of the modelled time by which operations computed longer than modelled.
+        paced_share: share of the time from the first operation to the last in paced operations.
+        unmodelled_share: share of that time in work between operations, which is not modelled.
+        exposed_share: share of that time in unmodelled work that may have kept other ranks waiting.
+        busy_share: share of the modelled time really computed; the rest is head-room.
     """
 
     gpu: int

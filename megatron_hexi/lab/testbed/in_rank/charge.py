@@ -61,8 +61,8 @@ class Charger:
 
         Args:
             operation: one that it `knows`.
-            arguments: of the call, by place.
-            result: what it gave.
+            arguments: positional arguments of the call.
+            result: result of the call.
         """
         packet = operation.overloadpacket
         if packet is _FORWARD:

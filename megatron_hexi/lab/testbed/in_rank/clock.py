@@ -22,14 +22,14 @@ class Pace:
     """Times of paced operations, in seconds unless said otherwise.
 
     Args:
-        operations: how many.
-        modelled: time of them, by kind.
-        computing: what they really computed; the rest was slept.
-        excess: by how much single operations computed longer than modelled: no head-room.
+        operations: number of operations.
+        modelled: modelled time, by kind.
+        computing: time really computed; the rest was slept.
+        excess: time by which single operations computed longer than modelled: no head-room.
         lost: lateness that was given up, or stood at the end.
         between: processor time, and waiting for a core, between operations: not modelled.
-        exposed: of it, what may have kept other ranks waiting: it stood before a message.
-        wall: from the first operation's begin to the last one's end.
+        exposed: part of `between` before a message, which may have kept other ranks waiting.
+        wall: time from the first operation's begin to the last one's end.
     """
 
     operations: int = 0
@@ -71,8 +71,8 @@ class Clock:
         """End an operation: sleep until its modelled time is over.
 
         Args:
-            begin: what `begin` gave.
-            kind: of operation.
+            begin: result of `begin`.
+            kind: kind of operation.
             seconds: its modelled time.
         """
         pace, due, now = self.pace, begin + seconds - self._late, time.perf_counter()
