@@ -24,9 +24,9 @@ def check_network(file: ClusterFile, source: YamlFile) -> None:
         ClusterError: the first rule broken.
     """
     if file.matrix is not None:
-        for other in ("network", "fabrics", "levels"):
-            if getattr(file, other):
-                refuse(source, (other,), "stands beside a measured matrix", "keep one of the two")
+        for field in ("network", "fabrics", "levels"):
+            if getattr(file, field):
+                refuse(source, (field,), "stands beside a measured matrix", "keep one of the two")
     for number, entry in enumerate(file.nodes):
         place: Place = ("nodes", number, "network")
         if entry.network is not None:

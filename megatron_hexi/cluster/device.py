@@ -227,9 +227,9 @@ class Device:
         """
         if kernel is None:
             return self.attentions[0]
-        wanted = KERNEL_ALIASES.get(kernel, kernel)
+        name = KERNEL_ALIASES.get(kernel, kernel)
         for attention in self.attentions:
-            if attention.kernel == wanted:
+            if attention.kernel == name:
                 return attention
         raise ClusterError(
             f"{self.name}: no curves for kernel {kernel}; use {' or '.join(self.kernels)}, "

@@ -207,9 +207,9 @@ class Builder:
         """Return the device of an entry; raises ClusterError where a part is missing or a rule broken."""
         place, base = ("devices", name), self.known.get(name)
 
-        def need[T](field: str, given: T | None, inherit: Callable[[Device], T]) -> T:
-            if given is not None:
-                return given
+        def need[T](field: str, value: T | None, inherit: Callable[[Device], T]) -> T:
+            if value is not None:
+                return value
             if base is None:
                 remedy = "add it: the catalogue has no GPU of that name to take it from"
                 refuse(self.source, (*place, field), "is missing", remedy)
@@ -227,8 +227,8 @@ class Builder:
         host = self._host(entry.host, (*place, "host")) if entry.host else None
         kernels = {item.kernel: item for item in base.attentions} if base else {}
         for kernel, item in (entry.attention or {}).items():
-            here = (*place, "attention", kernel)
-            kernels[kernel] = self._attention(kernel, item, kernels.get(kernel), here)
+            kernel_place = (*place, "attention", kernel)
+            kernels[kernel] = self._attention(kernel, item, kernels.get(kernel), kernel_place)
         if not kernels:
             refuse(self.source, (*place, "attention"), "has no kernel", "give the curves of one")
         return Device(
@@ -244,7 +244,7 @@ class Builder:
             attentions=tuple(
                 sorted(
                     kernels.values(),
-                    key=lambda one: (one.kernel in (entry.attention or {}), _speed(one)),
+                    key=lambda item: (item.kernel in (entry.attention or {}), _speed(item)),
                     reverse=True,
                 )
             ),
@@ -301,26 +301,29 @@ class Builder:
     ) -> Attention:
         if entry.like is not None:
             base = self._alike(kernel, entry, place)
-        found: dict[tuple[Mask, Pass], Curve] = {}
+        curves: dict[tuple[Mask, Pass], Curve] = {}
         for mask in MASKS:
             for direction in PASSES:
                 passes = entry.causal if mask == "causal" else entry.full
-                given = passes and (passes.forward if direction == "forward" else passes.backward)
-                here = (*place, mask, direction)
-                if given:
-                    found[mask, direction] = self._curve(given, self.halves[mask][direction], here)
+                curve = passes and (passes.forward if direction == "forward" else passes.backward)
+                curve_place = (*place, mask, direction)
+                if curve:
+                    curves[mask, direction] = self._curve(curve, self.halves[mask][direction], curve_place)
                 elif base:
-                    found[mask, direction] = base.curves[f"{mask} {direction}"]
+                    curves[mask, direction] = base.curves[f"{mask} {direction}"]
                 else:
                     refuse(
-                        self.source, here, "is missing", "add it: nothing is known of this kernel on this GPU"
+                        self.source,
+                        curve_place,
+                        "is missing",
+                        "add it: nothing is known of this kernel on this GPU",
                     )
-        causal, full = (Passes(found[mask, "forward"], found[mask, "backward"]) for mask in MASKS)
+        causal, full = (Passes(curves[mask, "forward"], curves[mask, "backward"]) for mask in MASKS)
         return Attention(kernel, causal, full)
 
     def _alike(self, kernel: str, entry: AttentionEntry, place: Place) -> Attention:
-        other = self.known.get(entry.like or "")
-        if other is None or kernel not in other.kernels:
+        device = self.known.get(entry.like or "")
+        if device is None or kernel not in device.kernels:
             problem = f"= {entry.like!r} is no GPU with curves for {kernel}"
             refuse(
                 self.source, (*place, "like"), problem, "name one that `hexi catalog` shows with that kernel"
@@ -333,7 +336,7 @@ class Builder:
             scaled = curve.scaled(entry.times)
             return Curve(scaled.sizes, scaled.rates, note, True, scaled.given_from)
 
-        return other.attention(kernel).map(change)
+        return device.attention(kernel).map(change)
 
 
 def _speed(attention: Attention) -> float:

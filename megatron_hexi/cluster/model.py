@@ -264,13 +264,13 @@ class ClusterFile:
     @cached_property
     def hosts(self) -> tuple[str | None, ...]:
         """Slurm's name of each node; ``None`` where the file does not give it."""
-        found: list[str | None] = []
+        names: list[str | None] = []
         for entry in self.nodes:
-            found += expand_hostlist(entry.hosts) if entry.hosts else [None] * entry.count
-        return tuple(found)
+            names += expand_hostlist(entry.hosts) if entry.hosts else [None] * entry.count
+        return tuple(names)
 
     def find_nodes(self, text: str) -> range | None:
-        """Return the numbers of the nodes named ``h100``, ``h100-0`` or ``h100-0..3``; ``None``: none exist."""
+        """Return the numbers of the nodes named ``h100``, ``h100-0`` or ``h100-0..3``; ``None`` for none."""
         if text in self.node_numbers:
             return self.node_numbers[text]
         match = _ONE_OR_MANY.fullmatch(text)

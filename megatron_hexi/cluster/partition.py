@@ -42,8 +42,8 @@ def matrix_partitions(nodes: int, gb_s: Mapping[tuple[int, int], float]) -> list
     steps = []
     for power in sorted(set(octave.values()), reverse=True):
         before = len(groups)
-        for (a, b), found in octave.items():
-            if found == power and group_of[a] != group_of[b]:
+        for (a, b), pair_power in octave.items():
+            if pair_power == power and group_of[a] != group_of[b]:
                 keep, drop = sorted((group_of[a], group_of[b]))
                 moved = groups.pop(drop)
                 groups[keep] += moved

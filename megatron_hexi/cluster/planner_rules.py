@@ -32,8 +32,8 @@ class PlannerRules:
 
     def over(self, defaults: PlannerRules) -> PlannerRules:
         """Return these rules, completed by defaults."""
-        own = {name: value for name, value in vars(self).items() if value is not None}
-        return PlannerRules(**(vars(defaults) | own))
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        return PlannerRules(**(vars(defaults) | values))
 
     def allow(self, feature: str) -> bool:
         """Return whether plans may use a feature, given by its field's name."""

@@ -23,8 +23,8 @@ def parse_file[T](kind: TypeAdapter[T], source: YamlFile, shape: str) -> T:
         ClusterError: the first thing that does not fit: file, line, place, value, remedy.
     """
     if not isinstance(source.data, dict):
-        found = "is empty" if source.data is None else f"holds {short(source.data)}"
-        raise ClusterError(f"{source.path}:1: {found}; {shape}")
+        problem = "is empty" if source.data is None else f"holds {short(source.data)}"
+        raise ClusterError(f"{source.path}:1: {problem}; {shape}")
     return parse(kind, source.data, source.where, ClusterError)
 
 

@@ -40,12 +40,12 @@ def fabric_groups(file: ClusterFile) -> list[list[int]]:
     each = zip(file.nodes, file.networks, strict=True)
     names = [network.fabric for entry, network in each for _ in range(entry.count)]
     group_of = {name: number for number, name in enumerate(file.fabric_names)}
-    found = [[group_of[name] for name in names]]
+    partitions = [[group_of[name] for name in names]]
     for link in file.fabrics:
         joined = {group_of[name] for name in link.meet or file.fabric_names}
         group_of = {name: min(joined) if group in joined else group for name, group in group_of.items()}
-        found.append([group_of[name] for name in names])
-    return found
+        partitions.append([group_of[name] for name in names])
+    return partitions
 
 
 def gb_s(network: NodeNetwork | FabricLink) -> float:

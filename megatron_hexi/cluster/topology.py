@@ -76,7 +76,7 @@ class Cluster:
         """Return this cluster with some bandwidths multiplied by factors, in both directions.
 
         Args:
-            factors: factors by tier and number: of a node, or of a group where a level's groups have one link each.
+            factors: factors by tier and number of a node, or of a group where a level has a link for each.
                 Tier 0 is what links a node's GPUs.
         """
         nodes = tuple(
@@ -105,8 +105,8 @@ class Cluster:
         kept = [number for number in range(len(self.nodes)) if number not in lost]
         place = {number: new for new, number in enumerate(kept)}
         nodes, ranks = _number_anew((self.nodes[number], self._devices(number)) for number in kept)
-        left = [rank.rank for rank in self.ranks if rank.node in place]
-        tiers = tuple(tier.of(left, place) for tier in self.tiers) if len(kept) > 1 else ()
+        remaining = [rank.rank for rank in self.ranks if rank.node in place]
+        tiers = tuple(tier.of(remaining, place) for tier in self.tiers) if len(kept) > 1 else ()
         pairs = {
             (place[a], place[b]): value for (a, b), value in self._pairs.items() if a in place and b in place
         }
@@ -260,7 +260,7 @@ class Cluster:
 
 def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
     """Build the cluster of a file that passed its checks."""
-    found: list[tuple[Node, Sequence[Device]]] = []
+    nodes_devices: list[tuple[Node, Sequence[Device]]] = []
     for number, entry in enumerate(file.nodes):
         device = devices[entry.gpu].at_speed(entry.speed)
         if entry.memory_gb is not None:
@@ -269,13 +269,13 @@ def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
             device = replace(device, host=_host(entry.host, device.host, entry.gpus))
         link, intra = device.link, entry.intra
         bandwidth = (intra.bandwidth_gb_s if intra else link.bandwidth_gb_s) * GB
-        given = intra.latency_us if intra else None
-        latency_s = (link.latency_us if given is None else given) / MICRO
+        latency_us = intra.latency_us if intra else None
+        latency_s = (link.latency_us if latency_us is None else latency_us) / MICRO
         cards = _cards(file.networks[number], entry.gpus) if file.networks else None
         for copy in range(entry.count):
             node = Node(f"{entry.name}-{copy}", device, range(entry.gpus), bandwidth, latency_s, cards)
-            found.append((node, [device] * entry.gpus))
-    nodes, ranks = _number_anew(found)
+            nodes_devices.append((node, [device] * entry.gpus))
+    nodes, ranks = _number_anew(nodes_devices)
     pairs = _pairs(file, file.matrix) if file.matrix else {}
     return Cluster(file, nodes, ranks, find_tiers(file, nodes, ranks), _pairs=pairs, _ways=_ways(pairs))
 
@@ -287,14 +287,17 @@ def _cards(network: NodeNetwork, gpus: int) -> Cards:
     return Cards(count, each, network.latency_us / MICRO, network.fabric)
 
 
-def _host(given: NodeHost, known: Host | None, gpus: int) -> Host:
+def _host(node_host: NodeHost, device_host: Host | None, gpus: int) -> Host:
     """Return the host memory for each GPU of a node; the file's checks ensure that every figure is known."""
-    own = {name: value for name, value in vars(given).items() if value is not None}
-    if "usable_gib" in own:
-        own["usable_gib"] /= gpus
-    known = known or Host(0.0, 0.0, 0.0, "")
+    values = {name: value for name, value in vars(node_host).items() if value is not None}
+    if "usable_gib" in values:
+        values["usable_gib"] /= gpus
+    device_host = device_host or Host(0.0, 0.0, 0.0, "")
     return replace(
-        known, **own, source="the cluster file", estimate=known.estimate and len(own) < len(vars(given))
+        device_host,
+        **values,
+        source="the cluster file",
+        estimate=device_host.estimate and len(values) < len(vars(node_host)),
     )
 
 
@@ -302,13 +305,13 @@ def _number_anew(
     nodes: Iterable[tuple[Node, Sequence[Device]]],
 ) -> tuple[tuple[Node, ...], tuple[Rank, ...]]:
     """Number nodes, each given with the devices of its GPUs, and their ranks, in this order."""
-    found: list[Node] = []
+    numbered: list[Node] = []
     ranks: list[Rank] = []
     for node, devices in nodes:
         first = len(ranks)
-        ranks += (Rank(first + local, len(found), local, device) for local, device in enumerate(devices))
-        found.append(replace(node, ranks=range(first, len(ranks))))
-    return tuple(found), tuple(ranks)
+        ranks += (Rank(first + local, len(numbered), local, device) for local, device in enumerate(devices))
+        numbered.append(replace(node, ranks=range(first, len(ranks))))
+    return tuple(numbered), tuple(ranks)
 
 
 def _pairs(file: ClusterFile, matrix: Matrix) -> dict[tuple[int, int], tuple[float, float]]:
