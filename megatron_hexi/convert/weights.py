@@ -60,13 +60,13 @@ def weights_of(model: DenseModel) -> list[Weight]:
     shapes = model.shapes
     hidden, vocabulary = (shapes.hidden_size,), (shapes.vocab_size, shapes.hidden_size)
     embedding = (("model.embed_tokens.weight", vocabulary),)
-    found = [Weight("embedding.word_embeddings.weight", embedding, is_vocabulary=True)]
+    weights = [Weight("embedding.word_embeddings.weight", embedding, is_vocabulary=True)]
     for layer in range(shapes.layers):
-        found += _layer(model, layer)
-    found.append(Weight("decoder.final_layernorm.weight", (("model.norm.weight", hidden),)))
+        weights += _layer(model, layer)
+    weights.append(Weight("decoder.final_layernorm.weight", (("model.norm.weight", hidden),)))
     if not shapes.tied_embeddings:
-        found.append(Weight("output_layer.weight", (("lm_head.weight", vocabulary),), is_vocabulary=True))
-    return found
+        weights.append(Weight("output_layer.weight", (("lm_head.weight", vocabulary),), is_vocabulary=True))
+    return weights
 
 
 def _layer(model: DenseModel, layer: int) -> list[Weight]:
@@ -83,7 +83,7 @@ def _layer(model: DenseModel, layer: int) -> list[Weight]:
         parts = [(f"self_attn.{name}_proj.{kind}", (count, *columns)) for name, count in rows.items()]
         return weight(f"self_attention.linear_qkv.{kind}", *parts, groups=shapes.kv_heads)
 
-    found = [
+    weights = [
         weight("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight", (hidden,))),
         qkv("weight", hidden),
         weight("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", (hidden, queries))),
@@ -96,17 +96,17 @@ def _layer(model: DenseModel, layer: int) -> list[Weight]:
         weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight", (hidden, ffn))),
     ]
     if shapes.biases or shapes.qkv_bias:
-        found.append(qkv("bias"))
+        weights.append(qkv("bias"))
     if shapes.biases:
         gate_and_up = [(f"mlp.{name}_proj.bias", (ffn,)) for name in ("gate", "up")]
-        found += [
+        weights += [
             weight("self_attention.linear_proj.bias", ("self_attn.o_proj.bias", (hidden,))),
             weight("mlp.linear_fc1.bias", *gate_and_up),
             weight("mlp.linear_fc2.bias", ("mlp.down_proj.bias", (hidden,))),
         ]
     if shapes.qk_norm:
-        found += [
+        weights += [
             weight(f"self_attention.{name}_layernorm.weight", (f"self_attn.{name}_norm.weight", (head,)))
             for name in ("q", "k")
         ]
-    return found
+    return weights
