@@ -64,12 +64,12 @@ def _placed(environment: Mapping[str, str], path: Path) -> dict[str, str]:
         hosts = read_text(path, remedy=remedy, other=remedy).split()
     except HexiError as problem:
         raise PlatformError(f"{HOSTS_VARIABLE}={problem}") from None
-    own = environment.get("SLURMD_NODENAME", "")
+    node = environment.get("SLURMD_NODENAME", "")
     tasks = len(environment["SLURM_GTIDS"].split(","))
-    ranks = [rank for rank, host in enumerate(hosts) if host == own]
+    ranks = [rank for rank, host in enumerate(hosts) if host == node]
     if (len(ranks), len(hosts)) != (tasks, int(environment["SLURM_NTASKS"])):
         raise PlatformError(
-            f"{HOSTS_VARIABLE}={path}: {len(ranks)} of its {len(hosts)} ranks are on {own}, SLURM started "
+            f"{HOSTS_VARIABLE}={path}: {len(ranks)} of its {len(hosts)} ranks are on {node}, SLURM started "
             f"{tasks} of {environment['SLURM_NTASKS']} tasks there; start the step as "
             "scripts/slurm/train.sbatch does"
         )
