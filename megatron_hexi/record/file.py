@@ -89,12 +89,12 @@ def read_record(path: Path) -> Record:
             f"{path}:{len(lines) + 1}: cut off in the middle of a line; delete it (the job does so when it "
             "goes on)"
         )
-    told = tuple(Leg(start, tuple(intervals)) for start, intervals in legs if intervals)
-    if not told:
+    recorded = tuple(Leg(start, tuple(intervals)) for start, intervals in legs if intervals)
+    if not recorded:
         raise HexiError(
             f"{path}: holds no iteration yet; let the run go on until Megatron logs one (--log-interval)"
         )
-    return Record(path, told)
+    return Record(path, recorded)
 
 
 def _entry(path: Path, number: int, line: str) -> Start | Interval:
