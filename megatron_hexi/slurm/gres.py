@@ -27,7 +27,7 @@ def gpus_of(gres: str) -> Mapping[str, int]:
     >>> dict(gpus_of("gpu:A100:2(S:0,1),shard:4,gpu:a100_3g.20gb:4,nvme:1"))
     {'a100': 2, 'a100_3g.20gb': 4}
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for entry in re.findall(r"(?:[^,(]|\([^)]*\))+", gres):
         match = _GPUS.match(entry.strip())
         if (
@@ -36,8 +36,8 @@ def gpus_of(gres: str) -> Mapping[str, int]:
             and entry.strip()[match.end() : match.end() + 1] in ("", "(")
         ):
             kind = (match["type"] or "").lower()
-            found[kind] = found.get(kind, 0) + int(match["count"] or 1)
-    return found
+            counts[kind] = counts.get(kind, 0) + int(match["count"] or 1)
+    return counts
 
 
 def names_gpu(kind: str, gpu: str) -> bool:
@@ -84,14 +84,14 @@ def _runs(words: list[str]) -> Iterator[str]:
 
 
 def _forms(words: list[str]) -> set[str]:
-    found = {"sxm" for word in words if word.startswith("sxm") or word == "hbm3"}
-    return found | {word for word in words if word in ("pcie", "nvl")}
+    forms = {"sxm" for word in words if word.startswith("sxm") or word == "hbm3"}
+    return forms | {word for word in words if word in ("pcie", "nvl")}
 
 
 def _memory(words: list[str]) -> set[str]:
     return {word for word in words if _MEMORY.fullmatch(word)}
 
 
-def _agree(told: set[str], wanted: set[str]) -> bool:
+def _agree(a: set[str], b: set[str]) -> bool:
     """Return whether two sets share an item, or one is empty: it does not say."""
-    return not told or not wanted or bool(told & wanted)
+    return not a or not b or bool(a & b)

@@ -34,7 +34,9 @@ class SlurmNode:
 
     def has_gpus(self, gpu: str, count: int) -> bool:
         """Return whether the node has at least `count` GPUs that a cluster file may call `gpu`."""
-        return any(found >= count and names_gpu(kind, gpu) for kind, found in gpus_of(self.gres).items())
+        return any(
+            available >= count and names_gpu(kind, gpu) for kind, available in gpus_of(self.gres).items()
+        )
 
 
 def parse_nodes(text: str) -> dict[str, SlurmNode]:
@@ -52,9 +54,9 @@ def parse_nodes(text: str) -> dict[str, SlurmNode]:
                 "pipe that in"
             )
         name, partition, features, gres = fields
-        known = nodes.get(name)
+        node = nodes.get(name)
         nodes[name] = SlurmNode(
-            partitions=frozenset({partition}) | (known.partitions if known else frozenset()),
+            partitions=frozenset({partition}) | (node.partitions if node else frozenset()),
             features=frozenset(features.split(",")) - {"(null)", ""},
             gres=gres,
         )
@@ -80,7 +82,7 @@ def allocated_hosts(environment: Mapping[str, str]) -> list[list[str]]:
         else [f"SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(int(size))]
     )
     hosts = [expand_hostlist(environment.get(name, "")) for name in names]
-    for name, found in zip(names, hosts, strict=True):
-        if not found:
+    for name, component in zip(names, hosts, strict=True):
+        if not component:
             raise PlatformError(f"{name} names no host; run this in the script of a Slurm job")
     return hosts
