@@ -70,27 +70,27 @@ def copy_folder(copies: Path, name: str, iteration: int) -> Path:
 
 def list_files(folder: Path) -> Files:
     """Return size and SHA-256 of each regular file in a folder; links are skipped."""
-    found: Files = {}
+    files: Files = {}
     for path in sorted(path for path in folder.iterdir() if path.suffix != _PART and _is_plain(path)):
         digest = hashlib.sha256()
         with path.open("rb") as file:
             while block := file.read(_BLOCK):
                 digest.update(block)
-        found[path.name] = path.stat().st_size, digest.hexdigest()
-    return found
+        files[path.name] = path.stat().st_size, digest.hexdigest()
+    return files
 
 
 def _is_plain(path: Path) -> bool:
     return stat.S_ISREG(path.lstat().st_mode)
 
 
-def pull(urls: Iterable[str], name: str, wanted: tuple[int, str], folder: Path) -> None:
+def pull(urls: Iterable[str], name: str, expected: tuple[int, str], folder: Path) -> None:
     """Download a file from the first node that has it unchanged; it appears whole or not at all.
 
     Args:
         urls: URLs of folders that may have it.
         name: name of the file.
-        wanted: its size, bytes, and SHA-256.
+        expected: its size, bytes, and SHA-256.
         folder: folder for the file.
 
     Raises:
@@ -112,7 +112,7 @@ def pull(urls: Iterable[str], name: str, wanted: tuple[int, str], folder: Path) 
         except (OSError, HTTPException) as problem:
             reason = f"{url}: {problem}"
             continue
-        if (part.stat().st_size, digest.hexdigest()) == tuple(wanted):
+        if (part.stat().st_size, digest.hexdigest()) == tuple(expected):
             part.replace(folder / name)
             return
         reason = f"{url} has other bytes"
@@ -196,11 +196,11 @@ class CopyBoard:
         keys = [f"{iteration}/own/{number}" for number in range(nodes)]
         if not self._store.check(keys):
             return None
-        found = [json.loads(text) for text in self._store.multi_get(keys)]
-        every = {name: file for _, files in found for name, file in files.items()}
+        entries = [json.loads(text) for text in self._store.multi_get(keys)]
+        every = {name: file for _, files in entries for name, file in files.items()}
         self._store.set(f"{iteration}/all", json.dumps(every))
         return [
-            (url, {name: (size, digest) for name, (size, digest) in files.items()}) for url, files in found
+            (url, {name: (size, digest) for name, (size, digest) in files.items()}) for url, files in entries
         ]
 
     def tell_held(self, iteration: int, url: str, names: Iterable[str]) -> None:
@@ -210,7 +210,7 @@ class CopyBoard:
     def tell_safe(self, iteration: int, number: int, nodes: int) -> None:
         """Record that a node holds its neighbour's part; the copy is safe when all `nodes` do."""
         self._store.set(f"{iteration}/safe/{number}", "")
-        if self._store.check([f"{iteration}/safe/{other}" for other in range(nodes)]):
+        if self._store.check([f"{iteration}/safe/{node}" for node in range(nodes)]):
             self._store.set("safe", str(iteration))
 
     def safe(self) -> int | None:
@@ -245,19 +245,19 @@ def find_newest(job: dist.Store, urls: Sequence[str]) -> FoundCopy | None:
     last = board.last()
     assert last is not None, "its round is named after it"
     deadline = time.monotonic() + _SAID_S
-    found = board.find(last[0], urls)
-    while found is None and time.monotonic() < deadline:
+    copy = board.find(last[0], urls)
+    while copy is None and time.monotonic() < deadline:
         time.sleep(0.1)
-        found = board.find(last[0], urls)
+        copy = board.find(last[0], urls)
     safe = board.safe()
-    return found or (None if safe is None else board.find(safe, urls))
+    return copy or (None if safe is None else board.find(safe, urls))
 
 
-def complete_copy(found: FoundCopy, copies: Path, url: str, job: dist.Store) -> None:
+def complete_copy(copy: FoundCopy, copies: Path, url: str, job: dist.Store) -> None:
     """Download the files of a copy that this node lacks.
 
     Args:
-        found: the copy.
+        copy: the copy.
         copies: this node's folder of copies.
         url: URL at which this node serves its copies.
         job: the store of the whole job.
@@ -265,23 +265,23 @@ def complete_copy(found: FoundCopy, copies: Path, url: str, job: dist.Store) -> 
     Raises:
         OSError: a file cannot be had, or there is no room.
     """
-    folder = copy_folder(copies, found.name, found.iteration)
+    folder = copy_folder(copies, copy.name, copy.iteration)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (size, digest, urls) in found.files.items():
+    for name, (size, digest, urls) in copy.files.items():
         if url not in urls:
-            places = [f"{other}/{found.name}/{folder.name}" for other in urls]
+            places = [f"{source}/{copy.name}/{folder.name}" for source in urls]
             pull(places, name, (size, digest), folder)
-    CopyBoard(job, found.name).tell_held(found.iteration, url, found.files)
+    CopyBoard(job, copy.name).tell_held(copy.iteration, url, copy.files)
 
 
-def drop_older(copies: Path, kept: Path) -> None:
+def drop_older(copies: Path, newest: Path) -> None:
     """Remove this round's earlier copies and all of other rounds; ranks may be writing the next one."""
-    for folder in kept.parent.glob("iter_*"):
-        if folder.name < kept.name:
+    for folder in newest.parent.glob("iter_*"):
+        if folder.name < newest.name:
             shutil.rmtree(folder, ignore_errors=True)
-    for other in copies.iterdir():
-        if other.is_dir() and other != kept.parent:
-            shutil.rmtree(other, ignore_errors=True)
+    for round_folder in copies.iterdir():
+        if round_folder.is_dir() and round_folder != newest.parent:
+            shutil.rmtree(round_folder, ignore_errors=True)
 
 
 def copies_folder() -> Path | None:

@@ -91,21 +91,21 @@ class Keeper:
         iteration, nodes = last
         folder = copy_folder(self.folder, name, iteration)
         folder.mkdir(parents=True, exist_ok=True)  # a node without a part in the plan has written nothing
-        own = list_files(folder)
-        board.tell_own(iteration, number, self.url, own)
+        own_files = list_files(folder)
+        board.tell_own(iteration, number, self.url, own_files)
         while (owns := board.owns(iteration, nodes)) is None:
             if self._round != (name, number):
                 return
             time.sleep(_LOOK_S)
         before, files = owns[(number - 1) % nodes]
         # Of each copy there is one description, on one of the nodes: all take it.
-        wanted = {file: (before, *files[file]) for file in files}
-        for url, others in owns:
-            wanted |= {file: (url, *others[file]) for file in others if not file.endswith(".distcp")}
-        for file, (url, size, digest) in wanted.items():
-            if file not in own:
+        needed = {file: (before, *files[file]) for file in files}
+        for url, node_files in owns:
+            needed |= {file: (url, *node_files[file]) for file in node_files if not file.endswith(".distcp")}
+        for file, (url, size, digest) in needed.items():
+            if file not in own_files:
                 pull([f"{url}/{name}/{folder.name}"], file, (size, digest), folder)
-        board.tell_held(iteration, self.url, own.keys() | wanted.keys())
+        board.tell_held(iteration, self.url, own_files.keys() | needed.keys())
         board.tell_safe(iteration, number, nodes)
         while board.safe() != iteration:
             if self._round != (name, number):

@@ -159,18 +159,18 @@ def find_copy(job: dist.Store, present: list[str], checkpoint: int | None) -> di
     if job.check([_OFF]):
         _say(f"no copies any more: {job.get(_OFF).decode()}")
         return None
-    found = find_newest(job, list(dict.fromkeys(url for url in present if url)))
-    if found is None or found.iteration <= (checkpoint or 0):
+    newest = find_newest(job, list(dict.fromkeys(url for url in present if url)))
+    if newest is None or newest.iteration <= (checkpoint or 0):
         return None
-    return {"name": found.name, "iteration": found.iteration, "files": dict(found.files)}
+    return {"name": newest.name, "iteration": newest.iteration, "files": dict(newest.files)}
 
 
-def fetch_copy(store: dist.Store, told: dict[str, Any]) -> Path | None:
+def fetch_copy(store: dist.Store, chosen: dict[str, Any]) -> Path | None:
     """Complete a copy on every node; called by all started ranks, with the same result on each.
 
     Args:
         store: store of the round.
-        told: the copy that rank 0 chose, as `find_copy` returns it.
+        chosen: the copy that rank 0 chose, as `find_copy` returns it.
 
     Returns:
         The folder to load from; ``None`` where a node could not: the checkpoint is loaded.
@@ -181,16 +181,18 @@ def fetch_copy(store: dist.Store, told: dict[str, Any]) -> Path | None:
     if os.environ["LOCAL_RANK"] == "0":
         problem = ""
         try:
-            found = FoundCopy(told["name"], told["iteration"], told["files"])
-            complete_copy(found, copies, os.environ[COPIES_URL_VARIABLE], whole_store(_STORE))
-            write_text_atomically(copies / told["name"] / TRACKER, str(told["iteration"]))
+            copy = FoundCopy(chosen["name"], chosen["iteration"], chosen["files"])
+            complete_copy(copy, copies, os.environ[COPIES_URL_VARIABLE], whole_store(_STORE))
+            write_text_atomically(copies / chosen["name"] / TRACKER, str(chosen["iteration"]))
         except (OSError, RuntimeError) as caught:
             problem = str(caught)
-            _say(f"the copy of iteration {told['iteration']} cannot be had: {problem}; takes the checkpoint")
+            _say(
+                f"the copy of iteration {chosen['iteration']} cannot be had: {problem}; takes the checkpoint"
+            )
         store.set(f"fetched/{node}", problem)
     keys = [f"fetched/{number}" for number in range(nodes)]
     store.wait(keys, _FETCH)
-    return None if any(store.multi_get(keys)) else copies / bare_name(told["name"])
+    return None if any(store.multi_get(keys)) else copies / bare_name(chosen["name"])
 
 
 def _say(message: str) -> None:

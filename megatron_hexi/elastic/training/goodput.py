@@ -45,10 +45,10 @@ def begin_round(
         in_memory: whether the state comes from copies in memory.
     """
     begun = float(job.compare_set("begun", "", str(time.time())))
-    done = json.loads(job.get("done"))["iteration"] if job.check(["done"]) else 0
+    last_iteration = json.loads(job.get("done"))["iteration"] if job.check(["done"]) else 0
     first = iteration or 0
     part = _kept_s(job, iteration) / max(1e-9, time.time() - begun)
-    return Round(number, without, first, in_memory, max(0, done - first), min(1.0, part))
+    return Round(number, without, first, in_memory, max(0, last_iteration - first), min(1.0, part))
 
 
 def round_words(now: Round) -> str:

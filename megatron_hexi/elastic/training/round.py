@@ -118,8 +118,8 @@ def take_part(args: Namespace) -> Plan:
     copy = answer["copy"] and fetch_copy(store, answer["copy"])
     if started == 0:
         store.set("told", json.dumps(asdict(_tell(answer, in_memory=bool(copy)))))
-    told = json.loads(store.get("told"))
-    set_round(Round(**told | {"without": tuple(told["without"])}))
+    round_fields = json.loads(store.get("told"))
+    set_round(Round(**round_fields | {"without": tuple(round_fields["without"])}))
     _take_number(args, store, answer["ranks"], started)
     if copy or answer["resumes"] is not None:
         args.load = str(copy or args.save)
@@ -163,20 +163,20 @@ def _lead(args: Namespace, present: list[tuple[str, int, str]]) -> dict[str, Any
         iteration = newest_checkpoint(Path(args.save))
     except HexiError as problem:
         return {"error": str(problem)}
-    asked = {
+    request = {
         "plan": read_text(args.hexi_plan),
         "path": args.hexi_plan,
         "cluster": args.hexi_cluster,
         "words": sys.argv[1:],
     }
     places = [(node, local) for node, local, _ in present]
-    found = plan_for(whole_store(_STORE), asked, places)
-    if "error" in found:
-        return found
-    plan_ahead(asked, places)
+    answer = plan_for(whole_store(_STORE), request, places)
+    if "error" in answer:
+        return answer
+    plan_ahead(request, places)
     copy = find_copy(whole_store(_STORE), [url for _, _, url in present], iteration)
     nodes = list(dict.fromkeys(node for node, _, _ in present))
-    return {**found, "resumes": iteration, "copy": copy, "nodes": nodes, "took": time.monotonic() - begun}
+    return {**answer, "resumes": iteration, "copy": copy, "nodes": nodes, "took": time.monotonic() - begun}
 
 
 def _tell(answer: dict[str, Any], in_memory: bool) -> Round:
