@@ -112,8 +112,8 @@ class Advisor:
         model = CostModel(self._job, cluster)
         if self._cut is None or self._cut[0] != speeds:
             self._cut = speeds, self._cut_anew(model)
-        other = self._cut[1]
-        present, best = model.timing(self._plan), model.timing(other)
+        new_plan = self._cut[1]
+        present, best = model.timing(self._plan), model.timing(new_plan)
         before, after = present.phases.total, best.phases.total
         changed, self._changed = tuple(sorted(self._changed)), set()
         plan: Plan | None = None
@@ -124,7 +124,7 @@ class Advisor:
         elif (before - after) * self._interval <= swap_s:
             reason = "the gain does not pay back the swap within an interval"
         else:
-            plan, reason = other, "the gain passes the threshold"
+            plan, reason = new_plan, "the gain passes the threshold"
         return Advice(iteration, speeds, changed, before, after, plan, reason)
 
     def _cut_anew(self, model: CostModel) -> Plan:
@@ -132,7 +132,9 @@ class Advisor:
         starts = {id(plan): plan for plan in (self._plan, self._first)}
         plans = [recut(plan, self._job, model.cluster, self._shares) for plan in starts.values()]
         timings = [model.timing(plan) for plan in plans]
-        best = min(range(len(plans)), key=lambda one: (not timings[one].fits, timings[one].phases.total))
+        best = min(
+            range(len(plans)), key=lambda number: (not timings[number].fits, timings[number].phases.total)
+        )
         return plans[best]
 
     def _follow(self, plan: Plan) -> None:
@@ -182,21 +184,21 @@ def main() -> None:
     os.nice(_NICE)
     advisor: Advisor | None = None
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
             if advisor is None:
-                job = Job(**asked["job"] | {"model": Model(**asked["model"])})
-                plan, cluster = _plan(asked["plan"]), read_cluster(asked["cluster"])
-                how = (asked["threshold"], asked["interval"], asked["packed"], asked["shares"])
+                job = Job(**request["job"] | {"model": Model(**request["model"])})
+                plan, cluster = _plan(request["plan"]), read_cluster(request["cluster"])
+                how = (request["threshold"], request["interval"], request["packed"], request["shares"])
                 advisor = Advisor(plan, job, cluster, *how)
-                found: dict[str, Any] = {}
+                document: dict[str, Any] = {}
             else:
-                if asked["swapped"] is not None:
-                    advisor.swapped(_plan(asked["swapped"]))
-                found = answer(advisor.advise(asked["iteration"], asked["busy_s"], asked["swap_s"]))
+                if request["swapped"] is not None:
+                    advisor.swapped(_plan(request["swapped"]))
+                document = answer(advisor.advise(request["iteration"], request["busy_s"], request["swap_s"]))
         except HexiError as problem:
-            found = {"error": str(problem)}
-        print(json.dumps(found, allow_nan=False), flush=True)
+            document = {"error": str(problem)}
+        print(json.dumps(document, allow_nan=False), flush=True)
 
 
 def _plan(text: str) -> Plan:

@@ -51,11 +51,11 @@ class RankHistory:
         *before, _, _, _, _, _ = self._samples
         latest = list(self._samples)[-WINDOW:]
         old, new = median(before), median(latest)
-        deviation = median(abs(one - old) for one in before) / _MAD
+        deviation = median(abs(value - old) for value in before) / _MAD
         if abs(new - old) <= max(_LEAST_CHANGE * old, _DEVIATIONS * deviation):
             return False
         middle = (old + new) / 2
-        if sum((one > middle) == (new > old) for one in latest) < WINDOW - 1:
+        if sum((value > middle) == (new > old) for value in latest) < WINDOW - 1:
             return False
         self._samples.clear()
         self._samples.extend(latest)

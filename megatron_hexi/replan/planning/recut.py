@@ -35,14 +35,14 @@ def recut(plan: Plan, job: Job, cluster: Cluster, shares: bool = False) -> Plan:
         cluster: the cluster at its present speeds.
         shares: whether replicas may take other numbers of micro-batches.
     """
-    found = _cut(plan, job, cluster)
+    recut_plan = _cut(plan, job, cluster)
     if not shares or len(plan.replicas) == 1:
-        return found
-    other = _dealt_again(found, job, cluster)
-    if other is None:
-        return found
-    model, other = CostModel(job, cluster), _cut(other, job, cluster)
-    return min(found, other, key=lambda one: model.timing(one).phases.total)
+        return recut_plan
+    reassigned = _dealt_again(recut_plan, job, cluster)
+    if reassigned is None:
+        return recut_plan
+    model, reassigned = CostModel(job, cluster), _cut(reassigned, job, cluster)
+    return min(recut_plan, reassigned, key=lambda candidate: model.timing(candidate).phases.total)
 
 
 def _dealt_again(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
@@ -67,7 +67,7 @@ def _dealt_again(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
         dealt[dealt.index(0)] += 1
     if dealt == present:
         return None
-    replicas = [replace(one, micro_batches=n) for one, n in zip(plan.replicas, dealt, strict=True)]
+    replicas = [replace(replica, micro_batches=n) for replica, n in zip(plan.replicas, dealt, strict=True)]
     return replace(plan, replicas=tuple(replicas))
 
 
@@ -82,8 +82,8 @@ def _cut(plan: Plan, job: Job, cluster: Cluster) -> Plan:
 def _stage(stage: Stage, plan: Plan, number: int, job: Job, cluster: Cluster) -> Stage:
     share = plan.replicas[number].micro_batches
     micro_batches = share or job.global_batch_size // job.micro_batch_size // len(plan.replicas)
-    own = replace(job, data_parallel=1, global_batch_size=micro_batches * job.micro_batch_size)
-    fleet = _fleet(stage.domain, plan, own, cluster)
+    stage_job = replace(job, data_parallel=1, global_batch_size=micro_batches * job.micro_batch_size)
+    fleet = _fleet(stage.domain, plan, stage_job, cluster)
     judge = Judge(fleet, plan.units)
     window = plan.exchange.window
     trial = judge.try_out(fleet, [_layout(stage.domain, micro_batches)], window)

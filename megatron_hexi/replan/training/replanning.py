@@ -186,9 +186,9 @@ class Replanner:
         elif "reason" in answer:
             self._decide(iteration, answer)
 
-    def _ask(self, due: int) -> None:
+    def _ask(self, iteration: int) -> None:
         """Read the times that all ranks posted before the last iteration, and send them to the planner."""
-        keys = [f"times/{due}/{rank}" for rank in range(self._ranks)]
+        keys = [f"times/{iteration}/{rank}" for rank in range(self._ranks)]
         reports = [json.loads(report) for report in self._store.multi_get(keys)]
         for key in keys:
             self._store.delete_key(key)
@@ -198,11 +198,11 @@ class Replanner:
         count = min(len(report["busy_s"]) for report in reports)
         rows = [[report["busy_s"][-count:][row] for report in reports] for row in range(count)]
         if rows and self._awaited is None and self._order is None:
-            told, self._told_plan = self._told_plan, None
+            swapped_plan, self._told_plan = self._told_plan, None
             self._advice.ask(  # type: ignore[union-attr]
-                {"iteration": due, "busy_s": rows, "swap_s": self._swap_s, "swapped": told}
+                {"iteration": iteration, "busy_s": rows, "swap_s": self._swap_s, "swapped": swapped_plan}
             )
-            self._awaited = due
+            self._awaited = iteration
 
     def _jumped(self, losses: list[float]) -> bool:
         """Return whether a loss has jumped since the last swap; if so, order a swap back."""
