@@ -21,10 +21,10 @@ def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
     }
 
     @functools.wraps(command)
-    def call(**given: Any) -> R:
+    def call(**values: Any) -> R:
         for name, kind in kinds.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
-        return command(**given)
+            values[name] = kind(**{field.name: values.pop(field.name) for field in dataclasses.fields(kind)})
+        return command(**values)
 
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():

@@ -94,13 +94,13 @@ def whole(text: str | int) -> int:
         ) from None
 
 
-def check_limits(given: Mapping[str, int | None]) -> None:
+def check_limits(numbers: Mapping[str, int | None]) -> None:
     """Refuse numbers above their `LIMITS`, by field name.
 
     Raises:
         HexiError: one is beyond any job.
     """
-    for field, value in given.items():
+    for field, value in numbers.items():
         if value is not None and value > LIMITS[field]:
             raise HexiError(f"{spell_flag(field, value)}: is too large; the most is {LIMITS[field]}")
 
@@ -179,12 +179,12 @@ class Training(Bundle):
         stated = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         terms = None if arguments is None else read_terms(arguments)
         if terms is not None:
-            taken = {name: terms.fields[name] for name in names if name in terms.fields.keys() - stated}
-            if taken:
-                say(f"note: {arguments} says {' '.join(starmap(spell_flag, taken.items()))}")
+            from_file = {name: terms.fields[name] for name in names if name in terms.fields.keys() - stated}
+            if from_file:
+                say(f"note: {arguments} says {' '.join(starmap(spell_flag, from_file.items()))}")
             if terms.free:
                 say(f"note: {arguments}: plans do not depend on {', '.join(terms.free)}")
-            stated |= taken
+            stated |= from_file
         if stated.get("precision") == "fp8":
             raise HexiError(
                 "--precision fp8: training in fp8 is refused by the runtime today; use bf16 (estimates: "
@@ -266,8 +266,8 @@ class NewJob(PlanFeatures, Training):
         job, margin = Job(model=model, **stated), self.memory_margin / 100
         terms = read_terms(self.model)
         if terms and terms.context_parallel is not None and self.context_parallel is None:
-            given = spell_flag("context_parallel", terms.context_parallel)
-            say(f"note: {self.model}: {given} is chosen anew; give it on the command line to keep it")
+            flag = spell_flag("context_parallel", terms.context_parallel)
+            say(f"note: {self.model}: {flag} is chosen anew; give it on the command line to keep it")
         return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel)
 
     def _rules_of_file(self) -> PlannerRules:
@@ -280,10 +280,10 @@ class NewJob(PlanFeatures, Training):
         rules = self.rules
         for flag, features in (terms.restricting if terms else {}).items():
             for feature in features:
-                asked = spell_flag(feature, True)
+                allow = spell_flag(feature, True)
                 if getattr(rules, feature):
                     raise HexiError(
-                        f"{asked}: {flag} of {self.model} does not work with it; leave {asked} out"
+                        f"{allow}: {flag} of {self.model} does not work with it; leave {allow} out"
                     )
                 rules = replace(rules, **{feature: False})
             names = " and ".join(spell_flag(feature, False) for feature in features)

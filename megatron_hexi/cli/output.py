@@ -53,8 +53,8 @@ def tell(message: str) -> None:
 def print_report(report: RenderableType) -> None:
     """Print a report on standard output, as wide as the terminal or as COLUMNS says."""
     columns = os.environ.get("COLUMNS", "")
-    known = sys.stdout.isatty() or (columns.isascii() and columns.isdecimal() and int(columns) > 0)
-    Console(width=None if known else _PIPE_WIDTH).print(_Printable(report))
+    width_known = sys.stdout.isatty() or (columns.isascii() and columns.isdecimal() and int(columns) > 0)
+    Console(width=None if width_known else _PIPE_WIDTH).print(_Printable(report))
 
 
 class _Printable:
@@ -101,17 +101,17 @@ def check_outputs(
     """
     # What standard output is redirected to would be replaced, and what is printed would be lost.
     streams = map(Path, ("/dev/stdout", "/dev/stderr"))
-    taken = {os.path.realpath(path) for path in (*inputs, *streams) if path is not None}
+    used_paths = {os.path.realpath(path) for path in (*inputs, *streams) if path is not None}
     outputs = list(outputs)
     for path in (*outputs, picture):
         if path is None:
             continue
         check_output(path)
-        if os.path.realpath(path) in taken:
+        if os.path.realpath(path) in used_paths:
             raise HexiError(
                 f"{path}: would be overwritten, it is read or written already; choose another name"
             )
-        taken.add(os.path.realpath(path))
+        used_paths.add(os.path.realpath(path))
     if outputs and outputs[0] is not None:
         _check_ending(outputs[0], kind)
     if picture is not None and picture.suffix.lstrip(".").lower() not in PICTURE_FORMATS:
@@ -125,10 +125,10 @@ def check_outputs(
 def _check_ending(path: Path, kind: str) -> None:
     """Refuse a name whose ending belongs to files of another kind; one without a known ending is fine."""
     ending = path.suffix.lstrip(".").lower()
-    promised = next((one for one, endings in _ENDINGS.items() if ending in endings), kind)
-    if promised != kind:
+    kind_of_ending = next((name for name, endings in _ENDINGS.items() if ending in endings), kind)
+    if kind_of_ending != kind:
         raise HexiError(
-            f"{path}: {kind} is written here, and the name ends as {promised} does; end it in "
+            f"{path}: {kind} is written here, and the name ends as {kind_of_ending} does; end it in "
             f".{_ENDINGS[kind][0]}"
         )
 
@@ -163,7 +163,7 @@ def progress_bar() -> Iterator[Progress | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=1)
 
-        def tell(what: str, done: int, total: int) -> None:
+        def progress(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
-        yield tell
+        yield progress

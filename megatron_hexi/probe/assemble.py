@@ -58,8 +58,8 @@ def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str
             "bandwidth_gb_s": round_rate(bytes_per_second(link.ports) / 1e9),
             "latency_us": round_rate(link.latency_s * 1e6),
         }
-    network, own = network_entry(nodes, measured.between)
-    for number, entry in own.items():
+    network, network_of = network_entry(nodes, measured.between)
+    for number, entry in network_of.items():
         entries[number]["network"] = entry
     slow = collective_note(measured.inside)
     notes += [*([slow] if slow else []), *(f"not measured: {text}" for text in measured.skipped)]
@@ -73,11 +73,11 @@ def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str
 
 def _other_versions(nodes: Mapping[int, NodeFound], measured: Measurement) -> list[str]:
     """Return a note for each node whose kernels or versions differ from the first node's."""
-    first, *others = nodes.values()
-    expected = measured.ranks[first.ranks[0]]
+    first_node, *other_nodes = nodes.values()
+    expected = measured.ranks[first_node.ranks[0]]
     return [
-        f"{node.name} has other kernels or versions than {first.name}: install the same on both"
-        for node in others
+        f"{node.name} has other kernels or versions than {first_node.name}: install the same on both"
+        for node in other_nodes
         if any(
             (measured.ranks[rank].kernels, measured.ranks[rank].versions)
             != (expected.kernels, expected.versions)
@@ -148,7 +148,7 @@ def _attention(
     factor = head_size_factor(head_dim)
     if factor != 1:
         source += f", heads of {head_dim}, over their {factor:.3g} of heads of {CURVE_HEAD_DIM}"
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for kernel in kernels:
         name = KERNEL_ALIASES.get(kernel, kernel)
         if name != kernel and name in kernels:
@@ -163,8 +163,8 @@ def _attention(
                 elif not known:
                     raise _nothing(kind, f"{kernel} {mask} {direction}")
         if masks:
-            found[name] = masks
-    return found
+            entries[name] = masks
+    return entries
 
 
 def _link(nodes: Mapping[int, NodeFound], measured: Measurement, source: str) -> dict[str, Any]:

@@ -24,12 +24,12 @@ def find_cards(ports: Sequence[InfinibandPort], environment: Mapping[str, str]) 
     """
     if environment.get("NCCL_IB_DISABLE") == "1":
         return None
-    found: Counter[tuple[str, float]] = Counter()
+    counts: Counter[tuple[str, float]] = Counter()
     for port in ports:
         rate = re.match(r"([0-9.]+) Gb/sec", port.rate)
         if port.state == "ACTIVE" and port.link_layer in _FABRICS and rate is not None:
-            found[_FABRICS[port.link_layer], float(rate[1])] += 1
-    if not found:
+            counts[_FABRICS[port.link_layer], float(rate[1])] += 1
+    if not counts:
         return None
-    fabric, gbit_s = max(found, key=lambda kind: (kind[1], found[kind], kind[0]))
-    return Cards(fabric, found[fabric, gbit_s], gbit_s)
+    fabric, gbit_s = max(counts, key=lambda kind: (kind[1], counts[kind], kind[0]))
+    return Cards(fabric, counts[fabric, gbit_s], gbit_s)

@@ -74,5 +74,5 @@ def steady_seconds(work: Work, clock: Clock, limit_s: float) -> float:
     calls = min(_MOST_CALLS, math.ceil(_SAMPLE_S / once))
     count = max(1, min(_MOST_SAMPLES, int(limit_s / (once * calls))))
     # One call that lasts is a sample already.
-    taken = [once] if calls == 1 else []
-    return median([*taken, *(clock.seconds(work, calls) for _ in range(count - len(taken)))])
+    samples = [once] if calls == 1 else []
+    return median([*samples, *(clock.seconds(work, calls) for _ in range(count - len(samples)))])

@@ -49,18 +49,18 @@ def measure_points(
     rate, why = 0.0, ""
     for size in sizes:
         meet(f"{name} at {size}")  # also for what is skipped: other ranks may not skip it
-        found: float | None = None
+        rate_tflops: float | None = None
         if not why and rate and 3 * flops(size) / rate > limit_s:
             why = f"{name} from {size} on: takes too long"
         if not why:
             try:
                 rate = flops(size) / steady_seconds(prepare(size), clock, limit_s)
-                found = rate / 1e12
+                rate_tflops = rate / 1e12
             except (RuntimeError, MemoryError) as problem:
                 if not _is_out_of_memory(problem):
                     raise
                 why = f"{name} from {size} on: does not fit in memory"
-        tflops.append(found)
+        tflops.append(rate_tflops)
     return Points(tuple(tflops), why)
 
 
@@ -126,9 +126,9 @@ def host_copy_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float
         ``None`` where there is no memory for it.
     """
     try:
-        there = torch.ones(size // 4, device=device, dtype=torch.float32)
-        here = torch.ones(size // 4, dtype=torch.float32, pin_memory=device.type == "cuda")
-        ways = ((here, there), (there, here))
+        on_device = torch.ones(size // 4, device=device, dtype=torch.float32)
+        on_host = torch.ones(size // 4, dtype=torch.float32, pin_memory=device.type == "cuda")
+        ways = ((on_host, on_device), (on_device, on_host))
         slower = max(
             steady_seconds(partial(to.copy_, source, non_blocking=True), clock, limit_s / 2)
             for to, source in ways
@@ -141,4 +141,4 @@ def host_copy_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float
 
 
 def _is_out_of_memory(problem: BaseException) -> bool:
-    return isinstance(problem, MemoryError) or any(said in str(problem) for said in _NO_MEMORY)
+    return isinstance(problem, MemoryError) or any(text in str(problem) for text in _NO_MEMORY)

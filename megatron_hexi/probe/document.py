@@ -199,7 +199,7 @@ class Measurement:
         usable_bytes: memory that each rank found free.
         stream_gb_s: memory bandwidth that each rank reached.
         host_bytes: each rank's part of its host's memory that is free.
-        host_gb_s: GB/s that each rank copied between device and host, the slower direction; ``None``: no room.
+        host_gb_s: GB/s of each rank between device and host, the slower direction; ``None``: no room.
         host_stream_gb_s: bandwidth of the host's memory that each rank reached, all at once.
         curves: rates by name: ``matmul``, or a kernel, mask and direction (``cudnn causal forward``).
         skipped: reasons for sizes that were not measured.
@@ -251,16 +251,16 @@ def load_partial(path: Path, fresh: Measurement) -> Measurement:
         return fresh
     text = read_text(path, remedy=f"remove it, or {remedy}", other=f"remove it, or {remedy}")
     try:
-        found = measurement_from_json(text)
+        kept = measurement_from_json(text)
     except ValidationError:
         raise HexiError(f"{path}: is no measurement of this version; remove it, or {remedy}") from None
     for name, old, new in (
-        ("megatron-hexi", found.hexi, fresh.hexi),
-        ("ranks", len(found.ranks), len(fresh.ranks)),
-        *((name, value, getattr(fresh.options, name)) for name, value in vars(found.options).items()),
+        ("megatron-hexi", kept.hexi, fresh.hexi),
+        ("ranks", len(kept.ranks), len(fresh.ranks)),
+        *((name, value, getattr(fresh.options, name)) for name, value in vars(kept.options).items()),
         *(
             (f"rank {rank}'s {name}", value, getattr(now, name))
-            for rank, (then, now) in enumerate(zip(found.ranks, fresh.ranks, strict=False))
+            for rank, (then, now) in enumerate(zip(kept.ranks, fresh.ranks, strict=False))
             for name, value in vars(then).items()
         ),
     ):
@@ -269,7 +269,7 @@ def load_partial(path: Path, fresh: Measurement) -> Measurement:
                 f"{path}: was measured with {name} {short(old)}, this is {short(new)}; "
                 f"run the same command again, or {remedy}"
             )
-    return found
+    return kept
 
 
 def save_partial(path: Path, measurement: Measurement) -> None:

@@ -35,10 +35,10 @@ def write_cluster(
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
     cluster = cluster_from_yaml(yaml_from_text(path, text))
     shared = shared_note(measured, cluster)
-    said = [*notes, shared] if shared else notes
-    head = [f"measured by hexi probe, {measured.started}", *said]
+    comments = [*notes, shared] if shared else notes
+    head = [f"measured by hexi probe, {measured.started}", *comments]
     write_text_atomically(path, "".join(f"# {line}\n" for line in head) + text)
-    return cluster, said
+    return cluster, comments
 
 
 class _Dumper(yaml.SafeDumper):

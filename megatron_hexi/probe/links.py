@@ -52,9 +52,9 @@ class Wire:
         """
 
         def prepare(size: int) -> Callable[[], None]:
-            mine = self.world.rank
-            incoming = [Message(src, self._empty(size)) for src, dst in flows if dst == mine]
-            outgoing = [Message(dst, self._empty(size)) for src, dst in flows if src == mine]
+            rank = self.world.rank
+            incoming = [Message(src, self._empty(size)) for src, dst in flows if dst == rank]
+            outgoing = [Message(dst, self._empty(size)) for src, dst in flows if src == rank]
             return lambda: post(incoming, outgoing, self.group, _TAG).wait()
 
         return self._sweep(prepare, lanes)
@@ -76,21 +76,21 @@ class Wire:
 
     def latencies(self, pairs: Sequence[tuple[int, int]]) -> list[float]:
         """Return the latency between the two ranks of each pair, s: half of the median round trip."""
-        mine = self.world.rank
+        own_rank = self.world.rank
         ball = self._empty(8)
-        peer = next((b if a == mine else a for a, b in pairs if mine in (a, b)), None)
+        peer = next((b if a == own_rank else a for a, b in pairs if own_rank in (a, b)), None)
 
         def trip() -> None:
             if peer is None:
                 return
             message = [Message(peer, ball)]
-            for sends in (True, False) if mine < peer else (False, True):  # the first of a pair serves
+            for sends in (True, False) if own_rank < peer else (False, True):  # the first of a pair serves
                 post([] if sends else message, message if sends else [], self.group, _TAG).wait()
 
         self.world.meet()
         trips = [self._seconds(trip) for _ in range(_ROUND_TRIPS)]
-        taken = self.world.numbers(median(trips[_ROUND_TRIPS // 4 :]))  # the first ones warm up
-        return [taken[min(pair)] / 2 for pair in pairs]
+        trip_s = self.world.numbers(median(trips[_ROUND_TRIPS // 4 :]))  # the first ones warm up
+        return [trip_s[min(pair)] / 2 for pair in pairs]
 
     def _sweep(
         self, prepare: Callable[[int], Callable[[], None]], lanes: Sequence[Sequence[int]]
@@ -108,11 +108,11 @@ class Wire:
                 samples.append(self.world.numbers(self._seconds(work)))
             del samples[0]
             sizes.append(size)
-            for lane, found in zip(lanes, seconds, strict=True):
-                found.append(median(max(sample[rank] for rank in lane) for sample in samples))
+            for lane, lane_seconds in zip(lanes, seconds, strict=True):
+                lane_seconds.append(median(max(sample[rank] for rank in lane) for sample in samples))
             if median(max(sample) for sample in samples) >= self.limit_s:
                 break
-        return [Transfer(tuple(sizes), tuple(found)) for found in seconds]
+        return [Transfer(tuple(sizes), tuple(lane_seconds)) for lane_seconds in seconds]
 
     def _seconds(self, work: Callable[[], None]) -> float:
         start = time.perf_counter()

@@ -45,14 +45,16 @@ def merge(name: str, nodes: Mapping[int, NodeFound], curves: Mapping[str, Series
     """
     rates = {rank: _rates_of(rank, curves) for node in nodes.values() for rank in node.ranks}
     by_node = {n: _medians([rates[rank] for rank in node.ranks]) for n, node in nodes.items()}
-    common = set.intersection(*(set(found) for found in by_node.values()))
-    pace = {n: _mean_log([found[point] for point in sorted(common)]) for n, found in by_node.items()}
+    common = set.intersection(*(set(node_rates) for node_rates in by_node.values()))
+    pace = {
+        n: _mean_log([node_rates[point] for point in sorted(common)]) for n, node_rates in by_node.items()
+    }
     reference = sorted(nodes, key=lambda n: (pace[n], -n))[len(nodes) // 2]
-    ratios = {n: _ratio(found, by_node[reference]) for n, found in by_node.items()}
+    ratios = {n: _ratio(node_rates, by_node[reference]) for n, node_rates in by_node.items()}
     speeds = {n: ratio if abs(ratio - 1) > STRAGGLER else 1.0 for n, ratio in ratios.items()}
     level: dict[Point, list[float]] = {}
-    for n, found in by_node.items():
-        for point, rate in found.items():
+    for n, node_rates in by_node.items():
+        for point, rate in node_rates.items():
             level.setdefault(point, []).append(rate / speeds[n])
     curve: dict[str, dict[int, float]] = {}
     for (kind, size), values in sorted(level.items()):
@@ -99,9 +101,9 @@ def _medians(ranks: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
     }
 
 
-def _ratio(found: Mapping[Point, float], other: Mapping[Point, float]) -> float:
+def _ratio(rates: Mapping[Point, float], reference: Mapping[Point, float]) -> float:
     """Return the median ratio of the points that both have; 1 where they share none."""
-    return median([found[point] / other[point] for point in found if point in other] or [1.0])
+    return median([rates[point] / reference[point] for point in rates if point in reference] or [1.0])
 
 
 def _mean_log(rates: Sequence[float]) -> float:

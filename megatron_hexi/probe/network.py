@@ -42,8 +42,8 @@ def network_entry(
         common = {"bandwidth_gb_s": round_rate(median(gb_s.values()))}
         return {"network": common | {"latency_us": round_rate(median(latency_us.values())), "per": per}}, {}
     whole = {(pair.src, pair.dst): bytes_per_second(pair.all_ranks) / 1e9 for pair in between}
-    found = by_node(nodes, whole, latency_us, {(pair.src, pair.dst): _gain(pair) for pair in between})
-    return found or (_matrix(nodes, whole, latency_us), {})
+    entry = by_node(nodes, whole, latency_us, {(pair.src, pair.dst): _gain(pair) for pair in between})
+    return entry or (_matrix(nodes, whole, latency_us), {})
 
 
 def shared_note(measured: Measurement, cluster: Cluster) -> str | None:
@@ -55,10 +55,10 @@ def shared_note(measured: Measurement, cluster: Cluster) -> str | None:
     size = np.full(len(src), float(measured.together.sizes[-1]))
     expected = LinkTable(cluster).set_seconds(src, dst, size)
     ratio = measured.together.seconds[-1] / expected
-    said = f"all nodes at once take {ratio:.2f} times as long as the pairs say"
+    text = f"all nodes at once take {ratio:.2f} times as long as the pairs say"
     if ratio <= _SHARED:
-        return said
-    return f"{said}: they share a link; describe it under levels:"
+        return text
+    return f"{text}: they share a link; describe it under levels:"
 
 
 def collective_note(inside: Sequence[Inside]) -> str | None:

@@ -72,31 +72,31 @@ def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
     members: dict[tuple[str, str], list[int]] = {}
     for rank, info in enumerate(ranks):
         members.setdefault((info.host, info.group), []).append(rank)
-    for (host, group), found in members.items():
-        if found[-1] - found[0] + 1 != len(found):
+    for (host, group), node_ranks in members.items():
+        if node_ranks[-1] - node_ranks[0] + 1 != len(node_ranks):
             raise HexiError(
-                f"ranks {_listed(found)} are on {_spell(host, group)} and others between them are not; "
+                f"ranks {_listed(node_ranks)} are on {_spell(host, group)} and others between them are not; "
                 "number the ranks node by node (srun --distribution=block)"
             )
-        kinds = sorted({ranks[rank].gpu for rank in found})
+        kinds = sorted({ranks[rank].gpu for rank in node_ranks})
         if len(kinds) > 1:
             raise HexiError(
                 f"{_spell(host, group)} has {' and '.join(kinds)}; a node of a cluster file has one kind of "
                 "GPU: start the ranks of each kind as a node of its own"
             )
-        expected = list(range(len(found)))
-        if [ranks[rank].local_rank for rank in found] != expected:
+        expected = list(range(len(node_ranks)))
+        if [ranks[rank].local_rank for rank in node_ranks] != expected:
             raise HexiError(
-                f"{_spell(host, group)}: its ranks {_listed(found)} have the local ranks "
-                f"{_listed([ranks[rank].local_rank for rank in found])}; "
+                f"{_spell(host, group)}: its ranks {_listed(node_ranks)} have the local ranks "
+                f"{_listed([ranks[rank].local_rank for rank in node_ranks])}; "
                 "start them with one torchrun or one srun"
             )
     hosts = [host for host, _ in members]
     nodes = []
-    for name, host, found in zip(_node_names(hosts), hosts, members.values(), strict=True):
-        first = ranks[found[0]]
+    for name, host, node_ranks in zip(_node_names(hosts), hosts, members.values(), strict=True):
+        first = ranks[node_ranks[0]]
         alone = host if hosts.count(host) == 1 and re.fullmatch(r"[\w.-]+", host) else ""
-        held = range(found[0], found[-1] + 1)
+        held = range(node_ranks[0], node_ranks[-1] + 1)
         nodes.append(NodeFound(name, held, first.kind, first.gpu, alone, first.cards))
     return tuple(nodes)
 

@@ -59,7 +59,7 @@ class Stages:
         self.limit_s = point_limit_s(options, self.sizes)
         self.dtype = DTYPES[options.precision]
         self.clock = clock_for(device)
-        self.tell: Callable[[str], None] = lambda what: None
+        self.progress: Callable[[str], None] = lambda what: None
         self.node = next(n for n, node in enumerate(nodes) if world.rank in node.ranks)
 
     def all(self) -> list[Stage]:
@@ -147,17 +147,17 @@ class Stages:
         self, so_far: Measurement, name: str, sizes: tuple[int, ...], points: compute.Points
     ) -> Measurement:
         """Add a curve from every rank; if `auto` chose different kernels, a curve for each of them."""
-        found = self.world.gather([name, points.tflops, points.skipped])
+        gathered = self.world.gather([name, points.tflops, points.skipped])
         curves = dict(so_far.curves)
-        for rank, (curve, tflops, _) in enumerate(found):
-            rows = list(curves[curve].tflops) if curve in curves else [(None,) * len(sizes)] * len(found)
+        for rank, (curve, tflops, _) in enumerate(gathered):
+            rows = list(curves[curve].tflops) if curve in curves else [(None,) * len(sizes)] * len(gathered)
             rows[rank] = tuple(tflops)
             curves[curve] = Series(sizes, tuple(rows))
-        new = sorted({why for _, _, why in found if why} - set(so_far.skipped))
-        return replace(so_far, curves=curves, skipped=(*so_far.skipped, *new))
+        reasons = sorted({why for _, _, why in gathered if why} - set(so_far.skipped))
+        return replace(so_far, curves=curves, skipped=(*so_far.skipped, *reasons))
 
     def _meet(self, what: str) -> None:
-        self.tell(what)
+        self.progress(what)
         self.world.meet()
 
     def _wire(self, so_far: Measurement, *, sweeps: int, peers: int) -> Wire:
@@ -215,7 +215,7 @@ class Stages:
         wire = self._wire(so_far, sweeps=2 * len(rounds) + 2, peers=most)
         found: list[Between] = []
         for number, pairs in enumerate(rounds):
-            self.tell(f"links between nodes, round {number + 1} of {len(rounds)}")
+            self.progress(f"links between nodes, round {number + 1} of {len(rounds)}")
             latencies = wire.latencies([(self.nodes[a].ranks[0], self.nodes[b].ranks[0]) for a, b in pairs])
             for directed in (pairs, [(b, a) for a, b in pairs]):
                 lanes = [(*self.nodes[a].ranks, *self.nodes[b].ranks) for a, b in directed]

@@ -47,28 +47,28 @@ class World:
         """Wait until all ranks have called this: a barrier."""
         self.numbers(0.0)
 
-    def numbers(self, own: float) -> list[float]:
+    def numbers(self, local: float) -> list[float]:
         """All-gather one number."""
         if self.size == 1:
-            return [own]
-        found = [torch.zeros(1, dtype=torch.float64) for _ in range(self.size)]
+            return [local]
+        gathered = [torch.zeros(1, dtype=torch.float64) for _ in range(self.size)]
         with lost_ranks():
-            dist.all_gather(found, torch.tensor([own], dtype=torch.float64))
-        return [float(number) for number in found]
+            dist.all_gather(gathered, torch.tensor([local], dtype=torch.float64))
+        return [float(number) for number in gathered]
 
-    def gather(self, own: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """All-gather plain values (JSON types), in rank order."""
-        text = json.dumps(own, allow_nan=False).encode()
+        text = json.dumps(value, allow_nan=False).encode()
         lengths = [int(length) for length in self.numbers(len(text))]
         if self.size == 1:
             return [json.loads(text)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        found = [torch.empty_like(padded) for _ in lengths]
+        gathered = [torch.empty_like(padded) for _ in lengths]
         with lost_ranks():
-            dist.all_gather(found, padded)
+            dist.all_gather(gathered, padded)
         return [
-            json.loads(bytes(data[:length].tolist())) for data, length in zip(found, lengths, strict=True)
+            json.loads(bytes(data[:length].tolist())) for data, length in zip(gathered, lengths, strict=True)
         ]
 
     @contextlib.contextmanager
@@ -79,16 +79,16 @@ class World:
             HexiError: on the first rank that found something wrong.
             ElsewhereError: on all others.
         """
-        own: HexiError | None = None
+        own_error: HexiError | None = None
         try:
             yield
         except HexiError as problem:
-            own = problem
-        wrong = [rank for rank, fine in enumerate(self.gather(own is None)) if not fine]
-        if wrong:
-            if own is not None and self.rank == wrong[0]:
-                raise own
-            raise ElsewhereError(f"rank {wrong[0]} reported the error")
+            own_error = problem
+        failed = [rank for rank, fine in enumerate(self.gather(own_error is None)) if not fine]
+        if failed:
+            if own_error is not None and self.rank == failed[0]:
+                raise own_error
+            raise ElsewhereError(f"rank {failed[0]} reported the error")
 
     def speaks(self) -> bool:
         """Return whether this rank reports the loss of another: the first to call this does."""
