@@ -61,7 +61,7 @@ def measure_links(cluster: Cluster) -> list[LinkMeasured]:
     rounds = [[(a, b) for a, b in inside], [(b, a) for a, b in inside]] if inside else []
     for step in range(1, len(first)):
         rounds.append([(rank, first[(n + step) % len(first)]) for n, rank in enumerate(first)])
-    return [found for pairs in rounds for found in _measure_round(cluster, pairs)]
+    return [measurement for pairs in rounds for measurement in _measure_round(cluster, pairs)]
 
 
 def _measure_round(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> list[LinkMeasured]:

@@ -42,10 +42,10 @@ def run(*words: str | Sequence[str]) -> None:
         PlatformError: it failed; with what it said.
     """
     command = [part for word in words for part in ([word] if isinstance(word, str) else word)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = " ".join(done.stderr.split())
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        text = " ".join(process.stderr.split())
         raise PlatformError(
-            f"`{' '.join(command)}` failed: {said}; the kernel must offer veth, bridge, sch_htb and cls_u32, "
+            f"`{' '.join(command)}` failed: {text}; the kernel must offer veth, bridge, sch_htb and cls_u32, "
             "or do without links: --links off"
         )

@@ -93,8 +93,8 @@ def _add_rank(cluster: Cluster, rank: int) -> None:
     run(ip, "link", "set", "eth0", "gso_max_size", str(_SEGMENT_BYTES))
     run(ip, "addr", "add", f"{address}/16", "dev", "eth0")
     run(ip, "link", "set", "eth0", "up")
-    own = cluster.nodes[cluster.ranks[rank].node]
-    inside, outside = own.bandwidth, own.cards.bandwidth if own.cards else own.bandwidth
+    owner = cluster.nodes[cluster.ranks[rank].node]
+    inside, outside = owner.bandwidth, owner.cards.bandwidth if owner.cards else owner.bandwidth
     node = f"10.77.{cluster.ranks[rank].node}.0/24"
     for change, subnet, bandwidth in (("change", "10.77.0.0/16", outside), ("add", node, inside)):
         route = (subnet, "dev", "eth0", "proto", "kernel", "scope", "link", "src", address)
@@ -130,10 +130,8 @@ def _add_bridge(name: str) -> None:
     run("ip", "-n", name, "link", "set", "bridge", "up")
 
 
-def _add_cable(one: tuple[str, str], other: tuple[str, str]) -> None:
-    run(
-        "ip", "-n", one[0], "link", "add", one[1], "type", "veth", "peer", "name", other[1], "netns", other[0]
-    )
+def _add_cable(a: tuple[str, str], b: tuple[str, str]) -> None:
+    run("ip", "-n", a[0], "link", "add", a[1], "type", "veth", "peer", "name", b[1], "netns", b[0])
 
 
 def _join_bridge(name: str, port: str) -> None:

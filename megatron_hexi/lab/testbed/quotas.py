@@ -60,12 +60,12 @@ def correct_shares(quotas: Sequence[Quota], speeds: Mapping[int, float]) -> tupl
         quotas: quota of each GPU of the file.
         speeds: measured over requested speed, by number of the GPU.
     """
-    wanted = [quota.share / speeds.get(gpu, 1.0) for gpu, quota in enumerate(quotas)]
+    shares = [quota.share / speeds.get(gpu, 1.0) for gpu, quota in enumerate(quotas)]
     load: dict[int, float] = {}
-    for quota, share in zip(quotas, wanted, strict=True):
+    for quota, share in zip(quotas, shares, strict=True):
         load[quota.core] = load.get(quota.core, 0.0) + share
     unit = _USABLE / max(load.values())
-    corrected = tuple(replace(quota, share=unit * share) for quota, share in zip(quotas, wanted, strict=True))
+    corrected = tuple(replace(quota, share=unit * share) for quota, share in zip(quotas, shares, strict=True))
     for quota in corrected:
         _limit(quota)
     return corrected

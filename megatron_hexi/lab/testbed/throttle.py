@@ -44,13 +44,13 @@ def parse_throttle(text: str, gpus: int) -> Throttle:
     Raises:
         HexiError: they say something else.
     """
-    found = _SPELLING.fullmatch(text)
-    if found is not None:
-        end = found["end"]
+    match = _SPELLING.fullmatch(text)
+    if match is not None:
+        end = match["end"]
         throttle = Throttle(
-            int(found["gpu"]),
-            float(found["factor"]),
-            float(found["begin"]),
+            int(match["gpu"]),
+            float(match["factor"]),
+            float(match["begin"]),
             None if end is None else float(end),
         )
         later = throttle.end_s is None or throttle.end_s > throttle.begin_s

@@ -69,12 +69,12 @@ class PaceMeasured:
 
 def read_speeds(lab: Lab, cluster: Cluster, job: str) -> list[SpeedMeasured]:
     """Read the speeds that the ranks printed at the end of a run of the synthetic load."""
-    asked = [cycle_seconds(cluster.ranks[gpu].device) for gpu in lab.gpus]
-    measured = [_seconds_a_cycle(lab.log(job, rank)) for rank in range(len(asked))]
+    asked_s = [cycle_seconds(cluster.ranks[gpu].device) for gpu in lab.gpus]
+    measured_s = [_seconds_a_cycle(lab.log(job, rank)) for rank in range(len(asked_s))]
     if lab.speeds == "quota":
-        unit = sum(1 / seconds for seconds in asked) / sum(1 / seconds for seconds in measured)
-        asked = [unit * seconds for seconds in asked]
-    return [SpeedMeasured(*row) for row in zip(lab.gpus, asked, measured, strict=True)]
+        unit = sum(1 / seconds for seconds in asked_s) / sum(1 / seconds for seconds in measured_s)
+        asked_s = [unit * seconds for seconds in asked_s]
+    return [SpeedMeasured(*row) for row in zip(lab.gpus, asked_s, measured_s, strict=True)]
 
 
 def read_pace(lab: Lab, records: Sequence[dict[str, Any] | None]) -> list[PaceMeasured]:
@@ -114,20 +114,20 @@ def speed_problems(cluster: Cluster, speeds: Sequence[SpeedMeasured], method: Sp
 
 def pace_problems(cluster: Cluster, paces: Sequence[PaceMeasured]) -> list[str]:
     """Return the errors of ranks of a job that did not keep their pace, one line each."""
-    found = []
+    problems = []
     for pace in paces:
         who = f"GPU {pace.gpu} ({cluster.rank_name(pace.gpu)})"
         remedy = "lower all curves of the file by one factor, or take fewer ranks"
         if pace.overrun > TOLERANCE:
-            found.append(
+            problems.append(
                 f"{who}: operations overran their modelled time by {pace.overrun:.1%} of it; {remedy}"
             )
         if abs(pace.error) > TOLERANCE:
-            found.append(
+            problems.append(
                 f"{who}: asked {pace.asked_s:.4g} s of paced work, measured {pace.measured_s:.4g} "
                 f"(speed {pace.error:+.1%}); {remedy}"
             )
-    return found
+    return problems
 
 
 def _pace(gpu: int, pace: dict[str, Any]) -> PaceMeasured:

@@ -69,9 +69,9 @@ class Charger:
             return self._attention_charge(*arguments[:3], causal=_is_causal(arguments, 4), backward=False)
         if packet is _BACKWARD:
             return self._attention_charge(*arguments[1:4], causal=_is_causal(arguments, 7), backward=True)
-        left = arguments[_PRODUCTS[packet]]
+        factor = arguments[_PRODUCTS[packet]]
         flops = flop_registry[packet](*arguments, out_val=result)
-        return Charge("matmul", self._seconds(flops, self._matmul, _tokens(left), left.dtype))
+        return Charge("matmul", self._seconds(flops, self._matmul, _tokens(factor), factor.dtype))
 
     def _attention_charge(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, backward: bool
@@ -101,10 +101,10 @@ def _rate(curve: Curve, size: float) -> float:
     return curve.rate(max(1.0, size)) * 1e12
 
 
-def _tokens(left: Tensor) -> int:
+def _tokens(factor: Tensor) -> int:
     """Return the number of tokens in a product, from its left factor [..., rows, summed]."""
-    rows, summed = left.shape[-2:]
-    transposed = left.stride(-2) == 1 and left.stride(-1) != 1
+    rows, summed = factor.shape[-2:]
+    transposed = factor.stride(-2) == 1 and factor.stride(-1) != 1
     return summed if transposed else rows
 
 

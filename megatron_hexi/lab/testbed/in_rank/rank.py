@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
         quota = lab.quotas[gpu.rank]
         (Path(quota.cgroup) / "cgroup.procs").write_text("0")  # 0: this process, in any PID namespace
         os.sched_setaffinity(0, {quota.core})
-    throttles = [one for one in lab.throttles if one.gpu == gpu.rank and job == JOB]
+    throttles = [throttle for throttle in lab.throttles if throttle.gpu == gpu.rank and job == JOB]
     _run(lab, lab.record(job, rank), gpu.device, program, throttles)
 
 
