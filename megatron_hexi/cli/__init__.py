@@ -1,1 +1,1 @@
-"""The command `hexi`: thin. What it prints is made in `report`."""
+"""The command `hexi`: argument parsing only; `report` makes the text, tables and pages that it prints."""

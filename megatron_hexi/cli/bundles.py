@@ -12,7 +12,7 @@ from megatron_hexi.cli.options import Bundle
 
 
 def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
-    """The command with each bundle among its parameters taken apart into keywords, one a field."""
+    """Return the command with each bundle among its parameters replaced by one keyword for each field."""
     signature = inspect.signature(command, eval_str=True)
     kinds: dict[str, type[Any]] = {
         name: parameter.annotation
@@ -21,10 +21,10 @@ def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
     }
 
     @functools.wraps(command)
-    def call(**given: Any) -> R:
+    def call(**values: Any) -> R:
         for name, kind in kinds.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
-        return command(**given)
+            values[name] = kind(**{field.name: values.pop(field.name) for field in dataclasses.fields(kind)})
+        return command(**values)
 
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
@@ -36,7 +36,7 @@ def with_bundles[R](command: Callable[..., R]) -> Callable[..., R]:
 
 
 def _fields(kind: type[Any]) -> list[inspect.Parameter]:
-    """A dataclass's fields as parameters: those without a default first, those of its base last."""
+    """Return a dataclass's fields as parameters: those without a default first, inherited ones last."""
     hints = get_type_hints(kind, include_extras=True)
     order = sorted(
         dataclasses.fields(kind),

@@ -29,8 +29,8 @@ class FileChange:
 
     Attributes:
         name: the file, relative to the checkout.
-        sha256: of the original's bytes, in hexadecimal.
-        insertions: after which line of the original (1 is the first), and the line added there.
+        sha256: SHA-256 of the original's bytes, in hexadecimal.
+        insertions: number of a line of the original (from 1), and the line added after it.
     """
 
     name: str
@@ -38,14 +38,14 @@ class FileChange:
     insertions: tuple[tuple[int, bytes], ...]
 
     def apply(self, original: bytes) -> bytes:
-        """The original with our lines in it."""
+        """Return the original with our lines inserted."""
         lines = original.splitlines(keepends=True)
         for after, line in reversed(self.insertions):
             lines.insert(after, line)
         return b"".join(lines)
 
     def revert(self, patched: bytes) -> bytes:
-        """The file without our lines; any other file comes back changed or not, and is told by its hash."""
+        """Return the file without our lines; `is_original` tells whether nothing else was changed."""
         lines = patched.splitlines(keepends=True)
         for after, line in self.insertions:
             if lines[after : after + 1] == [line]:
@@ -53,16 +53,16 @@ class FileChange:
         return b"".join(lines)
 
     def is_original(self, content: bytes) -> bool:
-        """Whether a file's content is the original's."""
+        """Return whether a file's content is the original's."""
         return hashlib.sha256(content).hexdigest() == self.sha256
 
     def is_patched(self, content: bytes) -> bool:
-        """Whether a file's content is the original's with our lines in it."""
+        """Return whether a file's content is the original's with our lines inserted."""
         return not self.is_original(content) and self.is_original(self.revert(content))
 
 
 def known_diffs() -> list[Path]:
-    """The diffs that come with megatron-hexi, one a supported Megatron-LM version."""
+    """Return the diffs that come with megatron-hexi, one for each supported Megatron-LM version."""
     package = Path(megatron_hexi.__file__).parent
     # Installed, they lie inside the package; in the repository, beside it.
     folders = (package / "patches", package.parent / "patches")
@@ -70,7 +70,7 @@ def known_diffs() -> list[Path]:
 
 
 def read_diff(path: Path) -> list[FileChange]:
-    """The changes in a diff of ours.
+    """Return the changes in one of our diffs.
 
     Raises:
         HexiError: the diff does more than adding lines, or lacks a file's hash.
@@ -123,7 +123,7 @@ def patch_checkout(checkout: Path, diffs: Sequence[Path] | None = None) -> list[
 
 
 def unpatch_checkout(checkout: Path, diffs: Sequence[Path] | None = None) -> list[Path]:
-    """Take our line out again, so that every file is its original, byte for byte.
+    """Remove our line again, so that every file is its original, byte for byte.
 
     Args and returns as for `patch_checkout`.
 
@@ -140,7 +140,7 @@ def unpatch_checkout(checkout: Path, diffs: Sequence[Path] | None = None) -> lis
 
 
 def checkout_is_patched(checkout: Path, diffs: Sequence[Path] | None = None) -> bool:
-    """Whether our line is in the training scripts of a Megatron-LM checkout.
+    """Return whether our line is in the training scripts of a Megatron-LM checkout.
 
     Args as for `patch_checkout`.
 
@@ -152,7 +152,7 @@ def checkout_is_patched(checkout: Path, diffs: Sequence[Path] | None = None) -> 
 
 
 def _matching(checkout: Path, diffs: Sequence[Path] | None) -> tuple[list[FileChange], dict[str, bytes]]:
-    """The changes of the diff that knows every one of its files in the checkout, and the files' contents."""
+    """Return the diff whose originals, patched or not, are the checkout's files, and the files' contents."""
     candidates = known_diffs() if diffs is None else list(diffs)
     refusals: list[str] = []
     for diff in candidates:
@@ -189,7 +189,7 @@ def _refuse_half_patched(checkout: Path, changes: list[FileChange], contents: di
 
 
 def _write(checkout: Path, contents: dict[str, bytes]) -> list[Path]:
-    """Replace files, each at once; put back what was replaced if one fails."""
+    """Write all files or none: each is replaced atomically, and a failure restores those before it."""
     targets = {checkout / name: content for name, content in contents.items()}
     originals = {path: read_bytes(path) for path in targets}
     for path in targets:

@@ -45,8 +45,8 @@ def doctor(
 
     job = None if local else launched_job()
     first = os.environ.get("RANK", "0") == "0"
-    with progress_bar() if first else contextlib.nullcontext() as tell:
-        findings = examine(job, _look_at(megatron), timeout, tell)
+    with progress_bar() if first else contextlib.nullcontext() as progress:
+        findings = examine(job, _look_at(megatron), timeout, progress)
     if findings.facts:
         if as_json:
             print_json(doctor_dict(findings.facts, findings.problems))

@@ -24,7 +24,7 @@ def _feature(field: str, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFeatures:
-    """Which features plans may use; ``None`` where the command line does not say."""
+    """The features that plans may use; ``None`` where the command line does not set one."""
 
     ministages: Annotated[
         bool | None, _feature("ministages", "Stages that run in several parts, to save memory")
@@ -44,7 +44,7 @@ class PlanFeatures:
 
     @property
     def rules(self) -> PlannerRules:
-        """Return what plans may use, as far as the command line says it.
+        """The command line's rules of what plans may use.
 
         Raises:
             HexiError: a feature is asked for and what it needs refused.

@@ -45,7 +45,7 @@ def _option(name: str, text: str, metavar: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifests(Bundle):
-    """How a job is written for Kubernetes."""
+    """Options of a job's Kubernetes manifests."""
 
     kubernetes: Annotated[
         str | None, _option("--kubernetes", "Write manifests: Jobs, or one JobSet.", "job|jobset")
@@ -121,7 +121,7 @@ class Manifests(Bundle):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingManifests(Manifests):
-    """How a training is written for Kubernetes."""
+    """Options of a training's Kubernetes manifests."""
 
     elastic: Annotated[
         int | None,
@@ -215,7 +215,7 @@ def write_manifests(
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeManifests(Manifests):
-    """How a probe is written for Kubernetes."""
+    """Options of a probe's Kubernetes manifests."""
 
     kubernetes: Annotated[
         str, _option("--kubernetes", "Jobs, which is what you get if not given, or one JobSet.", "job|jobset")
@@ -261,7 +261,7 @@ def launch_probe(
 
 
 def _probe_output(words: list[str]) -> str:
-    """Where the words of ``hexi probe`` say to write.
+    """Return the output path in the words of ``hexi probe``.
 
     Raises:
         TyperException: it does not take them.

@@ -1,4 +1,4 @@
-"""``hexi launch``: what to type for a plan that exists."""
+"""``hexi launch``: the commands that start the training of a plan."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def launch(
 def find_lines(
     plan: Plan, cluster: Cluster, path: Path, cluster_path: Path, model: str, more: list[str]
 ) -> LaunchLines:
-    """What to type for a plan.
+    """Return the commands that start the training of a plan.
 
     Args:
         plan: the plan.
-        cluster: that it was made for.
+        cluster: the cluster that it was made for.
         path: the plan's file.
         cluster_path: the cluster's.
-        model: as ``--model`` takes it; of a file of Megatron's arguments all flags are taken.
+        model: value of ``--model``; of a file of Megatron's arguments all flags are used.
         more: the user's own flags.
 
     Raises:

@@ -73,10 +73,10 @@ def main() -> None:
             command = get_command(app)
             code = command.main(_words(command), prog_name="hexi", standalone_mode=False)
         except typer.TyperException as problem:  # an unknown option, a missing argument
-            said = " ".join(problem.format_message().split()).rstrip(".")
-            wrong = HexiError(f"{said}; see hexi --help")
-            _print_error(wrong)
-            raise wrong from None
+            message = " ".join(problem.format_message().split()).rstrip(".")
+            error = HexiError(f"{message}; see hexi --help")
+            _print_error(error)
+            raise error from None
         except HexiError as problem:
             _print_error(problem)
             raise
@@ -84,20 +84,20 @@ def main() -> None:
 
 
 def _words(command: Any) -> list[str]:
-    """The command line with the names that options have today."""
+    """Return the command line, with former names of options replaced by present ones."""
     words = sys.argv[1:]
-    chosen = command.commands.get(words[0]) if words else None
-    parameters = [] if chosen is None else chosen.params
+    subcommand = command.commands.get(words[0]) if words else None
+    parameters = [] if subcommand is None else subcommand.params
     return with_present_names(
-        words, {name for one in parameters for name in (*one.opts, *one.secondary_opts)}
+        words, {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
     )
 
 
 def _print_error(problem: HexiError) -> None:
-    """With ``--json`` an error is a document too; `hexi validate` has printed one of its own."""
+    """Print an error; with ``--json`` as a document too, unless `hexi validate` has printed its own."""
     words = sys.argv[1:]
-    own = words[: words.index("--")] if "--" in words else words
-    if "--json" in own and own[0] != "validate" and os.environ.get("RANK", "0") == "0":
+    own_words = words[: words.index("--")] if "--" in words else words
+    if "--json" in own_words and own_words[0] != "validate" and os.environ.get("RANK", "0") == "0":
         details = problem.details if isinstance(problem, NothingFitsError) else {}
         print_json({"error": str(problem), "exit_code": problem.exit_code, **details})
 

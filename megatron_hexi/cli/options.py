@@ -78,7 +78,7 @@ _NOT_TERMS = ("model", "data_parallel", "context_parallel", "memory_margin", *FE
 
 
 def whole(text: str | int) -> int:
-    """The number that a word on the command line spells: ``131072``, ``128K`` or ``1M``, in powers of 1024.
+    """Parse a whole number: ``131072``, or in powers of 1024 ``128K`` or ``1M``.
 
     Raises:
         BadParameter: it spells none; typer puts the option's name before.
@@ -94,24 +94,24 @@ def whole(text: str | int) -> int:
         ) from None
 
 
-def check_limits(given: Mapping[str, int | None]) -> None:
-    """Hold numbers against `LIMITS`, by their names there.
+def check_limits(numbers: Mapping[str, int | None]) -> None:
+    """Refuse numbers above their `LIMITS`, by field name.
 
     Raises:
         HexiError: one is beyond any job.
     """
-    for field, value in given.items():
+    for field, value in numbers.items():
         if value is not None and value > LIMITS[field]:
             raise HexiError(f"{spell_flag(field, value)}: is too large; the most is {LIMITS[field]}")
 
 
 def count_option(field: str, text: str, panel: str | None = _JOB) -> Any:
-    """An option for a number, by Megatron's name of a field."""
+    """Return the option for a number, named like Megatron's field."""
     return typer.Option(flag_name(field), help=text, metavar="N", rich_help_panel=panel, parser=whole)
 
 
 def _option(field: str, text: str, *, metavar: str | None = None) -> Any:
-    """A job's option by Megatron's name of a field; without a metavar a flag and its opposite."""
+    """Return the option for a field of `Job`, named like Megatron's; without a metavar a pair of flags."""
     name = flag_name(field) if metavar else "/".join(spell_flag(field, value) for value in (True, False))
     return typer.Option(name, help=text, metavar=metavar, rich_help_panel=_JOB)
 
@@ -122,7 +122,7 @@ class Bundle:
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Bundle):
-    """How Megatron is told to train; the fields are `Job`'s, ``None`` where the command line does not say."""
+    """Options that say how Megatron trains, named like `Job`'s fields; ``None`` where not given."""
 
     micro_batch_size: Annotated[
         int | None, count_option("micro_batch_size", f"Sequences of a micro-batch ({Job.micro_batch_size}).")
@@ -167,10 +167,10 @@ class Training(Bundle):
     ] = None
 
     def _stated(self, arguments: str | None) -> dict[str, Any]:
-        """Those of `Job`'s fields that are stated: on the command line, or else in a file of arguments.
+        """Return the fields of `Job` that are given on the command line, or else in a file of arguments.
 
         Args:
-            arguments: as `read_terms` takes it; what is taken from it is said.
+            arguments: argument of `read_terms`; the flags taken from it are printed.
 
         Raises:
             HexiError: a number beyond any job, or a file that cannot be read.
@@ -179,12 +179,12 @@ class Training(Bundle):
         stated = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         terms = None if arguments is None else read_terms(arguments)
         if terms is not None:
-            taken = {name: terms.fields[name] for name in names if name in terms.fields.keys() - stated}
-            if taken:
-                say(f"note: {arguments} says {' '.join(starmap(spell_flag, taken.items()))}")
+            from_file = {name: terms.fields[name] for name in names if name in terms.fields.keys() - stated}
+            if from_file:
+                say(f"note: {arguments} says {' '.join(starmap(spell_flag, from_file.items()))}")
             if terms.free:
                 say(f"note: {arguments}: plans do not depend on {', '.join(terms.free)}")
-            stated |= taken
+            stated |= from_file
         if stated.get("precision") == "fp8":
             raise HexiError(
                 "--precision fp8: training in fp8 is refused by the runtime today; use bf16 (estimates: "
@@ -196,7 +196,7 @@ class Training(Bundle):
 
 @dataclass(frozen=True, kw_only=True)
 class NewJob(PlanFeatures, Training):
-    """A job to make a plan for; what is not given of its layout, the planner chooses."""
+    """Options of a job to plan for; the planner chooses those of the layout that are not given."""
 
     micro_batch_size: Annotated[
         int | None, count_option("micro_batch_size", "Sequences of a micro-batch; chosen if not given.")
@@ -249,7 +249,7 @@ class NewJob(PlanFeatures, Training):
     ] = "auto"
 
     def request(self) -> Request:
-        """What is asked for.
+        """Return the request to the planner.
 
         Raises:
             HexiError: an unknown model, no context, sizes that cannot be divided, or unknown words.
@@ -266,12 +266,12 @@ class NewJob(PlanFeatures, Training):
         job, margin = Job(model=model, **stated), self.memory_margin / 100
         terms = read_terms(self.model)
         if terms and terms.context_parallel is not None and self.context_parallel is None:
-            given = spell_flag("context_parallel", terms.context_parallel)
-            say(f"note: {self.model}: {given} is chosen anew; give it on the command line to keep it")
+            flag = spell_flag("context_parallel", terms.context_parallel)
+            say(f"note: {self.model}: {flag} is chosen anew; give it on the command line to keep it")
         return Request(job, fixed, margin, self._rules_of_file(), self.context_parallel)
 
     def _rules_of_file(self) -> PlannerRules:
-        """What plans may use: as the command line says, less what options of a file of arguments refuse.
+        """Return what plans may use: the command line's rules, less what a file of arguments rules out.
 
         Raises:
             HexiError: the command line asks for what such an option refuses.
@@ -280,10 +280,10 @@ class NewJob(PlanFeatures, Training):
         rules = self.rules
         for flag, features in (terms.restricting if terms else {}).items():
             for feature in features:
-                asked = spell_flag(feature, True)
+                allow = spell_flag(feature, True)
                 if getattr(rules, feature):
                     raise HexiError(
-                        f"{asked}: {flag} of {self.model} does not work with it; leave {asked} out"
+                        f"{allow}: {flag} of {self.model} does not work with it; leave {allow} out"
                     )
                 rules = replace(rules, **{feature: False})
             names = " and ".join(spell_flag(feature, False) for feature in features)
@@ -292,7 +292,7 @@ class NewJob(PlanFeatures, Training):
 
     @property
     def _replicas(self) -> int | None:
-        """How many replicas; ``None``: as many as are best.
+        """Number of data-parallel replicas; ``None`` lets the planner choose it.
 
         Raises:
             HexiError: neither a number above 0 nor ``auto``.
@@ -308,7 +308,7 @@ class NewJob(PlanFeatures, Training):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob(Training):
-    """The job that a plan was made for; what is not given is as the plan says, or else the default."""
+    """Options of the job that a plan was made for; values not given come from the plan, or are defaults."""
 
     micro_batch_size: Annotated[
         int | None, count_option("micro_batch_size", "Sequences of a micro-batch; what the plan says, or 1.")
@@ -352,12 +352,12 @@ class PlannedJob(Training):
         return plan.provenance.model if plan.provenance else None
 
     def model_file(self, plan: Plan) -> Path | None:
-        """What the model will be read from, if it is a file."""
+        """Return the file that the model is read from; ``None`` where it is a preset's name."""
         name = self._name(plan)
         return None if name is None else model_file(name)
 
     def job(self, plan: Plan, path: Path) -> Job:
-        """The job.
+        """Return the job that a plan is evaluated for.
 
         Args:
             plan: the plan.

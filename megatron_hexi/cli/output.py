@@ -1,4 +1,4 @@
-"""What commands print, write and draw, and what they refuse to before any work is done."""
+"""Output of commands: text, JSON and pictures, and the checks of output paths before any work is done."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ _PIPE_WIDTH = 160
 
 
 def say(message: str) -> None:
-    """A line on standard error: what was done besides the document asked for."""
+    """Print a line on standard error, beside the document asked for."""
     print(printable(message), file=sys.stderr)
 
 
 def tell(message: str) -> None:
-    """A line on standard output."""
+    """Print a line on standard output."""
     print(printable(message))
 
 
 def print_report(report: RenderableType) -> None:
-    """A report on standard output, as wide as the terminal or as COLUMNS says."""
+    """Print a report on standard output, as wide as the terminal or as COLUMNS says."""
     columns = os.environ.get("COLUMNS", "")
-    known = sys.stdout.isatty() or (columns.isascii() and columns.isdecimal() and int(columns) > 0)
-    Console(width=None if known else _PIPE_WIDTH).print(_Printable(report))
+    width_known = sys.stdout.isatty() or (columns.isascii() and columns.isdecimal() and int(columns) > 0)
+    Console(width=None if width_known else _PIPE_WIDTH).print(_Printable(report))
 
 
 class _Printable:
     """A report without the control characters of names in it; colours are the console's own.
 
     Args:
-        report: as rich prints it.
+        report: a report for rich.
     """
 
     def __init__(self, report: RenderableType) -> None:
@@ -75,7 +75,7 @@ class _Printable:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """The one document that ``--json`` asks for."""
+    """Print the one document that ``--json`` asks for."""
     print(json.dumps(document, indent=2, allow_nan=False))
 
 
@@ -85,14 +85,14 @@ def check_outputs(
     picture: Path | None,
     kind: str = "YAML",
 ) -> None:
-    """Refuse what could not be written, before any work is done.
+    """Refuse output paths that cannot be written, before any work is done.
 
     Args:
         inputs: files that the command reads; ``None`` where there is none.
         outputs: files that it will write, the picture aside, first the one that the user names; ``None``
             where not asked for.
-        picture: likewise.
-        kind: what the first output is written as: YAML, HTML, JSON or text.
+        picture: path of the picture; ``None`` where not asked for.
+        kind: format of the first output: YAML, HTML, JSON or text.
 
     Raises:
         HexiError: what is no regular file or cannot be one, one file for two purposes, a name that ends as
@@ -101,17 +101,17 @@ def check_outputs(
     """
     # What standard output is redirected to would be replaced, and what is printed would be lost.
     streams = map(Path, ("/dev/stdout", "/dev/stderr"))
-    taken = {os.path.realpath(path) for path in (*inputs, *streams) if path is not None}
+    used_paths = {os.path.realpath(path) for path in (*inputs, *streams) if path is not None}
     outputs = list(outputs)
     for path in (*outputs, picture):
         if path is None:
             continue
         check_output(path)
-        if os.path.realpath(path) in taken:
+        if os.path.realpath(path) in used_paths:
             raise HexiError(
                 f"{path}: would be overwritten, it is read or written already; choose another name"
             )
-        taken.add(os.path.realpath(path))
+        used_paths.add(os.path.realpath(path))
     if outputs and outputs[0] is not None:
         _check_ending(outputs[0], kind)
     if picture is not None and picture.suffix.lstrip(".").lower() not in PICTURE_FORMATS:
@@ -123,18 +123,18 @@ def check_outputs(
 
 
 def _check_ending(path: Path, kind: str) -> None:
-    """Refuse a name that ends as files of another kind do; one without a known ending is fine."""
+    """Refuse a name whose ending belongs to files of another kind; one without a known ending is fine."""
     ending = path.suffix.lstrip(".").lower()
-    promised = next((one for one, endings in _ENDINGS.items() if ending in endings), kind)
-    if promised != kind:
+    kind_of_ending = next((name for name, endings in _ENDINGS.items() if ending in endings), kind)
+    if kind_of_ending != kind:
         raise HexiError(
-            f"{path}: {kind} is written here, and the name ends as {promised} does; end it in "
+            f"{path}: {kind} is written here, and the name ends as {kind_of_ending} does; end it in "
             f".{_ENDINGS[kind][0]}"
         )
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Write a figure whole or not at all, and say so.
+    """Write a figure atomically, and print its path.
 
     Raises:
         HexiError: the format is unknown, or the file cannot be written.
@@ -147,7 +147,7 @@ def write_picture(figure: Figure, path: Path) -> None:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress | None]:
-    """A bar on standard error while something is under way; ``None`` where nobody watches."""
+    """Show a bar on standard error while work is under way; yields ``None`` where no terminal shows it."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -163,7 +163,7 @@ def progress_bar() -> Iterator[Progress | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=1)
 
-        def tell(what: str, done: int, total: int) -> None:
+        def progress(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total)
 
-        yield tell
+        yield progress

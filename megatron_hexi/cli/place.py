@@ -72,7 +72,7 @@ def place(
 
 
 def _nodes_text() -> str:
-    """What is piped in."""
+    """Read sinfo's output from standard input; refuse a terminal."""
     if sys.stdin is None or sys.stdin.isatty():
         raise HexiError("standard input is no pipe; pipe in what sinfo says (hexi place --help)")
     with contextlib.suppress(OSError, UnicodeDecodeError):

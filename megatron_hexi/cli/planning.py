@@ -1,4 +1,4 @@
-"""``hexi plan``, ``hexi compare`` and ``hexi simulate``: what a job would do on a cluster."""
+"""``hexi plan``, ``hexi compare`` and ``hexi simulate``: plan a job on a cluster, and predict it."""
 
 from __future__ import annotations
 
@@ -117,11 +117,11 @@ def plan(
         lines = find_lines(planned.plan, machines, out, cluster, job.model, [])
     if as_json:
         files = {"plan": str(out), "cluster": str(cluster)}
-        found = {"job": job_dict(planned.job)} | planned_dict(planned, machines)
-        found |= {"next_best": rivals_dict(planned, machines), "launch": lines and launch_dict(lines)}
+        document = {"job": job_dict(planned.job)} | planned_dict(planned, machines)
+        document |= {"next_best": rivals_dict(planned, machines), "launch": lines and launch_dict(lines)}
         if explain:
-            found |= {"gains": gains_dict(planned, gains)}
-        print_json(files | found)
+            document |= {"gains": gains_dict(planned, gains)}
+        print_json(files | document)
     else:
         print_report(planned_report(planned, machines))
         print_report(rivals_report(planned, machines, explain=explain))
@@ -134,7 +134,7 @@ def plan(
 
 @contextlib.contextmanager
 def _without_flags() -> Iterator[None]:
-    """Turn a constant that Megatron has no flag for into a note: lines would train another model."""
+    """Turn the error that Megatron has no flag for a constant of the model into a note."""
     try:
         yield
     except NoFlagError as problem:
@@ -208,60 +208,60 @@ def simulate(
     check_outputs([plan, cluster, scenario, job.model_file(replayed)], [trace], picture, "JSON")
     machines = read_cluster(cluster)
     planned_kernels(job.kernel, machines)
-    asked = job.job(replayed, plan)
-    cost = estimate(replayed, asked, machines)
+    simulated_job = job.job(replayed, plan)
+    cost = estimate(replayed, simulated_job, machines)
     shortage = find_shortage(cost)
     if shortage is not None:
         say(f"note: {plan} does not fit in memory: {shortage}")
     files = {"plan": str(plan), "cluster": str(cluster), "fits": shortage is None}
     if scenario is not None:
-        _play(scenario, replayed, asked, job, machines, files if as_json else None, picture)
+        _play(scenario, replayed, simulated_job, job, machines, files if as_json else None, picture)
         return
     from megatron_hexi.lab import simulator
     from megatron_hexi.lab.simulator.timeline import timeline_dict, timeline_report
 
-    with progress_bar() as tell:
-        found = simulator.simulate(
+    with progress_bar() as progress:
+        simulation = simulator.simulate(
             replayed,
-            asked,
+            simulated_job,
             machines,
-            progress=tell and (lambda done, total: tell("replaying", done, total)),
+            progress=progress and (lambda done, total: progress("replaying", done, total)),
         )
-    differences = simulator.compare_with_model(found, cost)
+    differences = simulator.compare_with_model(simulation, cost)
     if trace is not None:
-        write_text_atomically(trace, json.dumps(simulator.chrome_trace(found), allow_nan=False))
+        write_text_atomically(trace, json.dumps(simulator.chrome_trace(simulation), allow_nan=False))
         say(f"wrote {trace}")
     if picture is not None:
         from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 
-        write_picture(draw_timeline(found, replayed), picture)
+        write_picture(draw_timeline(simulation, replayed), picture)
     if as_json:
-        print_json(files | timeline_dict(found, cost, differences))
+        print_json(files | timeline_dict(simulation, cost, differences))
     else:
-        print_report(timeline_report(found, cost, differences))
+        print_report(timeline_report(simulation, cost, differences))
 
 
 def _play(
     path: Path,
     plan: Plan,
-    asked: Job,
+    simulated_job: Job,
     stated: PlannedJob,
     machines: Cluster,
     files: dict[str, Any] | None,
     picture: Path | None,
 ) -> None:
-    """Play a scenario; with `files`, a document that begins with them."""
+    """Simulate a scenario and print the result; `files` begin the document of ``--json``."""
     from megatron_hexi.lab.scenario import play_scenario, read_scenario
     from megatron_hexi.lab.scenario.report import scenario_dict, scenario_report
     from megatron_hexi.planner import CHOSEN, Request
 
     scenario, events = read_scenario(path, machines)
     fixed = frozenset(name for name in CHOSEN if getattr(stated, name, None) is not None)
-    request = Request(asked, fixed, NewJob.memory_margin / 100)
-    with progress_bar() as tell:
+    request = Request(simulated_job, fixed, NewJob.memory_margin / 100)
+    with progress_bar() as progress:
         played = play_scenario(
-            *(scenario, events, plan, asked, request, machines),
-            progress=tell and (lambda done, total: tell("playing", done, total)),
+            *(scenario, events, plan, simulated_job, request, machines),
+            progress=progress and (lambda done, total: progress("playing", done, total)),
         )
     if picture is not None:
         from megatron_hexi.lab.scenario.picture import draw_scenario
@@ -274,7 +274,7 @@ def _play(
 
 
 def _find_gains(request: Request, cluster: Cluster, planned: Planned) -> tuple[Gain, ...]:
-    """Return what the plan gains by each feature that Megatron's flags lack."""
+    """Return the speedup of the plan by each feature that Megatron's flags lack."""
     from megatron_hexi.planner import find_gains
 
     return find_gains(request, cluster, planned.plan)
@@ -286,8 +286,8 @@ def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple
     planned_kernels(request.job.kernel, cluster)
     from megatron_hexi.planner import find_plan
 
-    with progress_bar() as tell:
-        planned = find_plan(request, cluster, with_baselines=with_baselines, progress=tell)
+    with progress_bar() as progress:
+        planned = find_plan(request, cluster, with_baselines=with_baselines, progress=progress)
     left_open = {"model", "seq_length", "tensor_parallel", "data_parallel", "kernel"}
     if not planned.plan.is_repeated:
         left_open.add("recompute")  # stages say it

@@ -52,23 +52,23 @@ def show(plan: PlanPath, as_json: AsJson = False, picture: Picture = None) -> No
     Tokens, heads, positions, bytes, and the planner's prediction.
     """
     check_outputs([plan], [], picture)
-    shown = read_plan(plan)
-    rows = holdings(shown)
+    shown_plan = read_plan(plan)
+    rows = holdings(shown_plan)
     if picture is not None:
         # Takes a second to import, which the other commands need not spend.
         from megatron_hexi.report.pictures import draw_plan
 
-        write_picture(draw_plan(shown, rows), picture)
+        write_picture(draw_plan(shown_plan, rows), picture)
     if as_json:
         print_json(
             {
-                "plan": plan_dict(shown),
-                "digest": plan_digest(shown),
+                "plan": plan_dict(shown_plan),
+                "digest": plan_digest(shown_plan),
                 "ranks": [dataclasses.asdict(row) for row in rows],
             }
         )
     else:
-        print_report(plan_report(shown, rows))
+        print_report(plan_report(shown_plan, rows))
 
 
 @app.command(epilog="Example: hexi validate plan.yaml --cluster cluster.yaml --model gpt-7b")
@@ -97,9 +97,9 @@ def validate(
         if cluster is not None:
             machines = read_cluster(cluster)
             planned_kernels(job.kernel, machines)
-            asked = job.job(checked, plan)
-            cost = estimate(checked, asked, machines)
-            document |= {"cluster": str(cluster), "estimate": estimate_dict(cost, asked)}
+            checked_job = job.job(checked, plan)
+            cost = estimate(checked, checked_job, machines)
+            document |= {"cluster": str(cluster), "estimate": estimate_dict(cost, checked_job)}
             if not as_json:
                 print_report(estimate_report(cost))
             if shortage := find_shortage(cost):
@@ -158,7 +158,7 @@ def proportion(
 
 
 def parse_speeds(text: str) -> list[list[float]]:
-    """``"4,3,2/3"`` as ``[[4, 3, 2], [3]]``.
+    """Parse ``"4,3,2/3"`` into ``[[4, 3, 2], [3]]``: the speeds of each group's ranks.
 
     Raises:
         HexiError: a part is not a number.

@@ -103,7 +103,7 @@ def probe(
                 check_outputs([], [out, measuring.partial_path(out)], picture)
         with progress_bar() if world.rank == 0 else contextlib.nullcontext() as bar:
             measured = measuring.probe(
-                world, options, measuring.partial_path(out), restart=restart, tell=_teller(world, bar)
+                world, options, measuring.partial_path(out), restart=restart, progress=_progress(world, bar)
             )
         with world.all_or_none():
             if world.rank == 0:
@@ -111,7 +111,7 @@ def probe(
 
 
 def _finish(measured: Measurement, out: Path, picture: Path | None, *, as_json: bool) -> None:
-    """Write the file, drop what was kept for going on, and say what came out."""
+    """Write the cluster file, remove the partial measurement, and print the result."""
     from rich.console import Group
     from rich.text import Text
 
@@ -133,23 +133,23 @@ def _finish(measured: Measurement, out: Path, picture: Path | None, *, as_json: 
         print_report(Group(*map(device_report, devices), *(Text(f"note: {note}") for note in notes)))
 
 
-def _teller(world: World, bar: Progress | None) -> Progress:
-    """Progress on rank 0: a bar where somebody watches, else a line a stage."""
-    told = set[int]()
+def _progress(world: World, bar: Progress | None) -> Progress:
+    """Return the progress callback of rank 0: a bar on a terminal, else a line for each stage."""
+    printed = set[int]()
 
-    def tell(what: str, done: int, total: int) -> None:
+    def progress(what: str, done: int, total: int) -> None:
         if bar is not None:
             bar(what, done, total)
-        elif world.rank == 0 and done not in told:
-            told.add(done)
+        elif world.rank == 0 and done not in printed:
+            printed.add(done)
             say(f"{done + 1} of {total}: {what}")
 
-    return tell
+    return progress
 
 
 @contextlib.contextmanager
 def _said_once(world: World) -> Iterator[None]:
-    """Where all ranks end with an error, one of them says it.
+    """Print an error that all ranks end with on one of them.
 
     Raises:
         HexiError: on the rank that speaks.

@@ -31,25 +31,25 @@ Name = Annotated[str, typer.Argument(metavar="RECIPE", help="One that hexi recip
 def list_recipes(as_json: AsJson = False) -> None:
     """List the recipes."""
     if as_json:
-        print_json({"recipes": [_as_dict(one) for one in recipes().values()]})
+        print_json({"recipes": [_as_dict(row) for row in recipes().values()]})
         return
     table = Table()
     for name in ("recipe", "model", "tokens", "batch", "learning rate", "iterations", "tokenizer"):
         table.add_column(name, no_wrap=True)
-    for one in recipes().values():
-        numbers = f"{one.seq_length:,}", f"{one.global_batch_size}", f"{one.lr:g}", f"{one.iterations:,}"
-        table.add_row(one.name, one.model, *numbers, one.tokenizer)
+    for row in recipes().values():
+        numbers = f"{row.seq_length:,}", f"{row.global_batch_size}", f"{row.lr:g}", f"{row.iterations:,}"
+        table.add_row(row.name, row.model, *numbers, row.tokenizer)
     print_report(table)
 
 
 @recipe.command(epilog="Example: hexi recipe show llama3-8b-128k")
 def show(name: Name, as_json: AsJson = False) -> None:
     """Print a recipe: Megatron's arguments, and what they are taken from."""
-    found = _find(name)
+    chosen = _find(name)
     if as_json:
-        print_json(_as_dict(found))
+        print_json(_as_dict(chosen))
     else:
-        print(found.text, end="")
+        print(chosen.text, end="")
 
 
 @recipe.command(epilog="Example: hexi recipe write llama3-8b-128k -o job.args")
@@ -62,12 +62,12 @@ def write(
     as_json: AsJson = False,
 ) -> None:
     """Write a recipe to a file, to change it there; --model takes that file too."""
-    found = _find(name)
+    chosen = _find(name)
     check_outputs([], [out], None, "text")
-    write_text_atomically(out, found.text)
+    write_text_atomically(out, chosen.text)
     say(f"wrote {out}")
     if as_json:
-        print_json({"path": str(out)} | _as_dict(found))
+        print_json({"path": str(out)} | _as_dict(chosen))
 
 
 def _find(name: str) -> Recipe:
@@ -78,5 +78,5 @@ def _find(name: str) -> Recipe:
     return recipes()[name]
 
 
-def _as_dict(one: Recipe) -> dict[str, Any]:
-    return dataclasses.asdict(one) | {"flags": dict(one.flags), "sources": list(one.sources)}
+def _as_dict(item: Recipe) -> dict[str, Any]:
+    return dataclasses.asdict(item) | {"flags": dict(item.flags), "sources": list(item.sources)}

@@ -34,18 +34,18 @@ RENAMED = dict(_renamed())
 
 
 def with_present_names(words: Sequence[str], options: Collection[str]) -> list[str]:
-    """The words of a command with former names of its options replaced; each is told on standard error.
+    """Replace former names of options in a command's words, with a note on standard error for each.
 
     Args:
-        words: of the command line; from ``--`` on they are another program's.
+        words: the command line; words after ``--`` are another program's.
         options: names that the command has today.
     """
     end = words.index("--") if "--" in words else len(words)
-    found = list(words)
+    present_words = list(words)
     for place, word in enumerate(words[:end]):
         former, equals, value = word.partition("=")
         name = RENAMED.get(former)
         if name in options and former not in options:
             say(f"note: {former} is now {name}, as in Megatron; the next release reads only that")
-            found[place] = f"{name}{equals}{value}"
-    return found
+            present_words[place] = f"{name}{equals}{value}"
+    return present_words

@@ -47,18 +47,18 @@ def report(
 
     The plan, each rank's time and memory, the losses. The page needs no network; its figures are printed too.
     """
-    planned, told = read_plan(plan), read_record(record)
+    planned, run_record = read_plan(plan), read_record(record)
     model_file = PlannedJob(model=model).model_file(planned)
     check_outputs([plan, record, cluster, model_file], [out], None, "HTML")
     from megatron_hexi.report.run import describe_run, last_start, run_dict
 
-    start = last_start(told, planned)
+    start = last_start(run_record, planned)
     if cluster is None and model is not None:
         raise HexiError(f"--model {model} without --cluster; add --cluster CLUSTER.yaml")
     machines = None if cluster is None else read_cluster(cluster)
     job = None if cluster is None else _job(start, planned, plan, model)
     cost = estimate(planned, job, machines) if job and machines else None
-    run = describe_run(told, planned, cost)
+    run = describe_run(run_record, planned, cost)
     # Bring matplotlib: not before the input was found to be right.
     from megatron_hexi.lab import simulator
     from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
@@ -67,12 +67,12 @@ def report(
 
     timeline, simulated_s = None, None
     if job and machines:
-        with progress_bar() as tell:
+        with progress_bar() as progress:
             simulation = simulator.simulate(
                 planned,
                 job,
                 machines,
-                progress=tell and (lambda done, total: tell("replaying", done, total)),
+                progress=progress and (lambda done, total: progress("replaying", done, total)),
             )
         timeline, simulated_s = draw_timeline(simulation, planned), simulation.iteration_s
     page = run_page(run, planned, _title(plan, job, machines), cost, timeline, simulated_s)
@@ -85,7 +85,7 @@ def report(
 
 
 def _job(start: Start, plan: Plan, path: Path, model: str | None) -> Job:
-    """The job as it was recorded."""
+    """Return the job as it was recorded."""
     names = ["micro_batch_size", "global_batch_size", "precision"]
     if plan.is_repeated:  # else each rank has a view of its own of these, and the plan says them
         names += ["pipeline_parallel", "recompute"]

@@ -90,7 +90,7 @@ def _run(
     gpus: str | None,
     throttles: list[str] | None = None,
 ) -> None:
-    code, found = run_testbed(
+    code, measurements = run_testbed(
         path,
         folder=folder,
         speeds=speeds,
@@ -100,13 +100,13 @@ def _run(
         quiet=as_json,
         throttles=throttles or (),
     )
-    if code == 0 and found is not None:
-        _show(found, as_json)
+    if code == 0 and measurements is not None:
+        _show(measurements, as_json)
     sys.exit(code)
 
 
-def _show(found: dict[str, Any], as_json: bool) -> None:
+def _show(measurements: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print_json(found)
+        print_json(measurements)
     else:
-        print_report(testbed_report(found))
+        print_report(testbed_report(measurements))

@@ -1,4 +1,4 @@
-"""The device catalogue: what is known of each GPU. The numbers and their sources are in data/devices.yaml."""
+"""The device catalogue: memory, links and rates of known GPUs, from data/devices.yaml, with sources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DATA = Path(__file__).parent / "data" / "devices.yaml"
 
 @dataclass(frozen=True)
 class CatalogFile:
-    """The spelling of data/devices.yaml."""
+    """The format of data/devices.yaml."""
 
     sources: dict[Name, Text]
     layer_share: Share
@@ -34,46 +34,46 @@ class CatalogFile:
 
 
 def catalog() -> Mapping[str, Device]:
-    """All known devices by name, in the order of the data."""
+    """Return all known devices by name, in the order of the data."""
     return _load()[1]
 
 
 def device(name: str) -> Device:
-    """The device of that name.
+    """Return the device of a name.
 
     Raises:
         ClusterError: there is none; names those that are spelled alike.
     """
-    known = catalog()
-    if name not in known:
-        raise ClusterError(f"GPU {unknown_device(name, known)}")
-    return known[name]
+    devices = catalog()
+    if name not in devices:
+        raise ClusterError(f"GPU {unknown_device(name, devices)}")
+    return devices[name]
 
 
 def unknown_device(name: str, known: Iterable[str]) -> str:
-    """What to say of a name that is not known: which ones are near, or where all are listed."""
+    """Return the remedy for an unknown device name: similar names, or where all are listed."""
     names = {item.lower(): item for item in known}
     families = {key.split("-")[0] for key in names}
-    wanted = name.lower()
-    near = [item for key, item in names.items() if wanted and key.startswith(wanted)]
-    if not near:
-        close = difflib.get_close_matches(wanted, [*names, *families], n=3, cutoff=0.6)
-        near = [item for key, item in names.items() if key in close or key.split("-")[0] in close][:4]
-    hint = f"did you mean {' or '.join(near)}?" if near else "`hexi catalog` lists those that are"
+    lowered = name.lower()
+    similar = [item for key, item in names.items() if lowered and key.startswith(lowered)]
+    if not similar:
+        close = difflib.get_close_matches(lowered, [*names, *families], n=3, cutoff=0.6)
+        similar = [item for key, item in names.items() if key in close or key.split("-")[0] in close][:4]
+    hint = f"did you mean {' or '.join(similar)}?" if similar else "`hexi catalog` lists those that are"
     return f"{name!r} is not in the catalogue; {hint}"
 
 
 def catalog_with(entries: Mapping[str, DeviceEntry], source: YamlFile) -> Mapping[str, Device]:
-    """The catalogue with a cluster file's own devices and measured curves in place of its own.
+    """Return the catalogue, extended and overridden by a cluster file's own devices and measured curves.
 
     Raises:
         ClusterError: an entry lacks what the catalogue cannot lend it, or breaks a rule.
     """
     if not entries:
         return catalog()
-    file, known = _load()
-    builder = Builder(source, known, file.attention_half, {}, 1.0)
-    return dict(known) | {name: builder.device(name, entry) for name, entry in entries.items()}
+    file, devices = _load()
+    builder = Builder(source, devices, file.attention_half, {}, 1.0)
+    return dict(devices) | {name: builder.device(name, entry) for name, entry in entries.items()}
 
 
 @functools.cache

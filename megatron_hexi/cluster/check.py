@@ -1,4 +1,4 @@
-"""The rules that a cluster file keeps, each with an error that names the place and the remedy."""
+"""The rules of a cluster file; an error names the place and the remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_hexi.yaml_schema import short
 
 
 def check_size(file: ClusterFile, source: YamlFile) -> None:
-    """Refuse an absurd size, before anything is built for each node or GPU."""
+    """Refuse an absurd number of nodes or GPUs, before anything is built for each."""
     if file.gpu_count > MAX_GPUS:
         remedy = f"at most {MAX_GPUS} are planned for; correct count or gpus"
         refuse(source, ("nodes",), f"have {file.gpu_count} GPUs in all", remedy)
@@ -24,7 +24,7 @@ def check_cluster(file: ClusterFile, devices: Mapping[str, Device], source: Yaml
     """Check every rule.
 
     Args:
-        file: what the file says; its values have the right types, its size is sane.
+        file: the cluster file; its values have the right types, its size is sane.
         devices: the catalogue with the file's own devices.
         source: the document, for lines.
 
@@ -48,7 +48,7 @@ def check_cluster(file: ClusterFile, devices: Mapping[str, Device], source: Yaml
 
 
 def node_name(file: ClusterFile, number: int) -> str:
-    """``h100-0`` for its number in the file."""
+    """Return a node's name by its number in the file, such as ``h100-0``."""
     for name, numbers in file.node_numbers.items():
         if number in numbers:
             return f"{name}-{number - numbers.start}"
@@ -93,40 +93,43 @@ def _check_groups(file: ClusterFile, level: Level, place: Place, source: YamlFil
                     refuse(source, (*place, g, t), problem, "name every node once in a level")
                 group_of[number] = g
     if -1 in group_of:
-        left = node_name(file, group_of.index(-1))
-        refuse(source, place, f"leave {left} out", "put every node into a group; alone is fine")
+        name = node_name(file, group_of.index(-1))
+        refuse(source, place, f"leave {name} out", "put every node into a group; alone is fine")
     return group_of
 
 
 def _check_nested(
     file: ClusterFile, inner: list[int], outer: list[int], place: Place, source: YamlFile
 ) -> None:
-    first: dict[int, int] = {}
+    first_node: dict[int, int] = {}
     for number, group in enumerate(inner):
-        other = first.setdefault(group, number)
-        if outer[other] != outer[number]:
+        joined = first_node.setdefault(group, number)
+        if outer[joined] != outer[number]:
             problem = (
-                f"part {node_name(file, other)} from {node_name(file, number)}, which a level inside joins"
+                f"part {node_name(file, joined)} from {node_name(file, number)}, which a level inside joins"
             )
             refuse(source, place, problem, "let every group be made of whole groups of the level before it")
 
 
 def _check_matrix(file: ClusterFile, matrix: Matrix, source: YamlFile) -> None:
-    seen: set[int] = set()
+    listed: set[int] = set()
     for i, text in enumerate(matrix.nodes):
         place: Place = ("matrix", "nodes", i)
-        found = _find(file, text, place, source)
-        if len(found) != 1:
+        numbers = _find(file, text, place, source)
+        if len(numbers) != 1:
             refuse(
-                source, place, f"= {text} names {len(found)} nodes", f"name one: {node_name(file, found[0])}"
+                source,
+                place,
+                f"= {text} names {len(numbers)} nodes",
+                f"name one: {node_name(file, numbers[0])}",
             )
-        if found[0] in seen:
+        if numbers[0] in listed:
             refuse(source, place, f"= {text} has a row already", "name every node once")
-        seen.add(found[0])
-    missing = set(range(file.node_count)) - seen
+        listed.add(numbers[0])
+    missing = set(range(file.node_count)) - listed
     if missing:
-        left = node_name(file, min(missing))
-        refuse(source, ("matrix", "nodes"), f"leave {left} out", "give it a row and a column")
+        name = node_name(file, min(missing))
+        refuse(source, ("matrix", "nodes"), f"leave {name} out", "give it a row and a column")
     for field in ("bandwidth_gb_s", "latency_us"):
         _check_square(matrix, field, getattr(matrix, field), source)
 
@@ -156,8 +159,8 @@ def _check_square(
 
 
 def _find(file: ClusterFile, text: str, place: Place, source: YamlFile) -> range:
-    found = file.find_nodes(text)
-    if found is None:
-        known = ", ".join(f"{name}-0..{len(numbers) - 1}" for name, numbers in file.node_numbers.items())
-        refuse(source, place, f"= {short(text)} is no node", f"the file has {known}"[:200])
-    return found
+    nodes = file.find_nodes(text)
+    if nodes is None:
+        names = ", ".join(f"{name}-0..{len(numbers) - 1}" for name, numbers in file.node_numbers.items())
+        refuse(source, place, f"= {short(text)} is no node", f"the file has {names}"[:200])
+    return nodes

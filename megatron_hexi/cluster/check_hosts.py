@@ -13,7 +13,7 @@ from megatron_hexi.yaml_schema import short
 
 
 def with_counted_hosts(file: ClusterFile, source: YamlFile) -> ClusterFile:
-    """The file, in which an entry with hosts has as many nodes as it names.
+    """Return the file, with `count` set to the number of hosts where an entry names them.
 
     Raises:
         ClusterError: a host list is malformed, names a host twice, or another number of hosts than `count`.
@@ -24,20 +24,20 @@ def with_counted_hosts(file: ClusterFile, source: YamlFile) -> ClusterFile:
         if entry.hosts is None:
             continue
         place: Place = ("nodes", number, "hosts")
-        said = f"= {short(entry.hosts)}"
+        value = f"= {short(entry.hosts)}"
         try:
             hosts = expand_hostlist(entry.hosts)
         except PlatformError:
             refuse(
-                source, place, f"{said} is no list of hosts", "write it as Slurm does: h[01-06], or h01,h02"
+                source, place, f"{value} is no list of hosts", "write it as Slurm does: h[01-06], or h01,h02"
             )
         for host in hosts:
             if host in seen:
-                problem = f"{said} names {host} again, which nodes[{seen[host]}] has"
+                problem = f"{value} names {host} again, which nodes[{seen[host]}] has"
                 refuse(source, place, problem, "name each host once")
             seen[host] = number
         if entry.count not in (1, len(hosts)):
-            problem = f"{said} names {len(hosts)} hosts for count: {entry.count}"
+            problem = f"{value} names {len(hosts)} hosts for count: {entry.count}"
             refuse(source, place, problem, "leave count out, or correct one of them")
         entries[number] = replace(entry, count=len(hosts))
     return replace(file, nodes=tuple(entries))

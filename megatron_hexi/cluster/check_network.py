@@ -1,4 +1,4 @@
-"""The rules of what a cluster file says of the network: that all nodes reach each other, in one way only."""
+"""The rules of networks and fabrics: every two nodes are connected, and described in one way only."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def check_network(file: ClusterFile, source: YamlFile) -> None:
     """Check every rule of networks and fabrics; levels and the matrix have rules of their own.
 
     Args:
-        file: what the file says; its values have the right types.
+        file: the cluster file; its values have the right types.
         source: the document, for lines.
 
     Raises:
         ClusterError: the first rule broken.
     """
     if file.matrix is not None:
-        for other in ("network", "fabrics", "levels"):
-            if getattr(file, other):
-                refuse(source, (other,), "stands beside a measured matrix", "keep one of the two")
+        for field in ("network", "fabrics", "levels"):
+            if getattr(file, field):
+                refuse(source, (field,), "stands beside a measured matrix", "keep one of the two")
     for number, entry in enumerate(file.nodes):
         place: Place = ("nodes", number, "network")
         if entry.network is not None:

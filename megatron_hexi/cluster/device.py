@@ -41,7 +41,7 @@ class Curve:
     given_from: float = 1
 
     def rate(self, size: float) -> float:
-        """TFLOP/s at a size."""
+        """Return TFLOP/s at a size."""
         above = bisect_right(self.sizes, size)
         if above == 0:
             return self.rates[0]
@@ -52,16 +52,16 @@ class Curve:
         return self.rates[above - 1] + part * (self.rates[above] - self.rates[above - 1])
 
     def time(self, flops: float, size: float) -> float:
-        """Seconds that so many floating-point operations take at a size."""
+        """Return the seconds of a number of floating-point operations at a size."""
         return flops / (self.rate(size) * 1e12)
 
     @cached_property
     def points(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Logarithms of the sizes, and FLOP/s at them."""
+        """Logarithms of the sizes, and FLOP/s at each."""
         return np.log(np.array(self.sizes)), np.array(self.rates) * 1e12
 
     def scaled(self, factor: float) -> Curve:
-        """The same curve, `factor` times as fast."""
+        """Return the curve with all rates multiplied by `factor`."""
         if factor == 1:
             return self  # with its points
         return replace(self, rates=tuple(rate * factor for rate in self.rates))
@@ -77,7 +77,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Attention:
-    """What one attention kernel achieves with heads of 128, in bf16 (fp16 where there is no bf16).
+    """Achieved rates of one attention kernel with heads of 128, in bf16 (fp16 where there is no bf16).
 
     Args:
         kernel: its name, as in ``--hexi-kernel``.
@@ -90,7 +90,7 @@ class Attention:
     full: Passes
 
     def map(self, change: Callable[[Curve], Curve]) -> Attention:
-        """All four curves changed alike."""
+        """Return the kernel's rates with a function applied to each of the four curves."""
         causal, full = (Passes(change(p.forward), change(p.backward)) for p in (self.causal, self.full))
         return Attention(self.kernel, causal, full)
 
@@ -118,15 +118,15 @@ class Nominal:
 
 @dataclass(frozen=True)
 class Link:
-    """How a GPU talks to the others of its node.
+    """The link of a GPU to the others of its node.
 
     Args:
         kind: NVLink4, PCIe5, …
         bandwidth_gb_s: achieved, 10^9 bytes/s a direction; each GPU has this much out and in.
-        latency_us: of one message, µs.
+        latency_us: latency of one message, µs.
         source: who measured it, or how it was estimated.
         estimate: whether nobody measured it.
-        nominal_gb_s: by datasheet, a direction.
+        nominal_gb_s: bandwidth by datasheet, a direction.
     """
 
     kind: str
@@ -142,10 +142,10 @@ class Host:
     """The memory of a GPU's node, as the GPU reaches it.
 
     Args:
-        usable_gib: what a job may pin of it for each GPU of the node, GiB.
-        bandwidth_gb_s: of copies between the GPU and pinned memory, 10^9 bytes/s a direction, while
+        usable_gib: memory that a job may pin for each GPU of the node, GiB.
+        bandwidth_gb_s: bandwidth of copies between the GPU and pinned memory, 10^9 bytes/s a direction, while
             all GPUs of the node copy.
-        memory_gb_s: what that memory itself gives the processes of each GPU, 10^9 bytes/s, while all use it.
+        memory_gb_s: bandwidth of that memory for the processes of each GPU, 10^9 bytes/s, while all use it.
         source: who measured it, or how it was estimated.
         estimate: whether nobody measured it.
     """
@@ -159,23 +159,23 @@ class Host:
 
 @dataclass(frozen=True)
 class Device:
-    """One model of GPU.
+    """A model of GPU.
 
     Args:
-        name: as cluster files spell it.
-        memory_gb: as its vendor sells it.
-        usable_gib: what a process finds free on it, GiB.
+        name: name in cluster files.
+        memory_gb: memory as its vendor sells it.
+        usable_gib: memory that a process finds free on it, GiB.
         memory_gb_s: bandwidth of its memory by datasheet, 10^9 bytes/s.
         capability: CUDA compute capability.
         nominal: rates by datasheet.
-        link: to the GPUs of its node.
+        link: link to the other GPUs of its node.
         matmul: achieved by matrix products, against rows, in bf16 (fp16 where there is no bf16).
         attentions: kernels with curves, those of the cluster file before the catalogue's, and the fastest
             (causal, forward, 16k tokens) of each first.
         source: the datasheet.
-        note: what a user should know besides.
+        note: remark for users.
         matmul_fp8: achieved by matrix products in fp8; ``None`` where nobody measured it.
-        layer_share: what a training layer's matrices reach of both; 1 where they were measured as a layer
+        layer_share: share of both rates that a training layer's matrices reach; 1 where measured as a layer
             runs them.
         host: its node's memory; ``None``: not known, so that nothing can be planned to lie there.
     """
@@ -197,12 +197,12 @@ class Device:
 
     @property
     def layer_matmul(self) -> Curve:
-        """What a training layer's matrices reach."""
+        """The rates of a training layer's matrix products: `matmul` times `layer_share`."""
         return self.matmul.scaled(self.layer_share)
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names of the kernels with curves, the default first."""
+        """Names of the attention kernels with curves, the default first."""
         return tuple(attention.kernel for attention in self.attentions)
 
     @property
@@ -220,16 +220,16 @@ class Device:
         )
 
     def attention(self, kernel: str | None = None) -> Attention:
-        """The curves of a kernel, by default the first.
+        """Return the curves of an attention kernel, by default those of the first.
 
         Raises:
             ClusterError: no curves of that kernel are known for this GPU.
         """
         if kernel is None:
             return self.attentions[0]
-        wanted = KERNEL_ALIASES.get(kernel, kernel)
+        name = KERNEL_ALIASES.get(kernel, kernel)
         for attention in self.attentions:
-            if attention.kernel == wanted:
+            if attention.kernel == name:
                 return attention
         raise ClusterError(
             f"{self.name}: no curves for kernel {kernel}; use {' or '.join(self.kernels)}, "
@@ -237,7 +237,7 @@ class Device:
         )
 
     def at_speed(self, factor: float) -> Device:
-        """This GPU with all curves `factor` times as fast: a throttled card, a what-if."""
+        """Return this GPU with all curves multiplied by `factor`: a throttled GPU, or a what-if."""
         if factor == 1:
             return self
         return replace(
@@ -248,5 +248,5 @@ class Device:
         )
 
     def with_memory(self, memory_gb: float) -> Device:
-        """This GPU with other memory; the usable part keeps its share."""
+        """Return this GPU with other memory, GB; the usable part keeps its share."""
         return replace(self, memory_gb=memory_gb, usable_gib=self.usable_gib * memory_gb / self.memory_gb)

@@ -1,4 +1,4 @@
-"""How devices are spelled in YAML, in the catalogue and below ``devices:`` of a cluster file alike."""
+"""Devices in YAML: the catalogue's format, and that of ``devices:`` in a cluster file."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class CurveEntry:
-    """A curve of what is achieved: `points`, and either `source` or `estimate`.
+    """A curve of achieved rates: `points`, and either `source` or `estimate`.
 
     Args:
         points: a size (rows of a matrix product, tokens of a sequence) and TFLOP/s, sizes ascending.
-        source: who measured it.
+        source: link to the measurement.
         estimate: how it was derived instead.
         half: size at which half the rate is reached, below the first point; else an estimate.
     """
@@ -51,11 +51,11 @@ class CurveEntry:
 
 @dataclass(frozen=True)
 class PassesEntry:
-    """The two directions.
+    """Curves of the forward and the backward pass.
 
     Args:
-        forward: of the forward pass.
-        backward: counted as 2.5 times its FLOPs.
+        forward: curve of the forward pass.
+        backward: curve of the backward pass; it counts 2.5 times the forward pass's FLOPs.
     """
 
     forward: CurveEntry | None = None
@@ -66,14 +66,14 @@ class PassesEntry:
 
 @dataclass(frozen=True)
 class AttentionEntry:
-    """The curves of one kernel: spelled out, or another GPU's (`like`) times a factor, with the reason.
+    """The curves of one kernel: given, or another GPU's (`like`) times a factor, with the reason.
 
     Args:
         causal: with a causal mask; counted as half the FLOPs of `full`.
         full: without a mask.
-        like: a GPU whose curves of this kernel are taken.
-        times: how many times as fast as those.
-        estimate: why.
+        like: another GPU whose curves of this kernel are used.
+        times: factor on those curves.
+        estimate: reason for the factor.
     """
 
     causal: PassesEntry | None = None
@@ -90,10 +90,10 @@ class LinkEntry:
     """A link inside a node.
 
     Args:
-        kind: for people: NVLink4, PCIe5, …
+        kind: name in reports: NVLink4, PCIe5, …
         bandwidth_gb_s: achieved by each GPU.
-        latency_us: of one message.
-        nominal_gb_s: by datasheet.
+        latency_us: latency of one message, µs.
+        nominal_gb_s: bandwidth by datasheet.
         source: who measured it.
         estimate: how it was derived instead.
     """
@@ -113,9 +113,9 @@ class HostEntry:
     """The memory of a GPU's node, as `host` of a node.
 
     Args:
-        usable_gib: what a job may pin for each GPU of the node.
-        bandwidth_gb_s: of copies between the GPU and pinned memory, while all GPUs of the node copy.
-        memory_gb_s: of that memory itself, for the processes of each GPU, while all use it.
+        usable_gib: memory that a job may pin for each GPU of the node, GiB.
+        bandwidth_gb_s: bandwidth of copies between the GPU and pinned memory, while all GPUs copy.
+        memory_gb_s: bandwidth of that memory for the processes of each GPU, while all use it.
         source: who measured it.
         estimate: how it was derived instead.
     """
@@ -155,18 +155,18 @@ class DeviceEntry:
     """A GPU; what an entry leaves out comes from the catalogue's GPU of that name.
 
     Args:
-        memory_gb: as sold.
-        usable_gib: what a process finds free.
+        memory_gb: memory as sold.
+        usable_gib: memory that a process finds free, GiB.
         memory_gb_s: bandwidth of its memory by datasheet.
         capability: CUDA compute capability, major and minor.
         nominal: rates by datasheet.
-        link: to the GPUs of its node.
+        link: link to the other GPUs of its node.
         host: its node's memory; without it plans do not offload.
         matmul: matrix products, against rows.
         matmul_fp8: the same in fp8.
         attention: each kernel's curves, against tokens, with heads of 128.
-        source: of its figures.
-        note: for people.
+        source: datasheet of its figures.
+        note: remark in reports.
     """
 
     memory_gb: Memory | None = None
@@ -194,7 +194,7 @@ class Builder:
         known: devices that an entry may extend or be `like`.
         halves: tokens at which attention reaches half its rate, by mask and direction.
         citations: texts that a one-word `source` stands for.
-        layer_share: of devices whose `matmul` stands in the document.
+        layer_share: `Device.layer_share` of devices whose `matmul` is in the document.
     """
 
     source: YamlFile
@@ -204,12 +204,12 @@ class Builder:
     layer_share: float
 
     def device(self, name: str, entry: DeviceEntry) -> Device:
-        """The device; raises ClusterError where a part is missing or a rule broken."""
+        """Return the device of an entry; raises ClusterError where a part is missing or a rule broken."""
         place, base = ("devices", name), self.known.get(name)
 
-        def need[T](field: str, given: T | None, inherit: Callable[[Device], T]) -> T:
-            if given is not None:
-                return given
+        def need[T](field: str, value: T | None, inherit: Callable[[Device], T]) -> T:
+            if value is not None:
+                return value
             if base is None:
                 remedy = "add it: the catalogue has no GPU of that name to take it from"
                 refuse(self.source, (*place, field), "is missing", remedy)
@@ -227,8 +227,8 @@ class Builder:
         host = self._host(entry.host, (*place, "host")) if entry.host else None
         kernels = {item.kernel: item for item in base.attentions} if base else {}
         for kernel, item in (entry.attention or {}).items():
-            here = (*place, "attention", kernel)
-            kernels[kernel] = self._attention(kernel, item, kernels.get(kernel), here)
+            kernel_place = (*place, "attention", kernel)
+            kernels[kernel] = self._attention(kernel, item, kernels.get(kernel), kernel_place)
         if not kernels:
             refuse(self.source, (*place, "attention"), "has no kernel", "give the curves of one")
         return Device(
@@ -244,7 +244,7 @@ class Builder:
             attentions=tuple(
                 sorted(
                     kernels.values(),
-                    key=lambda one: (one.kernel in (entry.attention or {}), _speed(one)),
+                    key=lambda item: (item.kernel in (entry.attention or {}), _speed(item)),
                     reverse=True,
                 )
             ),
@@ -301,26 +301,29 @@ class Builder:
     ) -> Attention:
         if entry.like is not None:
             base = self._alike(kernel, entry, place)
-        found: dict[tuple[Mask, Pass], Curve] = {}
+        curves: dict[tuple[Mask, Pass], Curve] = {}
         for mask in MASKS:
             for direction in PASSES:
                 passes = entry.causal if mask == "causal" else entry.full
-                given = passes and (passes.forward if direction == "forward" else passes.backward)
-                here = (*place, mask, direction)
-                if given:
-                    found[mask, direction] = self._curve(given, self.halves[mask][direction], here)
+                curve = passes and (passes.forward if direction == "forward" else passes.backward)
+                curve_place = (*place, mask, direction)
+                if curve:
+                    curves[mask, direction] = self._curve(curve, self.halves[mask][direction], curve_place)
                 elif base:
-                    found[mask, direction] = base.curves[f"{mask} {direction}"]
+                    curves[mask, direction] = base.curves[f"{mask} {direction}"]
                 else:
                     refuse(
-                        self.source, here, "is missing", "add it: nothing is known of this kernel on this GPU"
+                        self.source,
+                        curve_place,
+                        "is missing",
+                        "add it: nothing is known of this kernel on this GPU",
                     )
-        causal, full = (Passes(found[mask, "forward"], found[mask, "backward"]) for mask in MASKS)
+        causal, full = (Passes(curves[mask, "forward"], curves[mask, "backward"]) for mask in MASKS)
         return Attention(kernel, causal, full)
 
     def _alike(self, kernel: str, entry: AttentionEntry, place: Place) -> Attention:
-        other = self.known.get(entry.like or "")
-        if other is None or kernel not in other.kernels:
+        device = self.known.get(entry.like or "")
+        if device is None or kernel not in device.kernels:
             problem = f"= {entry.like!r} is no GPU with curves for {kernel}"
             refuse(
                 self.source, (*place, "like"), problem, "name one that `hexi catalog` shows with that kernel"
@@ -333,7 +336,7 @@ class Builder:
             scaled = curve.scaled(entry.times)
             return Curve(scaled.sizes, scaled.rates, note, True, scaled.given_from)
 
-        return other.attention(kernel).map(change)
+        return device.attention(kernel).map(change)
 
 
 def _speed(attention: Attention) -> float:

@@ -32,7 +32,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 
 def cluster_from_yaml(source: YamlFile) -> Cluster:
-    """The cluster in a document that was read already. Raises as `read_cluster` does."""
+    """Return the cluster in a YAML document. Raises as `read_cluster` does."""
     if isinstance(source.data, dict) and "workload" in source.data and "nodes" not in source.data:
         raise ClusterError(f"{source.path}: is a plan; give the cluster file")
     file = parse_file(_ADAPTER, source, "a cluster file is a mapping with name, nodes and network")
@@ -44,7 +44,7 @@ def cluster_from_yaml(source: YamlFile) -> Cluster:
 
 
 def cluster_digest(cluster: Cluster) -> str:
-    """SHA-256 (hex) of what the file says of the machines, defaults filled in.
+    """Return the SHA-256 (hex) of a cluster file's nodes, links and devices, with defaults filled in.
 
     Its name, its hosts and what plans may use are left out.
 

@@ -1,4 +1,4 @@
-"""What a topology is made of: ranks, nodes, tiers of links, and routes over them."""
+"""Nodes, ranks, and the links and tiers of links that make up a topology."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Way = Literal["out", "in"]
 
 
 class LinkId(NamedTuple):
-    """One direction of one link.
+    """A link in one direction.
 
     Args:
         tier: 0 inside a node, 1 between nodes, 2 and up the file's levels.
-        per: what owns it.
+        per: owner of the link.
         owner: number of the rank, card, node or group (of that level); sender x nodes + receiver for a pair.
-        way: from its owner or to it.
+        way: ``out`` of its owner or ``in``.
     """
 
     tier: int
@@ -32,7 +32,7 @@ class LinkId(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """The way from one rank to another: links in order, and the time of a message without bytes (s)."""
+    """The links that a transfer occupies, in order, and its latency, s."""
 
     links: tuple[LinkId, ...]
     latency_s: float
@@ -40,13 +40,13 @@ class Route:
 
 @dataclass(frozen=True)
 class Cards:
-    """A node's cards to other nodes.
+    """The network cards of a node.
 
     Args:
-        count: how many, at most one for each GPU.
-        bandwidth: of each, bytes/s a direction.
-        latency_s: from node to node.
-        fabric: what they are plugged into.
+        count: number of cards, at most one for each GPU.
+        bandwidth: bandwidth of each card, bytes/s a direction.
+        latency_s: latency between two nodes, s.
+        fabric: name of the network that the cards are on.
     """
 
     count: int
@@ -55,11 +55,11 @@ class Cards:
     fabric: str
 
     def card_of(self, gpu: int, gpus: int) -> int:
-        """The card that a GPU of the node's so many uses."""
+        """Return the number of the card that a GPU of the node uses."""
         return gpu * self.count // gpus
 
     def way_out(self, used: int, gpus: int) -> float:
-        """Bytes/s from the first so many of the node's GPUs to other nodes, all together."""
+        """Return the total bandwidth of the node's first `used` GPUs to other nodes, bytes/s."""
         return self.bandwidth * (1 + self.card_of(used - 1, gpus)) if used else 0.0
 
 
@@ -80,7 +80,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Rank:
-    """A GPU: its number in the job, its node's number, its number inside the node, and what it is."""
+    """A GPU: its number in the job, its node's number, its number inside the node, and its device."""
 
     rank: int
     node: int
@@ -94,9 +94,9 @@ class Tier:
 
     Args:
         name: ``network``, or the level's.
-        per: what has a link of its own.
+        per: owner of each link.
         link_of: the number of each rank's link: the rank, its node, its group, or a card of all.
-        bandwidths: of the links, by number, bytes/s a direction.
+        bandwidths: bandwidth of each link, bytes/s a direction.
         latencies_s: added by crossing it once, by node; of two nodes the longer one counts.
         group_of: the group of each node; a node is its own group between nodes.
     """
@@ -110,7 +110,7 @@ class Tier:
 
     @cached_property
     def sharers(self) -> tuple[int, ...]:
-        """How many ranks use each link."""
+        """Number of ranks on each link."""
         counts = Counter(self.link_of)
         return tuple(counts[link] for link in range(len(self.bandwidths)))
 
@@ -120,22 +120,22 @@ class Tier:
         return {link: rank for rank, link in reversed(list(enumerate(self.link_of)))}
 
     def latency_s(self, a: int, b: int) -> float:
-        """Seconds from one node to another."""
+        """Return the latency that the tier adds between two nodes, s."""
         return max(self.latencies_s[a], self.latencies_s[b])
 
     def at_bandwidths(self, factors: Mapping[int, float], node_of: Sequence[int]) -> Tier:
-        """This tier with links so many times as wide, by the number of their group, or else of their node."""
+        """Return this tier with bandwidths multiplied by `factors`, which are by group, or else by node."""
         number_of = [self.group_of[node] for node in node_of] if self.per == "group" else node_of
         factor_of = {link: factors.get(number_of[rank], 1.0) for link, rank in self.first_ranks.items()}
         widths = (width * factor_of.get(link, 1.0) for link, width in enumerate(self.bandwidths))
         return replace(self, bandwidths=tuple(widths))
 
     def of(self, ranks: Sequence[int], place: Mapping[int, int]) -> Tier:
-        """This tier over some ranks, all of some nodes, numbered anew; groups keep their numbers.
+        """Return this tier for the ranks of some nodes, renumbered; groups keep their numbers.
 
         Args:
-            ranks: that are left.
-            place: the new number of each node that is left, in their order.
+            ranks: the ranks that remain.
+            place: the new number of each remaining node, in their order.
         """
         links = [self.link_of[rank] for rank in ranks]
         latencies = tuple(self.latencies_s[node] for node in place)

@@ -1,4 +1,4 @@
-"""What a cluster file says, as frozen data: nodes, the links between them, and its own GPUs.
+"""The cluster file as frozen data: nodes, the links between them, and its own GPUs.
 
 Everywhere: GB is 10^9 bytes, bandwidth is a direction, latency is of one message.
 """
@@ -39,8 +39,8 @@ class Intra:
     """Links inside a node, in place of the catalogue's.
 
     Args:
-        bandwidth_gb_s: of each GPU.
-        latency_us: else the catalogue's.
+        bandwidth_gb_s: bandwidth of each GPU, 10^9 bytes/s a direction.
+        latency_us: latency of one message, µs; the catalogue's if left out.
     """
 
     bandwidth_gb_s: Rate
@@ -54,9 +54,9 @@ class NodeHost:
     """Memory of the node itself, in place of the catalogue's.
 
     Args:
-        usable_gib: what a job may pin on the whole node.
-        bandwidth_gb_s: of copies between each GPU and pinned memory, while all GPUs copy.
-        memory_gb_s: of that memory itself, for the processes of each GPU, while all use it.
+        usable_gib: memory that a job may pin on the whole node, GiB.
+        bandwidth_gb_s: bandwidth of copies between each GPU and pinned memory, while all GPUs copy.
+        memory_gb_s: bandwidth of that memory for the processes of each GPU, while all use it.
     """
 
     usable_gib: Memory | None = None
@@ -71,11 +71,11 @@ class NodeNetwork:
     """A node's cards to other nodes: each with `gbit_s`, or with `bandwidth_gb_s`.
 
     Args:
-        cards: how many; the GPUs of a node share them evenly, neighbours the same one.
+        cards: number of cards; the GPUs of a node share them evenly, neighbours the same one.
         gbit_s: line rate of each card, 10^9 bits/s: ``400``.
-        bandwidth_gb_s: what was measured of each card instead.
-        latency_us: from node to node; of two nodes that differ the longer one counts.
-        fabric: what the cards are plugged into: ``infiniband``, ``roce``, ``ethernet``, or any name.
+        bandwidth_gb_s: measured bandwidth of each card, in place of `gbit_s`.
+        latency_us: latency between two nodes; if they differ, the longer one counts.
+        fabric: name of the network that the cards are on: ``infiniband``, ``roce``, ``ethernet``, or any.
     """
 
     cards: Count = 1
@@ -92,11 +92,11 @@ class NodeEntry:
     """`count` nodes alike, called ``name-0``, ``name-1`` and so on.
 
     Args:
-        name: what the rest of the file calls them.
+        name: name of the nodes in the rest of the file.
         gpu: a GPU of the catalogue, or of ``devices:``.
-        gpus: how many of it each node has.
-        count: how many nodes.
-        memory_gb: of each GPU as sold; the usable part keeps its share.
+        gpus: number of GPUs of each node.
+        count: number of nodes.
+        memory_gb: memory of each GPU as sold; the usable part keeps its share.
         speed: factor on all its curves (0.8: throttled to four fifths).
         intra: links inside the node.
         host: the node's own memory, for offload.
@@ -120,11 +120,11 @@ class NodeEntry:
 
 @dataclass(frozen=True)
 class Network:
-    """Between nodes that have no `network` of their own.
+    """The network between nodes that have no `network` of their own.
 
     Args:
-        bandwidth_gb_s: of what `per` says.
-        latency_us: from node to node.
+        bandwidth_gb_s: bandwidth of each owner that `per` names.
+        latency_us: latency between two nodes.
         per: ``node``: all GPUs of a node share its link; ``gpu``: each GPU has a card of its own.
     """
 
@@ -137,12 +137,12 @@ class Network:
 
 @dataclass(frozen=True)
 class FabricLink:
-    """How nodes of different fabrics reach each other: with `gbit_s`, or with `bandwidth_gb_s`.
+    """The link between nodes of different fabrics: with `gbit_s`, or with `bandwidth_gb_s`.
 
     Args:
         meet: the fabrics, with all that an earlier entry joined to them; else all of the file.
         gbit_s: line rate of what `per` says, 10^9 bits/s.
-        bandwidth_gb_s: what was measured of it instead.
+        bandwidth_gb_s: measured bandwidth, in place of `gbit_s`.
         latency_us: added to that of the nodes' cards.
         per: ``node`` or ``gpu``: each has so much of its own; ``fabric``: shared by all of a fabric.
     """
@@ -161,10 +161,10 @@ class Level:
     """A level above the node: racks, fabrics, sites.
 
     Args:
-        name: for people.
+        name: name in reports.
         groups: nodes of each group: ``h100`` (all of that name), ``h100-0`` or ``h100-0..3``; each node
             once, in whole groups of the level before.
-        bandwidth_gb_s: of what leaves a group, and of what enters.
+        bandwidth_gb_s: bandwidth out of a group, and into it.
         latency_us: added to the levels inside.
         per: ``group``: shared by all of the group; ``node`` or ``gpu``: each has so much of its own.
     """
@@ -180,12 +180,12 @@ class Level:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Measured between every two nodes, with all their GPUs sending; a row sends, a column receives.
+    """Bandwidth measured between every two nodes, with all GPUs sending; a row sends, a column receives.
 
     Args:
         nodes: ``h100-0``, …, every node once, in the order of rows and columns.
         bandwidth_gb_s: a row for each node; the diagonal is not read.
-        latency_us: likewise.
+        latency_us: latency in the same layout.
     """
 
     nodes: Annotated[tuple[Text, ...], Field(min_length=1, max_length=MAX_MATRIX_NODES)]
@@ -200,14 +200,14 @@ class ClusterFile:
     """A cluster file. Several nodes need `network`, here or at each node, or `matrix`.
 
     Args:
-        name: for people.
+        name: name in reports.
         nodes: ranks are numbered in this order.
         network: between nodes that have none of their own.
-        fabrics: how nodes of different fabrics reach each other, from inside out.
+        fabrics: links between nodes of different fabrics, from inside out.
         levels: above the node, from inside out.
-        matrix: in place of `network`, `fabrics` and `levels`.
+        matrix: measured links, in place of `network`, `fabrics` and `levels`.
         devices: your own GPUs and measured curves.
-        planner: what plans may use, unless the command line says otherwise.
+        planner: the features that plans may use, unless the command line says otherwise.
     """
 
     name: Name
@@ -223,17 +223,17 @@ class ClusterFile:
 
     @property
     def node_count(self) -> int:
-        """Nodes over all entries."""
+        """Number of nodes over all entries."""
         return sum(entry.count for entry in self.nodes)
 
     @property
     def gpu_count(self) -> int:
-        """GPUs over all entries."""
+        """Number of GPUs over all entries."""
         return sum(entry.count * entry.gpus for entry in self.nodes)
 
     @cached_property
     def node_numbers(self) -> dict[str, range]:
-        """The numbers of each entry's nodes, in file order."""
+        """Numbers of each entry's nodes, in file order."""
         numbers, start = {}, 0
         for entry in self.nodes:
             numbers[entry.name] = range(start, start + entry.count)
@@ -242,7 +242,7 @@ class ClusterFile:
 
     @cached_property
     def networks(self) -> tuple[NodeNetwork, ...]:
-        """Each entry's cards: its own, or what the file's `network` says; none without either."""
+        """The network of each entry: its own, or else the file's; ``None`` without either."""
         common = self.network
         if common is None:
             return tuple(entry.network for entry in self.nodes if entry.network is not None)
@@ -263,14 +263,14 @@ class ClusterFile:
 
     @cached_property
     def hosts(self) -> tuple[str | None, ...]:
-        """Slurm's name of each node; ``None`` where the file does not say it."""
-        found: list[str | None] = []
+        """Slurm's name of each node; ``None`` where the file does not give it."""
+        names: list[str | None] = []
         for entry in self.nodes:
-            found += expand_hostlist(entry.hosts) if entry.hosts else [None] * entry.count
-        return tuple(found)
+            names += expand_hostlist(entry.hosts) if entry.hosts else [None] * entry.count
+        return tuple(names)
 
     def find_nodes(self, text: str) -> range | None:
-        """The numbers of the nodes that ``h100``, ``h100-0`` or ``h100-0..3`` names; ``None``: of none."""
+        """Return the numbers of the nodes named ``h100``, ``h100-0`` or ``h100-0..3``; ``None`` for none."""
         if text in self.node_numbers:
             return self.node_numbers[text]
         match = _ONE_OR_MANY.fullmatch(text)

@@ -1,4 +1,4 @@
-"""Nested partitions of the ranks into parts that are close together."""
+"""Nested partitions of the ranks into parts with fast links inside."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Partition:
-    """Parts of the ranks; `name` says what holds each part together."""
+    """A partition of the ranks; `name` is the level that joins the ranks of a part."""
 
     name: str
     parts: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, name: str, group_of: Sequence[int], members: Sequence[Sequence[int]]) -> Partition:
-        """The members of the same group joined; parts in the order of their first rank."""
+        """Build a partition from each member's group; parts in the order of their first rank."""
         parts: dict[int, list[int]] = {}
         for number, group in enumerate(group_of):
             parts.setdefault(group, []).extend(members[number])
@@ -24,14 +24,14 @@ class Partition:
 
 
 def matrix_partitions(nodes: int, gb_s: Mapping[tuple[int, int], float]) -> list[tuple[str, list[int]]]:
-    """Groups of nodes by measured bandwidth, fastest first: each has steps of at least 2^k GB/s inside.
+    """Return partitions of nodes by measured bandwidth, fastest first: at least 2^k GB/s inside a part.
 
     Powers of two, so that the noise of a measurement does not split what belongs together. A step that
     joins nothing is left out.
 
     Args:
-        nodes: how many.
-        gb_s: from node to node, GB/s; the slower of two directions counts.
+        nodes: number of nodes.
+        gb_s: GB/s from node to node; the slower of two directions counts.
 
     Returns:
         Name, and the group of each node, of every step.
@@ -42,8 +42,8 @@ def matrix_partitions(nodes: int, gb_s: Mapping[tuple[int, int], float]) -> list
     steps = []
     for power in sorted(set(octave.values()), reverse=True):
         before = len(groups)
-        for (a, b), found in octave.items():
-            if found == power and group_of[a] != group_of[b]:
+        for (a, b), pair_power in octave.items():
+            if pair_power == power and group_of[a] != group_of[b]:
                 keep, drop = sorted((group_of[a], group_of[b]))
                 moved = groups.pop(drop)
                 groups[keep] += moved

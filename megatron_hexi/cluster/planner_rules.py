@@ -1,4 +1,4 @@
-"""What plans for a cluster may use: defaults of its file, and what one planning is told besides."""
+"""Rules of what plans for a cluster may use: the cluster file's defaults, and the command line's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Flag = Annotated[bool, Field(strict=True)] | None
 
 @dataclass(frozen=True)
 class PlannerRules:
-    """Which features plans may use; ``None`` where nothing is said, which allows it.
+    """The features that plans may use; ``None`` where neither allowed nor refused, which allows it.
 
     Args:
         ministages: stages that run in several parts, whose weights are fetched when they are needed.
@@ -31,12 +31,12 @@ class PlannerRules:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def over(self, defaults: PlannerRules) -> PlannerRules:
-        """Return these rules, and the defaults where they say nothing."""
-        own = {name: value for name, value in vars(self).items() if value is not None}
-        return PlannerRules(**(vars(defaults) | own))
+        """Return these rules, completed by defaults."""
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        return PlannerRules(**(vars(defaults) | values))
 
     def allow(self, feature: str) -> bool:
-        """Return whether plans may use a feature, by its field's name."""
+        """Return whether plans may use a feature, given by its field's name."""
         return getattr(self, feature) is not False
 
     @property

@@ -1,4 +1,4 @@
-"""Errors of this room: what a file of it must look like, and where a rule is broken."""
+"""Errors in cluster files and in the catalogue: a wrong format, or a broken rule, with its place."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from megatron_hexi.yaml_schema import parse, short
 
 
 def parse_file[T](kind: TypeAdapter[T], source: YamlFile, shape: str) -> T:
-    """The document as that type.
+    """Parse a document into a type.
 
     Args:
         kind: the type.
         source: the document.
-        shape: what such a file is, for the error about one that is nothing like it.
+        shape: description of a correct file, for the error about an empty or wholly different one.
 
     Raises:
         ClusterError: the first thing that does not fit: file, line, place, value, remedy.
     """
     if not isinstance(source.data, dict):
-        found = "is empty" if source.data is None else f"holds {short(source.data)}"
-        raise ClusterError(f"{source.path}:1: {found}; {shape}")
+        problem = "is empty" if source.data is None else f"holds {short(source.data)}"
+        raise ClusterError(f"{source.path}:1: {problem}; {shape}")
     return parse(kind, source.data, source.where, ClusterError)
 
 
 def refuse(source: YamlFile, place: Place, problem: str, remedy: str) -> NoReturn:
-    """Say where a rule is broken, and what to do about it."""
+    """Raise the error about a broken rule, with its place and the remedy."""
     raise ClusterError(f"{source.where(place)} {problem}; {remedy}")

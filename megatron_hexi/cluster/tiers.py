@@ -12,12 +12,12 @@ MICRO = 1e6
 
 
 def find_tiers(file: ClusterFile, nodes: Sequence[Node], ranks: Sequence[Rank]) -> tuple[Tier, ...]:
-    """The tiers of a file without a matrix; none where it says nothing of a network.
+    """Return the tiers of a file without a matrix; none where it describes no network.
 
     Args:
-        file: what the cluster file says.
-        nodes: of the cluster, with their cards.
-        ranks: of the cluster.
+        file: the cluster file.
+        nodes: the cluster's nodes, with their cards.
+        ranks: the cluster's ranks.
     """
     if not file.networks:
         return ()
@@ -36,20 +36,20 @@ def find_tiers(file: ClusterFile, nodes: Sequence[Node], ranks: Sequence[Rank]) 
 
 
 def fabric_groups(file: ClusterFile) -> list[list[int]]:
-    """The group of each node by its fabric: before any of the file's `fabrics`, and after each of them."""
+    """Return each node's group by fabric: before any of the file's `fabrics`, and after each of them."""
     each = zip(file.nodes, file.networks, strict=True)
     names = [network.fabric for entry, network in each for _ in range(entry.count)]
     group_of = {name: number for number, name in enumerate(file.fabric_names)}
-    found = [[group_of[name] for name in names]]
+    partitions = [[group_of[name] for name in names]]
     for link in file.fabrics:
         joined = {group_of[name] for name in link.meet or file.fabric_names}
         group_of = {name: min(joined) if group in joined else group for name, group in group_of.items()}
-        found.append([group_of[name] for name in names])
-    return found
+        partitions.append([group_of[name] for name in names])
+    return partitions
 
 
 def gb_s(network: NodeNetwork | FabricLink) -> float:
-    """Bandwidth of a card or link, 10^9 bytes/s; the file's checks saw to it that one field says it."""
+    """Return the bandwidth of a card or link, 10^9 bytes/s; `check_cluster` ensures that it is given."""
     if network.bandwidth_gb_s is not None:
         return network.bandwidth_gb_s
     assert network.gbit_s is not None
@@ -57,7 +57,7 @@ def gb_s(network: NodeNetwork | FabricLink) -> float:
 
 
 def _network(file: ClusterFile, nodes: Sequence[Node], ranks: Sequence[Rank]) -> Tier:
-    """Between nodes: a link for each card, which is a GPU's or a node's where the whole file says so."""
+    """Return the tier between nodes: one link for each card, GPU or node."""
     per: Per = "card"
     if file.network is not None and not any(entry.network for entry in file.nodes):
         per = file.network.per
@@ -76,7 +76,7 @@ def _network(file: ClusterFile, nodes: Sequence[Node], ranks: Sequence[Rank]) ->
 def _tier(
     name: str, per: Per, bandwidth: float, latency_us: float, group_of: Sequence[int], ranks: Sequence[Rank]
 ) -> Tier:
-    """A tier whose links are alike."""
+    """Return a tier of equal links."""
     numbers = {"gpu": lambda rank: rank.rank, "node": lambda rank: rank.node}
     link_of = tuple(numbers.get(per, lambda rank: group_of[rank.node])(rank) for rank in ranks)
     latencies = (latency_us / MICRO,) * len(group_of)

@@ -1,4 +1,4 @@
-"""The cluster ready for use: numbered ranks, and the links that a transfer between two of them occupies.
+"""The cluster as the cost model uses it: numbered ranks, and the links that a transfer occupies.
 
 Links are shared resources, each of one direction. The cost model takes the largest bytes / capacity
 over them, the simulator divides them fairly among the transfers that cross; both ask here. Tier 0 is
@@ -26,12 +26,12 @@ from megatron_hexi.cluster.tiers import GB, MICRO, find_tiers, gb_s
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the machines are. Build it with `read_cluster`.
+    """The nodes, ranks and links of a cluster. Build it with `read_cluster`.
 
     Args:
-        file: what the cluster file says.
-        nodes: in file order.
-        ranks: in file order, a node's GPUs together.
+        file: the cluster file.
+        nodes: nodes in file order.
+        ranks: ranks in file order, a node's GPUs together.
         tiers: between nodes, from inside out; empty with a measured matrix or a single node.
     """
 
@@ -54,11 +54,12 @@ class Cluster:
 
     @property
     def is_measured(self) -> bool:
-        """Whether nodes are joined by a measured matrix, and not by tiers."""
+        """Whether links between nodes are a measured matrix, not tiers."""
         return bool(self._pairs)
 
     def at_speeds(self, factors: Mapping[int, float]) -> Cluster:
-        """This cluster with the curves of some ranks so many times as fast; those alike share a device.
+        """Return this cluster with the curves of some ranks multiplied by `factors`; equal ranks share a
+        device.
 
         A node's device is that of its first rank.
         """
@@ -72,10 +73,10 @@ class Cluster:
         return replace(self, nodes=nodes, ranks=tuple(ranks))
 
     def at_bandwidths(self, factors: Mapping[tuple[int, int], float]) -> Cluster:
-        """This cluster with some links so many times as wide, both ways.
+        """Return this cluster with some bandwidths multiplied by factors, in both directions.
 
         Args:
-            factors: by tier and number: of a node, or of a group where a level's groups have one link each.
+            factors: factors by tier and number of a node, or of a group where a level has a link for each.
                 Tier 0 is what links a node's GPUs.
         """
         nodes = tuple(
@@ -96,7 +97,7 @@ class Cluster:
         return replace(self, nodes=nodes, tiers=tiers, _pairs=pairs, _ways=_ways(pairs))
 
     def without(self, lost: Collection[int]) -> Cluster:
-        """The other nodes of this cluster, numbered anew in their order.
+        """Return this cluster without some nodes; the others are renumbered in their order.
 
         Args:
             lost: numbers of nodes; not of all.
@@ -104,8 +105,8 @@ class Cluster:
         kept = [number for number in range(len(self.nodes)) if number not in lost]
         place = {number: new for new, number in enumerate(kept)}
         nodes, ranks = _number_anew((self.nodes[number], self._devices(number)) for number in kept)
-        left = [rank.rank for rank in self.ranks if rank.node in place]
-        tiers = tuple(tier.of(left, place) for tier in self.tiers) if len(kept) > 1 else ()
+        remaining = [rank.rank for rank in self.ranks if rank.node in place]
+        tiers = tuple(tier.of(remaining, place) for tier in self.tiers) if len(kept) > 1 else ()
         pairs = {
             (place[a], place[b]): value for (a, b), value in self._pairs.items() if a in place and b in place
         }
@@ -113,7 +114,7 @@ class Cluster:
         return Cluster(file, nodes, ranks, tiers, _pairs=pairs, _ways=_ways(pairs))
 
     def distance(self, src: int, dst: int) -> int:
-        """Tiers that a transfer climbs: 0 inside a node, 1 between nodes, more for each level crossed."""
+        """Return the number of tiers that a transfer climbs: 0 inside a node, 1 between nodes, or more."""
         a, b = self.ranks[src].node, self.ranks[dst].node
         if a == b:
             return 0
@@ -128,7 +129,7 @@ class Cluster:
         )
 
     def route(self, src: int, dst: int) -> Route:
-        """What a transfer occupies. To itself a rank needs nothing."""
+        """Return the links and the latency of a transfer between two ranks; none from a rank to itself."""
         if src == dst:
             return Route((), 0.0)
         a, b = self.ranks[src].node, self.ranks[dst].node
@@ -144,7 +145,7 @@ class Cluster:
         return Route(self._end(src, far, "out") + self._end(dst, far, "in"), latency)
 
     def capacity(self, link: LinkId) -> float:
-        """Bytes/s that a link carries."""
+        """Return the bandwidth of a link, bytes/s."""
         if link.tier == 0:
             return self.nodes[self.ranks[link.owner].node].bandwidth
         if not self._pairs:
@@ -154,7 +155,7 @@ class Cluster:
         return self._ways[link.owner, link.way]
 
     def sharers(self, link: LinkId) -> int:
-        """GPUs that send or receive over a link."""
+        """Return the number of GPUs that send or receive over a link."""
         if link.tier == 0:
             return 1
         if link.per == "pair" or not self.tiers:
@@ -162,11 +163,11 @@ class Cluster:
         return self.tiers[link.tier - 1].sharers[link.owner]
 
     def bandwidth(self, src: int, dst: int) -> float:
-        """Bytes/s of a transfer that has its route to itself."""
+        """Return the bandwidth between two ranks when nothing else is sent, bytes/s."""
         return min((self.capacity(link) for link in self.route(src, dst).links), default=float("inf"))
 
     def link_name(self, link: LinkId) -> str:
-        """A link for people: ``h100-0/3 port out``, ``a100-1 network in``, ``rack 2 out``."""
+        """Return a link's name for reports: ``h100-0/3 port out``, ``a100-1 network in``, ``rack 2 out``."""
         if link.per == "pair":
             a, b = divmod(link.owner, len(self.nodes))
             return f"{self.nodes[a].name} to {self.nodes[b].name}"
@@ -176,10 +177,10 @@ class Cluster:
         return f"{self._owner_name(link)} {tier} {link.way}"
 
     def with_memory_margin(self, margin: float) -> Cluster:
-        """The same machines, with a share of every GPU's usable memory kept free.
+        """Return this cluster with a share of every GPU's usable memory kept free.
 
         Args:
-            margin: that share, from 0 to 1.
+            margin: share of memory to keep free, from 0 to 1.
         """
         if margin == 0:
             return self
@@ -197,7 +198,7 @@ class Cluster:
         )
 
     def with_nodes(self, name: str, count: int) -> Cluster:
-        """This cluster with so many nodes of an entry; its network has neither levels nor a matrix."""
+        """Return this cluster with `count` nodes of an entry; its network has neither levels nor a matrix."""
         assert not self.file.levels
         assert not self.file.matrix
         entries = tuple(
@@ -217,11 +218,11 @@ class Cluster:
         return [self.ranks[rank].device for rank in self.nodes[node].ranks]
 
     def rank_name(self, rank: int) -> str:
-        """A rank for people: ``h100-0/3``."""
+        """Return a rank's name for reports, such as ``h100-0/3``."""
         return f"{self.nodes[self.ranks[rank].node].name}/{self.ranks[rank].local}"
 
     def fast_domains(self) -> tuple[Partition, ...]:
-        """Partitions of the ranks, nested, from inside out: nodes, the groups of each level, everything.
+        """Return nested partitions of the ranks, from inside out: nodes, the groups of each level, all ranks.
 
         With a measured matrix the steps between are the nodes that reach each other at 2^k GB/s or more.
         """
@@ -258,8 +259,8 @@ class Cluster:
 
 
 def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
-    """The cluster of a file that passed its checks."""
-    found: list[tuple[Node, Sequence[Device]]] = []
+    """Build the cluster of a file that passed its checks."""
+    nodes_devices: list[tuple[Node, Sequence[Device]]] = []
     for number, entry in enumerate(file.nodes):
         device = devices[entry.gpu].at_speed(entry.speed)
         if entry.memory_gb is not None:
@@ -268,50 +269,53 @@ def build_cluster(file: ClusterFile, devices: Mapping[str, Device]) -> Cluster:
             device = replace(device, host=_host(entry.host, device.host, entry.gpus))
         link, intra = device.link, entry.intra
         bandwidth = (intra.bandwidth_gb_s if intra else link.bandwidth_gb_s) * GB
-        given = intra.latency_us if intra else None
-        latency_s = (link.latency_us if given is None else given) / MICRO
+        latency_us = intra.latency_us if intra else None
+        latency_s = (link.latency_us if latency_us is None else latency_us) / MICRO
         cards = _cards(file.networks[number], entry.gpus) if file.networks else None
         for copy in range(entry.count):
             node = Node(f"{entry.name}-{copy}", device, range(entry.gpus), bandwidth, latency_s, cards)
-            found.append((node, [device] * entry.gpus))
-    nodes, ranks = _number_anew(found)
+            nodes_devices.append((node, [device] * entry.gpus))
+    nodes, ranks = _number_anew(nodes_devices)
     pairs = _pairs(file, file.matrix) if file.matrix else {}
     return Cluster(file, nodes, ranks, find_tiers(file, nodes, ranks), _pairs=pairs, _ways=_ways(pairs))
 
 
 def _cards(network: NodeNetwork, gpus: int) -> Cards:
-    """A node's cards as its GPUs use them: of more cards than GPUs each GPU has its part."""
+    """Return a node's cards as its GPUs use them; a GPU with several cards uses them as one."""
     count = min(network.cards, gpus)
     each = gb_s(network) * GB * network.cards / count
     return Cards(count, each, network.latency_us / MICRO, network.fabric)
 
 
-def _host(given: NodeHost, known: Host | None, gpus: int) -> Host:
-    """A node's memory as each of its GPUs has it; the file's checks saw to it that all is known."""
-    own = {name: value for name, value in vars(given).items() if value is not None}
-    if "usable_gib" in own:
-        own["usable_gib"] /= gpus
-    known = known or Host(0.0, 0.0, 0.0, "")
+def _host(node_host: NodeHost, device_host: Host | None, gpus: int) -> Host:
+    """Return the host memory for each GPU of a node; the file's checks ensure that every figure is known."""
+    values = {name: value for name, value in vars(node_host).items() if value is not None}
+    if "usable_gib" in values:
+        values["usable_gib"] /= gpus
+    device_host = device_host or Host(0.0, 0.0, 0.0, "")
     return replace(
-        known, **own, source="the cluster file", estimate=known.estimate and len(own) < len(vars(given))
+        device_host,
+        **values,
+        source="the cluster file",
+        estimate=device_host.estimate and len(values) < len(vars(node_host)),
     )
 
 
 def _number_anew(
     nodes: Iterable[tuple[Node, Sequence[Device]]],
 ) -> tuple[tuple[Node, ...], tuple[Rank, ...]]:
-    """Nodes, each with the devices of its GPUs, and their ranks, numbered in this order."""
-    found: list[Node] = []
+    """Number nodes, each given with the devices of its GPUs, and their ranks, in this order."""
+    numbered: list[Node] = []
     ranks: list[Rank] = []
     for node, devices in nodes:
         first = len(ranks)
-        ranks += (Rank(first + local, len(found), local, device) for local, device in enumerate(devices))
-        found.append(replace(node, ranks=range(first, len(ranks))))
-    return tuple(found), tuple(ranks)
+        ranks += (Rank(first + local, len(numbered), local, device) for local, device in enumerate(devices))
+        numbered.append(replace(node, ranks=range(first, len(ranks))))
+    return tuple(numbered), tuple(ranks)
 
 
 def _pairs(file: ClusterFile, matrix: Matrix) -> dict[tuple[int, int], tuple[float, float]]:
-    """Bandwidth (bytes/s) and latency (s) from node to node; the matrix may list them in any order."""
+    """Return bandwidth (bytes/s) and latency (s) of a matrix, with nodes in file order."""
     numbers = [number for text in matrix.nodes for number in file.find_nodes(text) or ()]
     return {
         (a, b): ((matrix.bandwidth_gb_s[r][c] or 0) * GB, (matrix.latency_us[r][c] or 0) / MICRO)
@@ -322,7 +326,7 @@ def _pairs(file: ClusterFile, matrix: Matrix) -> dict[tuple[int, int], tuple[flo
 
 
 def _ways(pairs: Mapping[tuple[int, int], tuple[float, float]]) -> dict[tuple[int, Way], float]:
-    """Bytes/s out of and into each node: as much as to and from the best other one."""
+    """Return bytes/s out of and into each node: the best bandwidth that its row and its column have."""
     best: dict[tuple[int, Way], float] = {}
     for (a, b), (bandwidth, _) in pairs.items():
         best[a, "out"] = max(bandwidth, best.get((a, "out"), 0))

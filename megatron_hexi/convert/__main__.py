@@ -22,7 +22,7 @@ _EXAMPLE = """example:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Convert by the command line.
+    """Run the conversion that the command line asks for.
 
     Raises:
         SystemExit: the user's input is wrong (exit code 2).
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder that takes its name when all is in it, and is gone if something fails.
+    """Yield a temporary folder; it takes its final name when complete, and is removed on an error.
 
     Raises:
         HexiError: something has that name, or the folder around it cannot be written to.
@@ -100,7 +100,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _one_rank() -> Iterator[None]:
-    """What Megatron's checkpoints ask for: a process group, here of this process alone."""
+    """Run in a gloo process group of this process alone, which Megatron's checkpoints need."""
     import torch.distributed
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says of a dense model, and Megatron's arguments for the same model."""
+"""Read a dense model from a Hugging Face config.json, and give Megatron's arguments for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class DenseModel:
-    """A model that is converted.
+    """A dense model to convert.
 
     Attributes:
         shapes: layers, heads, sizes.
@@ -31,7 +31,7 @@ class DenseModel:
     positions: int
 
     def megatron_arguments(self) -> list[tuple[str, str]]:
-        """Megatron's arguments for the model: flag and value, which is empty where it takes none."""
+        """Return Megatron's arguments for the model: flag and value, which is empty where it takes none."""
         shapes = self.shapes
         sizes = {
             "--num-layers": shapes.layers,
@@ -59,7 +59,7 @@ class DenseModel:
 
 
 def read_model(folder: Path) -> DenseModel:
-    """The model of a folder in Hugging Face's format.
+    """Read the model from a folder in Hugging Face's format.
 
     Raises:
         HexiError: config.json is missing or malformed, or describes what is not converted.

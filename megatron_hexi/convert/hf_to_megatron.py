@@ -1,4 +1,4 @@
-"""From Hugging Face's format to a checkpoint that Megatron's ``--load`` takes, under any plan."""
+"""Convert Hugging Face weights to a checkpoint that Megatron's ``--load`` takes, under any plan."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def convert(source: Path, out: Path) -> None:
 
 
 def sharded(weight: Weight, data: torch.Tensor, layers: int) -> ShardedTensor:
-    """A whole weight as Megatron's checkpoints place it: a layer is a slice along the first dimension."""
+    """Return a sharded tensor of a whole weight; a layer is a slice along the first dimension."""
     if weight.layer is None:
         return ShardedTensor.from_rank_offsets(weight.key, data)
     return ShardedTensor.from_rank_offsets(weight.key, data, (0, weight.layer, layers), prepend_axis_num=1)
@@ -81,7 +81,7 @@ def _extra_state(layers: int) -> dict[str, ShardedObject]:
 
 
 def _places(source: Path, needed: set[str], model: DenseModel) -> dict[str, Path]:
-    """In which file each tensor lies.
+    """Return the file of each tensor.
 
     Raises:
         HexiError: there is no file, a tensor is missing, or one is left over.

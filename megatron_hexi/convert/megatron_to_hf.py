@@ -1,4 +1,4 @@
-"""From a torch_dist checkpoint to Hugging Face's format."""
+"""Convert a torch_dist checkpoint to Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def convert(checkpoint: Path, like: Path, out: Path) -> None:
             )
         shape, dtype = tuple(held[weight.key].global_shape), held[weight.key].dtype
         _check_shape(weight, shape, model.shapes.layers, folder, like)
-        own = shape if weight.layer is None else shape[1:]
-        targets[str(place)] = sharded(weight, torch.empty(own, dtype=dtype), model.shapes.layers)
+        layer_shape = shape if weight.layer is None else shape[1:]
+        targets[str(place)] = sharded(weight, torch.empty(layer_shape, dtype=dtype), model.shapes.layers)
     unknown = sorted(
         key
         for key in held

@@ -1,4 +1,4 @@
-"""The table of weights: what a tensor of Megatron's checkpoint is made of in Hugging Face's format.
+"""The table of weights: the Hugging Face tensors that each tensor of Megatron's checkpoint is made of.
 
 Megatron joins what it multiplies in one step. Queries, keys and values lie by KV group: the queries of a
 group, its key, its value, then the next group; so a tensor-parallel rank's part is one block of rows. Gate
@@ -18,13 +18,13 @@ from megatron_hexi.convert.config import DenseModel
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of Megatron, of one layer or of the model.
+    """A tensor of Megatron's checkpoint, of one layer or of the whole model.
 
     Attributes:
         key: its name in a torch_dist checkpoint; all layers lie under one key, along a first dimension.
         parts: Hugging Face's names for what it is made of, with their shapes.
         groups: blocks of rows; each block has the rows of each part that belong to it.
-        layer: of which layer; ``None``: of the model.
+        layer: number of the layer; ``None``: the weight is the whole model's.
         is_vocabulary: whether rows are tokens, which Megatron pads to a multiple.
     """
 
@@ -36,17 +36,17 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of Megatron's tensor, without padding and without the dimension of layers."""
+        """Shape of Megatron's tensor, without padding and without the dimension of layers."""
         rows = sum(shape[0] for _, shape in self.parts)
         return (rows, *self.parts[0][1][1:])
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Megatron's tensor from its parts, in their order."""
+        """Return Megatron's tensor, joined from its parts in their order."""
         blocks = [part.unflatten(0, (self.groups, -1)) for part in parts]
         return torch.cat(blocks, dim=1).flatten(0, 1)
 
     def split(self, joined: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of Megatron's tensor by name, each in memory of its own; rows of padding are left out."""
+        """Split Megatron's tensor into copies of its parts, by name; padding rows are dropped."""
         rows = [shape[0] // self.groups for _, shape in self.parts]
         blocks = joined[: self.shape[0]].unflatten(0, (self.groups, -1)).split(rows, dim=1)
         return {
@@ -56,17 +56,17 @@ class Weight:
 
 
 def weights_of(model: DenseModel) -> list[Weight]:
-    """All weights of a model."""
+    """Return all weights of a model."""
     shapes = model.shapes
     hidden, vocabulary = (shapes.hidden_size,), (shapes.vocab_size, shapes.hidden_size)
     embedding = (("model.embed_tokens.weight", vocabulary),)
-    found = [Weight("embedding.word_embeddings.weight", embedding, is_vocabulary=True)]
+    weights = [Weight("embedding.word_embeddings.weight", embedding, is_vocabulary=True)]
     for layer in range(shapes.layers):
-        found += _layer(model, layer)
-    found.append(Weight("decoder.final_layernorm.weight", (("model.norm.weight", hidden),)))
+        weights += _layer(model, layer)
+    weights.append(Weight("decoder.final_layernorm.weight", (("model.norm.weight", hidden),)))
     if not shapes.tied_embeddings:
-        found.append(Weight("output_layer.weight", (("lm_head.weight", vocabulary),), is_vocabulary=True))
-    return found
+        weights.append(Weight("output_layer.weight", (("lm_head.weight", vocabulary),), is_vocabulary=True))
+    return weights
 
 
 def _layer(model: DenseModel, layer: int) -> list[Weight]:
@@ -83,7 +83,7 @@ def _layer(model: DenseModel, layer: int) -> list[Weight]:
         parts = [(f"self_attn.{name}_proj.{kind}", (count, *columns)) for name, count in rows.items()]
         return weight(f"self_attention.linear_qkv.{kind}", *parts, groups=shapes.kv_heads)
 
-    found = [
+    weights = [
         weight("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight", (hidden,))),
         qkv("weight", hidden),
         weight("self_attention.linear_proj.weight", ("self_attn.o_proj.weight", (hidden, queries))),
@@ -96,17 +96,17 @@ def _layer(model: DenseModel, layer: int) -> list[Weight]:
         weight("mlp.linear_fc2.weight", ("mlp.down_proj.weight", (hidden, ffn))),
     ]
     if shapes.biases or shapes.qkv_bias:
-        found.append(qkv("bias"))
+        weights.append(qkv("bias"))
     if shapes.biases:
         gate_and_up = [(f"mlp.{name}_proj.bias", (ffn,)) for name in ("gate", "up")]
-        found += [
+        weights += [
             weight("self_attention.linear_proj.bias", ("self_attn.o_proj.bias", (hidden,))),
             weight("mlp.linear_fc1.bias", *gate_and_up),
             weight("mlp.linear_fc2.bias", ("mlp.down_proj.bias", (hidden,))),
         ]
     if shapes.qk_norm:
-        found += [
+        weights += [
             weight(f"self_attention.{name}_layernorm.weight", (f"self_attn.{name}_norm.weight", (head,)))
             for name in ("q", "k")
         ]
-    return found
+    return weights

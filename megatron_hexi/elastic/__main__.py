@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _this_node(path: Path) -> tuple[str, int]:
-    """This host's node in the cluster file, and how many GPUs it has."""
+    """Return this host's node in the cluster file, and its number of GPUs."""
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         match line.split():
@@ -180,7 +180,7 @@ def _read(words: list[str]) -> tuple[argparse.Namespace, Launch | None]:
 
 
 def main() -> None:
-    """Be the agent of this node, or keep the store.
+    """Run the agent of this node, or the store.
 
     Raises:
         SystemExit: with 2 where the input is wrong, here or on a rank; 1 where the job could not go on.

@@ -1,4 +1,4 @@
-"""Copies of the training's state in the memory of nodes: files that outlive the ranks which wrote them.
+"""Copies of the training state in the memory of nodes: files that outlive the ranks that wrote them.
 
 A copy is a checkpoint in Megatron's torch_dist format of which each node has the files of its own ranks, in a
 file system in memory, and those of one other node. The agent of a node (`launcher.keeper`) serves its files
@@ -43,7 +43,7 @@ Files = dict[str, tuple[int, str]]
 
 
 def bare_name(name: str) -> str:
-    """A name that the job's store gives for something in a folder of copies.
+    """Return a name from the job's store if it is safe as a file name in a folder of copies.
 
     Raises:
         OSError: it could lead elsewhere, or to what is hidden: no name of a round, or of a file of a copy.
@@ -55,12 +55,12 @@ def bare_name(name: str) -> str:
 
 
 def copy_folder(copies: Path, name: str, iteration: int) -> Path:
-    """Where a copy lies on a node, as Megatron names a checkpoint.
+    """Return the folder of a copy, named as Megatron names a checkpoint.
 
     Args:
         copies: the node's folder of copies.
-        name: of the round that made it.
-        iteration: that it was made after.
+        name: name of the round that made it.
+        iteration: number of the last iteration in it.
 
     Raises:
         OSError: the name is none of a round.
@@ -69,29 +69,29 @@ def copy_folder(copies: Path, name: str, iteration: int) -> Path:
 
 
 def list_files(folder: Path) -> Files:
-    """What is in a folder, but for links and what is no regular file; reads all of it."""
-    found: Files = {}
+    """Return size and SHA-256 of each regular file in a folder; links are skipped."""
+    files: Files = {}
     for path in sorted(path for path in folder.iterdir() if path.suffix != _PART and _is_plain(path)):
         digest = hashlib.sha256()
         with path.open("rb") as file:
             while block := file.read(_BLOCK):
                 digest.update(block)
-        found[path.name] = path.stat().st_size, digest.hexdigest()
-    return found
+        files[path.name] = path.stat().st_size, digest.hexdigest()
+    return files
 
 
 def _is_plain(path: Path) -> bool:
     return stat.S_ISREG(path.lstat().st_mode)
 
 
-def pull(urls: Iterable[str], name: str, wanted: tuple[int, str], folder: Path) -> None:
-    """Fetch a file from the first node that has it as it should be; it appears whole or not at all.
+def pull(urls: Iterable[str], name: str, expected: tuple[int, str], folder: Path) -> None:
+    """Download a file from the first node that has it unchanged; it appears whole or not at all.
 
     Args:
-        urls: of folders that may have it.
-        name: of the file.
-        wanted: its bytes and SHA-256.
-        folder: where to put it.
+        urls: URLs of folders that may have it.
+        name: name of the file.
+        expected: its size, bytes, and SHA-256.
+        folder: folder for the file.
 
     Raises:
         OSError: its name is no bare one, no node has it, or there is no room.
@@ -112,7 +112,7 @@ def pull(urls: Iterable[str], name: str, wanted: tuple[int, str], folder: Path) 
         except (OSError, HTTPException) as problem:
             reason = f"{url}: {problem}"
             continue
-        if (part.stat().st_size, digest.hexdigest()) == tuple(wanted):
+        if (part.stat().st_size, digest.hexdigest()) == tuple(expected):
             part.replace(folder / name)
             return
         reason = f"{url} has other bytes"
@@ -121,10 +121,10 @@ def pull(urls: Iterable[str], name: str, wanted: tuple[int, str], folder: Path) 
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Files whose names are known: a round's is random, and nothing is listed."""
+    """Serves files by name only: the name of a round is random, and folders are not listed."""
 
     def send_head(self) -> Any:
-        """Serve a regular file that lies in the folder itself, and follow no links."""
+        """Serve a regular file of the folder itself; links are not followed."""
         folder, path = Path(os.path.realpath(self.directory)), Path(self.translate_path(self.path))
         inside = folder / path.relative_to(self.directory)
         if os.path.realpath(inside) == str(inside) and inside.is_file():
@@ -136,11 +136,11 @@ class _Handler(SimpleHTTPRequestHandler):
         self.send_error(404)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def serve_files(folder: Path) -> int:
-    """Serve a folder by HTTP until the process ends; says at which port."""
+    """Serve a folder by HTTP until the process ends; return the port."""
     server = ThreadingHTTPServer(("", 0), partial(_Handler, directory=str(folder)))
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="hexi-copies", daemon=True).start()
@@ -149,12 +149,12 @@ def serve_files(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class FoundCopy:
-    """A copy that the nodes which are there hold together.
+    """A copy of the state, complete on the nodes that are present together.
 
     Args:
-        name: of the round that made it.
-        iteration: that it was made after.
-        files: of each file, its bytes, SHA-256 and the nodes that have it.
+        name: name of the round that made it.
+        iteration: number of the last iteration in it.
+        files: size, SHA-256 and URLs of nodes of each file, by name.
     """
 
     name: str
@@ -163,11 +163,11 @@ class FoundCopy:
 
 
 class CopyBoard:
-    """What the job's store knows of the copies of one round.
+    """Keys in the job's store about the copies of one round.
 
     Args:
-        job: the store that rounds hand on.
-        name: of the round.
+        job: the store of the whole job.
+        name: name of the round.
     """
 
     def __init__(self, job: dist.Store, name: str) -> None:
@@ -175,50 +175,50 @@ class CopyBoard:
         self._store = dist.PrefixStore(f"copies/{name}", job)
 
     def announce(self, iteration: int, nodes: int) -> None:
-        """All ranks of so many nodes have written a copy."""
+        """Record that all ranks of `nodes` nodes have written a copy."""
         self._store.set("last", json.dumps([iteration, nodes]))
         self._job.set("copies/round", self._name)
 
     def last(self) -> tuple[int, int] | None:
-        """The newest copy's iteration, and how many nodes have written it."""
+        """Return the newest copy's iteration, and the number of nodes that have written it."""
         if not self._store.check(["last"]):
             return None
         iteration, nodes = json.loads(self._store.get("last"))
         return iteration, nodes
 
     def tell_own(self, iteration: int, number: int, url: str, files: Files) -> None:
-        """A node has written these files."""
+        """Record the files that a node has written, and where it serves them."""
         self._store.set(f"{iteration}/own/{number}", json.dumps([url, files]))
         self.tell_held(iteration, url, files)
 
     def owns(self, iteration: int, nodes: int) -> list[tuple[str, Files]] | None:
-        """Where each node serves, and what it has written; ``None`` until all have told."""
+        """Return each node's URL and the files that it has written; ``None`` until all are recorded."""
         keys = [f"{iteration}/own/{number}" for number in range(nodes)]
         if not self._store.check(keys):
             return None
-        found = [json.loads(text) for text in self._store.multi_get(keys)]
-        every = {name: file for _, files in found for name, file in files.items()}
+        entries = [json.loads(text) for text in self._store.multi_get(keys)]
+        every = {name: file for _, files in entries for name, file in files.items()}
         self._store.set(f"{iteration}/all", json.dumps(every))
         return [
-            (url, {name: (size, digest) for name, (size, digest) in files.items()}) for url, files in found
+            (url, {name: (size, digest) for name, (size, digest) in files.items()}) for url, files in entries
         ]
 
     def tell_held(self, iteration: int, url: str, names: Iterable[str]) -> None:
-        """A node holds these files."""
+        """Record the files that a node holds."""
         self._store.set(f"{iteration}/held/{url}", json.dumps(list(names)))
 
     def tell_safe(self, iteration: int, number: int, nodes: int) -> None:
-        """A node, of so many, has what it should hold of another one."""
+        """Record that a node holds its neighbour's part; the copy is safe when all `nodes` do."""
         self._store.set(f"{iteration}/safe/{number}", "")
-        if self._store.check([f"{iteration}/safe/{other}" for other in range(nodes)]):
+        if self._store.check([f"{iteration}/safe/{node}" for node in range(nodes)]):
             self._store.set("safe", str(iteration))
 
     def safe(self) -> int | None:
-        """The newest copy that is on two nodes each."""
+        """Return the iteration of the newest copy of which every file is on two nodes."""
         return int(self._store.get("safe")) if self._store.check(["safe"]) else None
 
     def find(self, iteration: int, urls: Iterable[str]) -> FoundCopy | None:
-        """The copy, if the nodes at these places hold all of it."""
+        """Return the copy of an iteration if the nodes at these URLs hold all of it."""
         if not self._store.check([f"{iteration}/all"]):
             return None
         files = json.loads(self._store.get(f"{iteration}/all"))
@@ -233,11 +233,11 @@ class CopyBoard:
 
 
 def find_newest(job: dist.Store, urls: Sequence[str]) -> FoundCopy | None:
-    """The newest copy that the nodes which are there can put together.
+    """Return the newest copy that the nodes that are present hold together.
 
     Args:
-        job: the store that rounds hand on.
-        urls: where the nodes that are there serve their files.
+        job: the store of the whole job.
+        urls: URLs at which the present nodes serve their files.
     """
     if not job.check(["copies/round"]):
         return None
@@ -245,47 +245,47 @@ def find_newest(job: dist.Store, urls: Sequence[str]) -> FoundCopy | None:
     last = board.last()
     assert last is not None, "its round is named after it"
     deadline = time.monotonic() + _SAID_S
-    found = board.find(last[0], urls)
-    while found is None and time.monotonic() < deadline:
+    copy = board.find(last[0], urls)
+    while copy is None and time.monotonic() < deadline:
         time.sleep(0.1)
-        found = board.find(last[0], urls)
+        copy = board.find(last[0], urls)
     safe = board.safe()
-    return found or (None if safe is None else board.find(safe, urls))
+    return copy or (None if safe is None else board.find(safe, urls))
 
 
-def complete_copy(found: FoundCopy, copies: Path, url: str, job: dist.Store) -> None:
-    """Fetch what this node lacks of a copy.
+def complete_copy(copy: FoundCopy, copies: Path, url: str, job: dist.Store) -> None:
+    """Download the files of a copy that this node lacks.
 
     Args:
-        found: the copy.
+        copy: the copy.
         copies: this node's folder of copies.
-        url: where it serves them.
-        job: the store that rounds hand on.
+        url: URL at which this node serves its copies.
+        job: the store of the whole job.
 
     Raises:
         OSError: a file cannot be had, or there is no room.
     """
-    folder = copy_folder(copies, found.name, found.iteration)
+    folder = copy_folder(copies, copy.name, copy.iteration)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (size, digest, urls) in found.files.items():
+    for name, (size, digest, urls) in copy.files.items():
         if url not in urls:
-            places = [f"{other}/{found.name}/{folder.name}" for other in urls]
+            places = [f"{source}/{copy.name}/{folder.name}" for source in urls]
             pull(places, name, (size, digest), folder)
-    CopyBoard(job, found.name).tell_held(found.iteration, url, found.files)
+    CopyBoard(job, copy.name).tell_held(copy.iteration, url, copy.files)
 
 
-def drop_older(copies: Path, kept: Path) -> None:
-    """Remove earlier copies of this round, and those of others; ranks may be writing the next one already."""
-    for folder in kept.parent.glob("iter_*"):
-        if folder.name < kept.name:
+def drop_older(copies: Path, newest: Path) -> None:
+    """Remove this round's earlier copies and all of other rounds; ranks may be writing the next one."""
+    for folder in newest.parent.glob("iter_*"):
+        if folder.name < newest.name:
             shutil.rmtree(folder, ignore_errors=True)
-    for other in copies.iterdir():
-        if other.is_dir() and other != kept.parent:
-            shutil.rmtree(other, ignore_errors=True)
+    for round_folder in copies.iterdir():
+        if round_folder.is_dir() and round_folder != newest.parent:
+            shutil.rmtree(round_folder, ignore_errors=True)
 
 
 def copies_folder() -> Path | None:
-    """This node's folder of copies; ``None`` where none are made."""
+    """Return this node's folder of copies; ``None`` where no copies are made."""
     with suppress(KeyError):
         return Path(os.environ[COPIES_VARIABLE])
     return None

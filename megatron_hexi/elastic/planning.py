@@ -29,12 +29,12 @@ _COMMAND_LINE = Path("the job's command line")
 
 @dataclass(frozen=True)
 class Survivors:
-    """What goes on.
+    """The plan that a job continues with after a loss.
 
     Args:
-        plan: for the nodes that are there; `gpus` counts in the whole cluster.
-        ranks: for each of the plan's ranks, which of those that were started takes it.
-        left_out: nodes of the cluster file that are not there.
+        plan: plan for the present nodes; `gpus` counts in the whole cluster.
+        ranks: the started rank that takes each of the plan's ranks.
+        left_out: names of absent nodes of the cluster file.
     """
 
     plan: Plan
@@ -45,12 +45,12 @@ class Survivors:
 def survive(
     plan: Plan, cluster: Cluster, present: Sequence[tuple[str, int]], words: Sequence[str]
 ) -> Survivors:
-    """Plan for the nodes that are there.
+    """Return a plan for the nodes that are present.
 
     Args:
-        plan: the job's own.
-        cluster: that it was made for.
-        present: of each rank that was started, its node in the cluster file and its number there.
+        plan: the job's own plan.
+        cluster: the cluster that it was made for.
+        present: node in the cluster file, and number there, of each started rank.
         words: Megatron's arguments.
 
     Raises:
@@ -64,27 +64,27 @@ def survive(
     numbers = sorted({cluster.ranks[gpu].node for gpu in starts})
     if not starts.keys() >= set(gpus):
         part = cluster.without(set(range(len(cluster.nodes))).difference(numbers))
-        own = [rank for number in numbers for rank in cluster.nodes[number].ranks]
-        found = find_plan(Request(job, frozenset(CHOSEN) - {"data_parallel"}), part).plan
-        gpus = tuple(own[gpu] for gpu in rank_gpus(found, found.ranks))
-        plan = replace(found, gpus=gpus, job=plan.job)
+        ranks = [rank for number in numbers for rank in cluster.nodes[number].ranks]
+        part_plan = find_plan(Request(job, frozenset(CHOSEN) - {"data_parallel"}), part).plan
+        gpus = tuple(ranks[gpu] for gpu in rank_gpus(part_plan, part_plan.ranks))
+        plan = replace(part_plan, gpus=gpus, job=plan.job)
     absent = [node.name for number, node in enumerate(cluster.nodes) if number not in numbers]
     return Survivors(plan, tuple(starts[gpu] for gpu in gpus), tuple(absent))
 
 
 def _starts(cluster: Cluster, present: Sequence[tuple[str, int]]) -> dict[int, int]:
-    """Which rank that was started has each GPU of the cluster."""
+    """Return the started rank of each GPU, by the GPU's number in the cluster."""
     starts: dict[int, int] = {}
     for rank, (name, local) in enumerate(present):
         numbers = cluster.file.find_nodes(name)
         if numbers is None or len(numbers) != 1:
-            known = ", ".join(node.name for node in cluster.nodes[:8])
-            raise HexiError(f"--node {name}: names no node of {cluster.name} ({known}); give one of these")
+            names = ", ".join(node.name for node in cluster.nodes[:8])
+            raise HexiError(f"--node {name}: names no node of {cluster.name} ({names}); give one of these")
         node = cluster.nodes[numbers[0]]
-        here = sum(other == name for other, _ in present)
-        if here != len(node.ranks):
+        count = sum(node_name == name for node_name, _ in present)
+        if count != len(node.ranks):
             raise HexiError(
-                f"--node {name}: {here} ranks were started there, {node.name} has {len(node.ranks)} GPUs; "
+                f"--node {name}: {count} ranks were started there, {node.name} has {len(node.ranks)} GPUs; "
                 f"give --nproc-per-node {len(node.ranks)}, and each node's name once"
             )
         starts[node.ranks[local]] = rank
@@ -92,29 +92,29 @@ def _starts(cluster: Cluster, present: Sequence[tuple[str, int]]) -> dict[int, i
 
 
 def _job(plan: Plan, words: Sequence[str]) -> Job:
-    """What is trained: as the command line says, and else the plan. The batch stays whatever the ranks."""
+    """Return the job: the command line's, completed by the plan. The batch does not change with the ranks."""
     text = shlex.join(words)
-    said = terms_from_arguments(text, _COMMAND_LINE).fields
-    taken = ("seq_length", "tensor_parallel", "data_parallel")
-    stated = {name: value for name, value in said.items() if name not in taken}
+    fields = terms_from_arguments(text, _COMMAND_LINE).fields
+    ignored = ("seq_length", "tensor_parallel", "data_parallel")
+    stated = {name: value for name, value in fields.items() if name not in ignored}
     return job_of_plan(plan, model_from_arguments(text, _COMMAND_LINE), **stated)
 
 
 def main() -> None:
-    """Answer the document on standard input, a line for each of its sets of nodes that may be there."""
-    asked = json.loads(sys.stdin.read())
-    for present in asked["present"]:
-        print(json.dumps(_answer(asked, [(node, local) for node, local in present])), flush=True)
+    """Answer the document on standard input, with a line for each of its sets of present nodes."""
+    request = json.loads(sys.stdin.read())
+    for present in request["present"]:
+        print(json.dumps(_answer(request, [(node, local) for node, local in present])), flush=True)
 
 
-def _answer(asked: dict[str, Any], present: list[tuple[str, int]]) -> dict[str, Any]:
+def _answer(request: dict[str, Any], present: list[tuple[str, int]]) -> dict[str, Any]:
     try:
-        plan = plan_from_yaml(yaml_from_text(Path(asked["path"]), asked["plan"]))
-        found = survive(plan, read_cluster(asked["cluster"]), present, asked["words"])
+        plan = plan_from_yaml(yaml_from_text(Path(request["path"]), request["plan"]))
+        survivors = survive(plan, read_cluster(request["cluster"]), present, request["words"])
     except HexiError as problem:
         return {"error": str(problem)}
-    places = [present[rank] for rank in found.ranks]
-    return {"plan": dump_plan(found.plan), "places": places, "left_out": found.left_out}
+    places = [present[rank] for rank in survivors.ranks]
+    return {"plan": dump_plan(survivors.plan), "places": places, "left_out": survivors.left_out}
 
 
 if __name__ == "__main__":

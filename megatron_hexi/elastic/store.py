@@ -1,4 +1,4 @@
-"""The store of an elastic job, where agents keep it: of the whole job, and of one round of its ranks.
+"""The stores of an elastic job, hosted by its agents: one for the whole job, one for each round of ranks.
 
 A round is one start of the ranks, by the agents of `megatron_hexi.elastic`. Torch gives each round a store of
 its own, on one of the nodes; ours is on a node that the job cannot lose: who is lost can always be told.
@@ -20,12 +20,12 @@ TRAINING, BROKEN, WANTED = "training", "broken", "wanted"
 
 
 def in_round() -> bool:
-    """Whether this process is a rank of an elastic job."""
+    """Return whether this process is a rank of an elastic job."""
     return ROUND_VARIABLE in os.environ
 
 
 def round_store(timeout: timedelta) -> dist.Store:
-    """What the ranks of this round share, and nobody else.
+    """Return the store of this round's ranks alone.
 
     Raises:
         RuntimeError: the store cannot be reached.
@@ -34,7 +34,7 @@ def round_store(timeout: timedelta) -> dist.Store:
 
 
 def whole_store(timeout: timedelta) -> dist.Store:
-    """What the rounds of this job hand on.
+    """Return the store that survives from one elastic round to the next.
 
     Raises:
         RuntimeError: the store cannot be reached.
@@ -43,7 +43,7 @@ def whole_store(timeout: timedelta) -> dist.Store:
 
 
 def lost_after_s() -> float | None:
-    """Seconds of silence that count as the loss of a rank; ``None``: it ends nothing by itself."""
+    """Return the seconds of silence after which a rank counts as lost; ``None``: silence ends nothing."""
     return float(os.environ[LOST_AFTER_VARIABLE]) if in_round() else None
 
 

@@ -36,7 +36,7 @@ from megatron_hexi.platform.select import Platform
 
 
 def _do_not_compile(model: Any = None, **options: Any) -> Any:
-    """Stands for `torch.compile`, bare or with options, and returns the function as it is."""
+    """Stand in for `torch.compile`, with or without options: return the function uncompiled."""
     return model if model is not None else lambda function: function
 
 
@@ -64,7 +64,7 @@ _FOR_GPUS = (
 
 
 def _wait_for_gloo() -> None:
-    """Let gloo's threads drop the tensors of the last collective while Python can still take them back.
+    """Wait until gloo's threads have dropped the tensors of the last collective, before Python exits.
 
     A thread drops them a moment after the collective is done. Where a job ends within that moment, the
     interpreter is gone and the process aborts ("terminate called without an active exception") after
@@ -77,7 +77,7 @@ def _wait_for_gloo() -> None:
 
 @dataclass(frozen=True)
 class CpuPlatform(Platform):
-    """`Platform` for the CPU; also puts to rest what was compiled before it was installed."""
+    """The CPU's `Platform`; also resets functions that were compiled before it was installed."""
 
     def install(self) -> None:  # noqa: D102 (as the base's)
         super().install()
@@ -101,6 +101,6 @@ class CpuPlatform(Platform):
 
 
 def cpu_platform() -> Platform:
-    """The CPU platform, not yet installed."""
+    """Return the CPU platform, not yet installed."""
     torch_patches = PatchSet((*DEVICE_PATCHES, *CUDA_PATCHES, *RANDOM_PATCHES, *TENSOR_TYPE_PATCHES, COMPILE))
     return CpuPlatform("cpu", torch.device("cpu"), "gloo", torch_patches, MEGATRON_PATCHES)

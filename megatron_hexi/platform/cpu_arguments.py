@@ -32,12 +32,12 @@ def adjust_cpu_arguments(args: Namespace, given: set[str]) -> list[str]:
     """
     changed = []
     for name, flag, value in _DEFAULTS:
-        found = getattr(args, name)
-        if found == value:
+        present = getattr(args, name)
+        if present == value:
             continue
         if flag in given:
             raise PlatformError(
-                f"{flag} {found}: needs a GPU, and --hexi-platform is cpu; leave {flag} out or give {value}"
+                f"{flag} {present}: needs a GPU, and --hexi-platform is cpu; leave {flag} out or give {value}"
             )
         setattr(args, name, value)
         changed.append(flag if isinstance(value, bool) else f"{flag} {value}")

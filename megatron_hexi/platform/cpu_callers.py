@@ -1,4 +1,4 @@
-"""Who asks: some answers hold for Megatron and the training script only, not for PyTorch itself."""
+"""Tells Megatron's and the training script's calls from PyTorch's, where their answers must differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_hexi.patching import MEGATRON_MODULES
 
 
 def called_from_megatron() -> bool:
-    """Whether the function that calls this was itself called from Megatron or the training script.
+    """Return whether the caller was itself called from Megatron or the training script.
 
     PyTorch consults the same functions (its optimizers ask `torch.cuda.is_available()`), and has to hear
     the truth.

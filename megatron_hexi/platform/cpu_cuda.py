@@ -1,4 +1,4 @@
-"""What Megatron asks of ``torch.cuda``, answered by a CPU: one device, one stream, all in order."""
+"""The functions of ``torch.cuda`` that Megatron calls, for a CPU: one device, one stream, all in order."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _STREAM = _Stream()
 
 
 def _always(answer: Any = None) -> Callable[..., Any]:
-    """A function that returns `answer` to whatever it is asked; Dynamo wants one of its own for each name."""
+    """Return a new function that always returns `answer`; Dynamo needs a separate one for each name."""
     return lambda *args, **kwargs: answer
 
 
@@ -119,7 +119,7 @@ def _device_name(device: Any = None) -> str:
 
 
 def _answers(why: str, **answers: Any) -> tuple[Patch, ...]:
-    """Patches that put each value in the place of the attribute of ``torch.cuda`` of that name."""
+    """Return patches that replace attributes of ``torch.cuda`` by these values, by name."""
     return tuple(
         Patch(f"torch.cuda:{name}", why, _always(answer), package="torch", versions=">=2.6")
         for name, answer in answers.items()

@@ -35,7 +35,7 @@ _device_constructors()
 
 
 def _on_cpu(device: Any) -> Any:
-    """The CPU for whatever names a CUDA device (``"cuda"``, ``"cuda:1"``, an index); else `device` itself."""
+    """Return the CPU for a CUDA device (``"cuda"``, ``"cuda:1"``, an index), and any other `device` as is."""
     is_cuda = (
         isinstance(device, int)
         or (isinstance(device, str) and device.startswith("cuda"))

@@ -1,4 +1,4 @@
-"""Norms and activations that hold no more memory on a CPU than the fused kernels of a GPU.
+"""Norms and activations for the CPU that hold no more memory than the fused kernels of a GPU.
 
 Megatron compiles these functions, or takes them from Transformer Engine or apex. A CPU runs them one
 operation after another: an RMSNorm keeps its normalised input beside input and output, and the gradient of an
@@ -18,7 +18,7 @@ from megatron_hexi.patching import Patch
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """Keeps the input, and what it was multiplied by in each row."""
+    """RMSNorm that saves only its input and the scale of each row for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,7 +40,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's, which on a CPU is no kernel of its own."""
+    """Replaces `torch.nn.RMSNorm`, which on a CPU is not one kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis.
@@ -54,11 +54,11 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def _swiglu_gradient(grad: Tensor, inputs: Tensor) -> Tensor:
-    """The gradient of SwiGLU, written where the result lies.
+    """Return the gradient of SwiGLU's input, [..., 2 f], computed without temporary tensors.
 
     Args:
-        grad: of the output, [..., f].
-        inputs: of the forward pass, [..., 2 f].
+        grad: gradient of the output, [..., f].
+        inputs: inputs of the forward pass, [..., 2 f].
     """
     gate, linear = inputs.chunk(2, -1)
     result = torch.empty_like(inputs)

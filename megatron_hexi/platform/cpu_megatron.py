@@ -1,4 +1,4 @@
-"""What the CPU needs replaced in Megatron itself."""
+"""Patches of Megatron itself for the CPU."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ PLATFORM_NAMES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True)
 class Platform:
-    """Where tensors live and how ranks talk.
+    """Device and communication backend of a training.
 
     Attributes:
         name: ``"cuda"`` or ``"cpu"``.
         device: the device of this rank's tensors.
         backend: the backend of torch.distributed.
-        torch_patches: what is replaced in PyTorch; must be on before Megatron is imported.
-        megatron_patches: what is replaced in Megatron for this platform alone.
+        torch_patches: patches of PyTorch; must be applied before Megatron is imported.
+        megatron_patches: patches of Megatron for this platform alone.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Platform:
 
 
 def requested_platform(argv: Sequence[str]) -> str:
-    """The value of ``--hexi-platform`` in a command line that Megatron has not parsed yet.
+    """Return the value of ``--hexi-platform`` in a command line that Megatron has not parsed yet.
 
     Raises:
         PlatformError: the flag has no value, or one that is not known.
@@ -64,7 +64,7 @@ def requested_platform(argv: Sequence[str]) -> str:
 
 
 def select_platform(name: str) -> Platform:
-    """The platform of that name; ``auto`` is CUDA where there is a GPU and the CPU elsewhere.
+    """Return the platform of a name; ``auto`` is CUDA where there is a GPU and the CPU elsewhere.
 
     Raises:
         PlatformError: CUDA was asked for and there is none, or the name is not known.
@@ -92,13 +92,13 @@ _rank_process: int | None = None
 
 
 def be_a_rank() -> None:
-    """Be no helper process: in an elastic job ranks are children of `multiprocessing` too."""
+    """Let this process print although `multiprocessing` started it, as it starts ranks of elastic jobs."""
     global _rank_process
     _rank_process = os.getpid()
 
 
 def say(message: str) -> None:
-    """Tell the user something, once: on standard error, from rank 0, and not from its helper processes."""
+    """Print a message once: on standard error, from rank 0, and not from its helper processes."""
     is_rank = os.getpid() == _rank_process or multiprocessing.parent_process() is None
     if os.environ.get("RANK", "0") == "0" and is_rank:
         print(f"hexi: {message}", file=sys.stderr, flush=True)

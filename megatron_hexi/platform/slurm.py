@@ -1,4 +1,4 @@
-"""Under SLURM's ``srun`` there is no torchrun: its variables are derived from SLURM's."""
+"""Derives torch.distributed's variables from SLURM's under ``srun``, which has no torchrun."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ def adopt_slurm_environment(environment: MutableMapping[str, str]) -> None:
 
 
 def _placed(environment: Mapping[str, str], path: Path) -> dict[str, str]:
-    """The rank that the file of hosts gives to this task, and where rank 0 is."""
+    """Return the rank that the file of hosts gives to this task, and the host of rank 0."""
     remedy = "write it with hexi place, to a folder that every node sees"
     try:
         hosts = read_text(path, remedy=remedy, other=remedy).split()
     except HexiError as problem:
         raise PlatformError(f"{HOSTS_VARIABLE}={problem}") from None
-    own = environment.get("SLURMD_NODENAME", "")
+    node = environment.get("SLURMD_NODENAME", "")
     tasks = len(environment["SLURM_GTIDS"].split(","))
-    ranks = [rank for rank, host in enumerate(hosts) if host == own]
+    ranks = [rank for rank, host in enumerate(hosts) if host == node]
     if (len(ranks), len(hosts)) != (tasks, int(environment["SLURM_NTASKS"])):
         raise PlatformError(
-            f"{HOSTS_VARIABLE}={path}: {len(ranks)} of its {len(hosts)} ranks are on {own}, SLURM started "
+            f"{HOSTS_VARIABLE}={path}: {len(ranks)} of its {len(hosts)} ranks are on {node}, SLURM started "
             f"{tasks} of {environment['SLURM_NTASKS']} tasks there; start the step as "
             "scripts/slurm/train.sbatch does"
         )

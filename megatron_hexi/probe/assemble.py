@@ -1,4 +1,4 @@
-"""From the measurement to the cluster file's plain values."""
+"""Build the cluster file's plain values from a measurement."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ HOST_SHARE = 0.8
 
 
 def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str]]:
-    """The cluster file as plain values, in the order of ranks, and what to tell its user besides.
+    """Return the cluster file as plain values, nodes in the order of ranks, and notes for its user.
 
     Args:
         measured: every stage of a probe.
-        name: of the cluster.
+        name: name of the cluster.
 
     Raises:
         HexiError: a GPU that the catalogue lacks, of which a curve could not be measured at any size.
@@ -58,8 +58,8 @@ def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str
             "bandwidth_gb_s": round_rate(bytes_per_second(link.ports) / 1e9),
             "latency_us": round_rate(link.latency_s * 1e6),
         }
-    network, own = network_entry(nodes, measured.between)
-    for number, entry in own.items():
+    network, network_of = network_entry(nodes, measured.between)
+    for number, entry in network_of.items():
         entries[number]["network"] = entry
     slow = collective_note(measured.inside)
     notes += [*([slow] if slow else []), *(f"not measured: {text}" for text in measured.skipped)]
@@ -72,12 +72,12 @@ def assemble(measured: Measurement, name: str) -> tuple[dict[str, Any], list[str
 
 
 def _other_versions(nodes: Mapping[int, NodeFound], measured: Measurement) -> list[str]:
-    """Nodes whose software is not that of the first, which the curves are said to be of."""
-    first, *others = nodes.values()
-    expected = measured.ranks[first.ranks[0]]
+    """Return a note for each node whose kernels or versions differ from the first node's."""
+    first_node, *other_nodes = nodes.values()
+    expected = measured.ranks[first_node.ranks[0]]
     return [
-        f"{node.name} has other kernels or versions than {first.name}: install the same on both"
-        for node in others
+        f"{node.name} has other kernels or versions than {first_node.name}: install the same on both"
+        for node in other_nodes
         if any(
             (measured.ranks[rank].kernels, measured.ranks[rank].versions)
             != (expected.kernels, expected.versions)
@@ -102,7 +102,7 @@ def _node(
 
 
 def _host(node: NodeFound, measured: Measurement) -> dict[str, Any]:
-    """What the node's ranks may pin together, and what the slowest of them copies."""
+    """Return a node's ``host``: memory that all its ranks may pin, and the slowest rank's copy bandwidth."""
     rates = [measured.host_gb_s[rank] for rank in node.ranks] if measured.host_gb_s else [None]
     known = [rate for rate in rates if rate is not None]
     if len(known) < len(rates):
@@ -116,7 +116,7 @@ def _host(node: NodeFound, measured: Measurement) -> dict[str, Any]:
 def _device(
     kind: str, nodes: Mapping[int, NodeFound], merged: Merged, usable_gib: float, measured: Measurement
 ) -> dict[str, Any]:
-    """Its entry below ``devices:``; in full where the catalogue does not know it."""
+    """Return a GPU's entry below ``devices:``, complete where the catalogue does not know the GPU."""
     ranks = [rank for node in nodes.values() for rank in node.ranks]
     first = measured.ranks[ranks[0]]
     versions = ", ".join(f"{package} {version}" for package, version in first.versions.items())
@@ -148,7 +148,7 @@ def _attention(
     factor = head_size_factor(head_dim)
     if factor != 1:
         source += f", heads of {head_dim}, over their {factor:.3g} of heads of {CURVE_HEAD_DIM}"
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for kernel in kernels:
         name = KERNEL_ALIASES.get(kernel, kernel)
         if name != kernel and name in kernels:
@@ -163,12 +163,12 @@ def _attention(
                 elif not known:
                     raise _nothing(kind, f"{kernel} {mask} {direction}")
         if masks:
-            found[name] = masks
-    return found
+            entries[name] = masks
+    return entries
 
 
 def _link(nodes: Mapping[int, NodeFound], measured: Measurement, source: str) -> dict[str, Any]:
-    """Between the GPUs of a node; the nodes themselves say theirs (intra)."""
+    """Return the link between the GPUs of a node; nodes that differ have an ``intra`` of their own."""
     inside = [link for link in measured.inside if link.node in nodes]
     if inside:
         return {

@@ -1,4 +1,4 @@
-"""The InfiniBand and RoCE cards of this host, as the kernel tells of them."""
+"""The InfiniBand and RoCE cards of this host, from the kernel's sysfs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _FABRICS = {"InfiniBand": "infiniband", "Ethernet": "roce"}
 
 
 def find_cards(ports: Sequence[InfinibandPort], environment: Mapping[str, str]) -> Cards | None:
-    """The fastest kind of cards that are up; of kinds that are alike the one with more.
+    """Return the fastest kind of cards that are up; of equally fast kinds the more numerous.
 
     Hosts often have slower cards besides, for storage.
 
     Args:
-        ports: of the host.
+        ports: ports of the host.
         environment: NCCL_IB_DISABLE=1 leaves NCCL to TCP.
     """
     if environment.get("NCCL_IB_DISABLE") == "1":
         return None
-    found: Counter[tuple[str, float]] = Counter()
+    counts: Counter[tuple[str, float]] = Counter()
     for port in ports:
         rate = re.match(r"([0-9.]+) Gb/sec", port.rate)
         if port.state == "ACTIVE" and port.link_layer in _FABRICS and rate is not None:
-            found[_FABRICS[port.link_layer], float(rate[1])] += 1
-    if not found:
+            counts[_FABRICS[port.link_layer], float(rate[1])] += 1
+    if not counts:
         return None
-    fabric, gbit_s = max(found, key=lambda kind: (kind[1], found[kind], kind[0]))
-    return Cards(fabric, found[fabric, gbit_s], gbit_s)
+    fabric, gbit_s = max(counts, key=lambda kind: (kind[1], counts[kind], kind[0]))
+    return Cards(fabric, counts[fabric, gbit_s], gbit_s)

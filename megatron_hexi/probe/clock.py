@@ -1,4 +1,4 @@
-"""How long a piece of work takes on a device, steadily."""
+"""Times a piece of work on a device until the figure is steady."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Clock(Protocol):
     """Times work on a device."""
 
     def seconds(self, work: Work, calls: int) -> float:
-        """Seconds of one call, the mean of so many in a row."""
+        """Return the mean seconds of a call, over `calls` in a row."""
 
 
 class WallClock:
-    """For work that is done when the call returns."""
+    """Times work that is done when the call returns."""
 
     def seconds(self, work: Work, calls: int) -> float:
-        """As `Clock`."""
+        """See `Clock.seconds`."""
         start = time.perf_counter()
         for _ in range(calls):
             work()
@@ -40,10 +40,10 @@ class WallClock:
 
 
 class CudaClock:
-    """For work that a GPU does behind the program: between two events in its stream."""
+    """Times asynchronous work of a GPU, between two events in its stream."""
 
     def seconds(self, work: Work, calls: int) -> float:
-        """As `Clock`."""
+        """See `Clock.seconds`."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(calls):
@@ -54,16 +54,16 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock of a device."""
+    """Return the clock of a device."""
     return CudaClock() if device.type == "cuda" else WallClock()
 
 
 def steady_seconds(work: Work, clock: Clock, limit_s: float) -> float:
-    """Seconds of one call: the median of up to nine samples, after a warm-up.
+    """Return the seconds of one call: the median of up to nine samples, after a warm-up.
 
     Args:
-        work: what to time.
-        clock: of its device.
+        work: the work to time.
+        clock: clock of its device.
         limit_s: no further sample is taken that would go beyond; one always is.
     """
     spent, warm_up_s = 0.0, min(_WARM_UP_S, limit_s / 4)
@@ -74,5 +74,5 @@ def steady_seconds(work: Work, clock: Clock, limit_s: float) -> float:
     calls = min(_MOST_CALLS, math.ceil(_SAMPLE_S / once))
     count = max(1, min(_MOST_SAMPLES, int(limit_s / (once * calls))))
     # One call that lasts is a sample already.
-    taken = [once] if calls == 1 else []
-    return median([*taken, *(clock.seconds(work, calls) for _ in range(count - len(taken)))])
+    samples = [once] if calls == 1 else []
+    return median([*samples, *(clock.seconds(work, calls) for _ in range(count - len(samples)))])

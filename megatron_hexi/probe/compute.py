@@ -1,4 +1,4 @@
-"""What one rank computes and how fast: matrix products, attention, the stream through its memory."""
+"""Measures one rank's rates: matrix products, attention, memory bandwidth, copies to the host."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def measure_points(
     """Measure one kind of work at every size, from the smallest up.
 
     Args:
-        name: what it is called where a size is skipped.
+        name: name of the work, for notes on skipped sizes.
         sizes: ascending.
-        flops: that a size counts.
+        flops: FLOPs of a size.
         prepare: makes the tensors of a size, and what is to be timed.
-        clock: of the device.
+        clock: clock of the device.
         limit_s: seconds a size; from the first that would take longer, by the rate so far, all are skipped.
         meet: told what comes next, waits for the other ranks: all load the machine at once.
     """
@@ -49,23 +49,23 @@ def measure_points(
     rate, why = 0.0, ""
     for size in sizes:
         meet(f"{name} at {size}")  # also for what is skipped: other ranks may not skip it
-        found: float | None = None
+        rate_tflops: float | None = None
         if not why and rate and 3 * flops(size) / rate > limit_s:
             why = f"{name} from {size} on: takes too long"
         if not why:
             try:
                 rate = flops(size) / steady_seconds(prepare(size), clock, limit_s)
-                found = rate / 1e12
+                rate_tflops = rate / 1e12
             except (RuntimeError, MemoryError) as problem:
                 if not _is_out_of_memory(problem):
                     raise
                 why = f"{name} from {size} on: does not fit in memory"
-        tflops.append(found)
+        tflops.append(rate_tflops)
     return Points(tuple(tflops), why)
 
 
 def matmul(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Callable[[int], Work]:
-    """The three products of a linear layer in training: output, gradients of input and of weight."""
+    """Return the products of a linear layer in training: output, gradients of input and of weight."""
     wide = WIDENING * sizes.hidden
 
     def prepare(rows: int) -> Work:
@@ -86,7 +86,7 @@ def attention(
     causal: bool,
     backward: bool,
 ) -> Callable[[int], Work]:
-    """One block of attention as the runtime calls it; in its layout, [B, tokens, heads, D] in memory."""
+    """Return a block of attention in the runtime's layout: [B, tokens, heads, D] in memory."""
     scale = sizes.head_dim**-0.5
 
     def prepare(tokens: int) -> Work:
@@ -106,12 +106,12 @@ def attention(
 
 
 def stream_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float) -> float:
-    """The triad a = b + s c: two arrays read and one written, 10^9 bytes/s.
+    """Measure memory bandwidth by the triad a = b + s c: two arrays read and one written, 10^9 bytes/s.
 
     Args:
         size: bytes of each array.
-        device: whose memory.
-        clock: of the device.
+        device: device whose memory is measured.
+        clock: clock of the device.
         limit_s: seconds that it may take.
     """
     a, b, c = (torch.ones(size // 4, device=device, dtype=torch.float32) for _ in range(3))
@@ -119,23 +119,23 @@ def stream_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float) -
 
 
 def host_copy_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float) -> float | None:
-    """Copies between the device and pinned memory of its host, the slower way, 10^9 bytes/s.
+    """Measure copies between the device and pinned memory of its host, the slower direction, 10^9 bytes/s.
 
     On a CPU both are the host's memory, and what is timed is a plain copy.
 
     Args:
         size: bytes of a copy.
-        device: which one.
-        clock: of the device.
+        device: device to copy from and to.
+        clock: clock of the device.
         limit_s: seconds that it may take.
 
     Returns:
         ``None`` where there is no memory for it.
     """
     try:
-        there = torch.ones(size // 4, device=device, dtype=torch.float32)
-        here = torch.ones(size // 4, dtype=torch.float32, pin_memory=device.type == "cuda")
-        ways = ((here, there), (there, here))
+        on_device = torch.ones(size // 4, device=device, dtype=torch.float32)
+        on_host = torch.ones(size // 4, dtype=torch.float32, pin_memory=device.type == "cuda")
+        ways = ((on_host, on_device), (on_device, on_host))
         slower = max(
             steady_seconds(partial(to.copy_, source, non_blocking=True), clock, limit_s / 2)
             for to, source in ways
@@ -148,4 +148,4 @@ def host_copy_gb_s(size: int, device: torch.device, clock: Clock, limit_s: float
 
 
 def _is_out_of_memory(problem: BaseException) -> bool:
-    return isinstance(problem, MemoryError) or any(said in str(problem) for said in _NO_MEMORY)
+    return isinstance(problem, MemoryError) or any(text in str(problem) for text in _NO_MEMORY)

@@ -1,4 +1,4 @@
-"""What this rank runs on: its name, its memory, its kernels and their versions."""
+"""The device of this rank: its name, memory, kernels and their versions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _PACKAGES = {"flash-attn-2": "flash-attn", "flash-attn-3": "flash-attn-3"}
 def rank_info(
     options: Options, device: torch.device, environment: Mapping[str, str], host_ranks: int
 ) -> RankInfo:
-    """Who this rank is.
+    """Return the facts of this rank that must not change when a probe is resumed.
 
     Args:
-        options: what was asked.
-        device: where its tensors are.
+        options: options of the probe.
+        device: device of this rank's tensors.
         environment: the launcher's variables.
         host_ranks: ranks on this host, which share its memory if they run on the CPU.
 
@@ -60,13 +60,13 @@ def rank_info(
 
 
 def _mps_share(environment: Mapping[str, str]) -> str:
-    """The part of a GPU that CUDA's Multi-Process Service gives this process, to tell it from a whole one."""
+    """Return the name of this process's part of a GPU under CUDA's Multi-Process Service."""
     share = environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
     return "" if share == "100" else f" MPS {share}%"
 
 
 def usable_bytes(device: torch.device, host_ranks: int) -> int:
-    """What a job finds free: on a GPU now, with its context made; on a CPU the share less what is in use."""
+    """Return the memory that a job finds free, bytes: a GPU's with its context, or a CPU rank's share."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
@@ -76,12 +76,12 @@ def usable_bytes(device: torch.device, host_ranks: int) -> int:
 
 
 def host_bytes(host_ranks: int) -> int:
-    """This rank's part of what is free of its host's memory."""
+    """Return this rank's share of its host's free memory, bytes."""
     return psutil.virtual_memory().available // host_ranks
 
 
 def _cpu_memory(host_ranks: int) -> int:
-    """The limit on this process's data if there is one, else its share of the host's memory."""
+    """Return the limit on this process's data, bytes, or else its share of the host's memory."""
     return _data_limit() or psutil.virtual_memory().total // host_ranks
 
 
@@ -117,7 +117,7 @@ def _versions(kernels: tuple[str, ...], *, cuda: bool) -> dict[str, str]:
 
 
 def local_device() -> torch.device:
-    """This rank's GPU, or the CPU where there is none.
+    """Return this rank's GPU, or the CPU where there is none.
 
     Raises:
         HexiError: there are fewer GPUs than ranks on this host.

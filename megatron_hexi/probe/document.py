@@ -1,4 +1,4 @@
-"""What was measured, as plain data: what ``--json`` prints, and what an interrupted probe goes on from."""
+"""The measurement as plain data: printed by ``--json``, and kept to resume an interrupted probe."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the probe was asked.
+    """Options of a probe.
 
     Args:
         kernels: attention kernels; ``auto`` is what a job on that GPU would choose.
-        precision: of matrices and attention.
-        hidden_size: of the weights; 4096 on GPUs and 1024 on CPUs if not given.
-        heads: that attention is measured with; 8 on GPUs and 2 on CPUs if not given.
+        precision: data type of matrices and attention.
+        hidden_size: hidden size of the weights; 4096 on GPUs and 1024 on CPUs if not given.
+        heads: number of attention heads; 8 on GPUs and 2 on CPUs if not given.
         head_dim: their size.
         budget_s: seconds that it all may take, roughly.
         quick: measure at fewer sizes.
@@ -76,7 +76,7 @@ class Cards:
 
     Args:
         fabric: ``infiniband`` or ``roce``.
-        count: how many are up.
+        count: number of cards that are up.
         gbit_s: line rate of each.
     """
 
@@ -89,18 +89,18 @@ class Cards:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Who a rank is; the same in every run on the same machines.
+    """Facts of a rank; equal in every run on the same machines.
 
     Args:
         host: its host's name.
         group: the launcher's number of its node; empty if it has none.
         local_rank: its number on its node.
         kind: ``cuda`` or ``cpu``.
-        gpu: what torch calls its GPU; a CPU's model name.
-        memory_bytes: of the GPU; of a CPU rank's share of the memory, or its limit.
+        gpu: torch's name of its GPU; a CPU's model name.
+        memory_bytes: memory of the GPU; on a CPU the rank's share of the host's, or its limit.
         capability: CUDA compute capability; 0, 0 for a CPU.
         kernels: the attention kernels that it measures, one for each that was asked for.
-        versions: of what its rates depend on: torch and the packages of the kernels.
+        versions: versions of torch and of the kernels' packages, on which its rates depend.
         cards: the fastest kind of its host's; ``None``: no InfiniBand or RoCE device is up, or allowed.
     """
 
@@ -120,7 +120,7 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Series:
-    """One kind of work against its size, on every rank.
+    """Rates of one kind of work at several sizes, on every rank.
 
     Args:
         sizes: rows or tokens, ascending.
@@ -135,7 +135,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that crossed a link together, and the seconds until the last had arrived; ascending bytes."""
+    """Sizes of a transfer, bytes, ascending, and the seconds until its last message had arrived."""
 
     sizes: tuple[int, ...]
     seconds: tuple[Seconds, ...]
@@ -152,7 +152,7 @@ class Inside:
         ports: bytes out of one GPU's port, and as many into it, in messages between all pairs at once.
         all_to_all: the same by the collective, which may be slower.
         point_to_point: bytes from one GPU to one other, in pairs, both ways at once; the median pair.
-        latency_s: of a small message, the median pair.
+        latency_s: latency of a small message, the median pair.
     """
 
     node: int
@@ -173,7 +173,7 @@ class Between:
         dst: the receiving node's.
         all_ranks: bytes in all, every rank of both nodes taking part.
         one_rank: bytes from one rank to one; ``None`` where it was not measured.
-        latency_s: of a small message.
+        latency_s: latency of a small message.
     """
 
     src: int
@@ -187,25 +187,25 @@ class Between:
 
 @dataclass(frozen=True)
 class Measurement:
-    """All that was measured so far.
+    """All measurements so far.
 
     Args:
-        version: of this document's form.
+        version: version of this document's format.
         started: date, UTC.
         hexi: version of megatron-hexi.
-        options: what was asked.
-        ranks: who took part, in rank order.
+        options: options of the probe.
+        ranks: all ranks, in rank order.
         done: names of the stages that are done.
         usable_bytes: memory that each rank found free.
         stream_gb_s: memory bandwidth that each rank reached.
         host_bytes: each rank's part of its host's memory that is free.
-        host_gb_s: what each rank copied between its device and that, the slower way; ``None``: no room.
+        host_gb_s: GB/s of each rank between device and host, the slower direction; ``None``: no room.
         host_stream_gb_s: bandwidth of the host's memory that each rank reached, all at once.
-        curves: by name: ``matmul``, or a kernel, mask and direction (``cudnn causal forward``).
-        skipped: what was not measured, and why.
-        inside: for every node of several ranks.
-        between: for every two nodes, both ways.
-        together: bytes from each rank to each rank of another node, all at once.
+        curves: rates by name: ``matmul``, or a kernel, mask and direction (``cudnn causal forward``).
+        skipped: reasons for sizes that were not measured.
+        inside: links inside every node of several ranks.
+        between: links between every two nodes, in both directions.
+        together: transfers between all ranks of different nodes at once.
     """
 
     version: Literal[1]
@@ -228,7 +228,7 @@ class Measurement:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -236,12 +236,12 @@ _ADAPTER = TypeAdapter(Measurement)
 
 
 def measurement_from_json(text: str) -> Measurement:
-    """The measurement that `Measurement.as_dict` gave."""
+    """Return the measurement of a document that `Measurement.as_dict` gave."""
     return _ADAPTER.validate_json(text)
 
 
 def load_partial(path: Path, fresh: Measurement) -> Measurement:
-    """What an interrupted probe left, if it measured the same thing; else `fresh`.
+    """Return the measurement that an interrupted probe kept, or `fresh` if there is none.
 
     Raises:
         HexiError: the file is no such document, or one of other machines, versions or options.
@@ -251,16 +251,16 @@ def load_partial(path: Path, fresh: Measurement) -> Measurement:
         return fresh
     text = read_text(path, remedy=f"remove it, or {remedy}", other=f"remove it, or {remedy}")
     try:
-        found = measurement_from_json(text)
+        kept = measurement_from_json(text)
     except ValidationError:
         raise HexiError(f"{path}: is no measurement of this version; remove it, or {remedy}") from None
     for name, old, new in (
-        ("megatron-hexi", found.hexi, fresh.hexi),
-        ("ranks", len(found.ranks), len(fresh.ranks)),
-        *((name, value, getattr(fresh.options, name)) for name, value in vars(found.options).items()),
+        ("megatron-hexi", kept.hexi, fresh.hexi),
+        ("ranks", len(kept.ranks), len(fresh.ranks)),
+        *((name, value, getattr(fresh.options, name)) for name, value in vars(kept.options).items()),
         *(
             (f"rank {rank}'s {name}", value, getattr(now, name))
-            for rank, (then, now) in enumerate(zip(found.ranks, fresh.ranks, strict=False))
+            for rank, (then, now) in enumerate(zip(kept.ranks, fresh.ranks, strict=False))
             for name, value in vars(then).items()
         ),
     ):
@@ -269,7 +269,7 @@ def load_partial(path: Path, fresh: Measurement) -> Measurement:
                 f"{path}: was measured with {name} {short(old)}, this is {short(new)}; "
                 f"run the same command again, or {remedy}"
             )
-    return found
+    return kept
 
 
 def save_partial(path: Path, measurement: Measurement) -> None:

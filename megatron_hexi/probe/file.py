@@ -1,4 +1,4 @@
-"""The cluster file: read as its users read it, and checked, before it is written."""
+"""Writes the cluster file, after it was read and checked as its users will read it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def write_cluster(
     """Write the file whole or not at all.
 
     Args:
-        path: where.
+        path: path of the cluster file.
         data: plain values, as `assemble` gives them.
-        notes: what to tell its user; stands in it as comments.
-        measured: what it was made from.
+        notes: notes for its user; written into it as comments.
+        measured: the measurement that the file was made from.
 
     Returns:
         The cluster as the planner reads it, and all notes.
@@ -35,14 +35,14 @@ def write_cluster(
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
     cluster = cluster_from_yaml(yaml_from_text(path, text))
     shared = shared_note(measured, cluster)
-    said = [*notes, shared] if shared else notes
-    head = [f"measured by hexi probe, {measured.started}", *said]
+    comments = [*notes, shared] if shared else notes
+    head = [f"measured by hexi probe, {measured.started}", *comments]
     write_text_atomically(path, "".join(f"# {line}\n" for line in head) + text)
-    return cluster, said
+    return cluster, comments
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block style above, flow style for a node, a link, a curve and lists: as people write them."""
+    """Dumps blocks at the top, and flow style for a node, a link, a curve and lists: as people write them."""
 
     def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
         flow = "points" in mapping or not any(

@@ -11,7 +11,7 @@ _LARGEST = 3
 
 
 def bytes_per_second(transfer: Transfer) -> float:
-    """The slope of seconds = alpha + bytes / bandwidth, by least squares over the three largest sizes.
+    """Return the slope of seconds = alpha + bytes / bandwidth, by least squares over the three largest sizes.
 
     Where the line does not rise (one size, or noise alone): the plateau, the largest size over its time.
     """

@@ -1,4 +1,4 @@
-"""How long messages take: inside nodes, from node to node, and all at once.
+"""Measures messages: inside nodes, between nodes, and all at once.
 
 Every rank calls the same functions in the same order. A *lane* is a set of ranks whose messages are measured
 together while those of other lanes are under way: a node, or two nodes that send to each other.
@@ -27,11 +27,11 @@ _TAG = 7
 
 @dataclass(frozen=True)
 class Wire:
-    """What a rank sends over.
+    """Sends test messages from a rank.
 
     Args:
         world: the ranks.
-        device: of this rank.
+        device: device of this rank.
         group: all ranks, on the backend that a job would use.
         sizes: bytes of messages, ascending.
         limit_s: a transfer that takes so long ends its sweep over the sizes.
@@ -44,7 +44,7 @@ class Wire:
     limit_s: float
 
     def exchange(self, flows: Sequence[tuple[int, int]], lanes: Sequence[Sequence[int]]) -> list[Transfer]:
-        """Messages from rank to rank, all at once; for each lane the bytes of one message.
+        """Time point-to-point messages sent at once; return each lane's times by bytes of one message.
 
         Args:
             flows: sender and receiver of each message.
@@ -52,18 +52,18 @@ class Wire:
         """
 
         def prepare(size: int) -> Callable[[], None]:
-            mine = self.world.rank
-            incoming = [Message(src, self._empty(size)) for src, dst in flows if dst == mine]
-            outgoing = [Message(dst, self._empty(size)) for src, dst in flows if src == mine]
+            rank = self.world.rank
+            incoming = [Message(src, self._empty(size)) for src, dst in flows if dst == rank]
+            outgoing = [Message(dst, self._empty(size)) for src, dst in flows if src == rank]
             return lambda: post(incoming, outgoing, self.group, _TAG).wait()
 
         return self._sweep(prepare, lanes)
 
     def all_to_all(self, peers: Sequence[int], lanes: Sequence[Sequence[int]]) -> list[Transfer]:
-        """Every rank sends the same to each of its peers; for each lane the bytes to one peer.
+        """Time an all-to-all of equal messages; return each lane's times by bytes to one peer.
 
         Args:
-            peers: of this rank.
+            peers: peers of this rank.
             lanes: ranks of each lane.
         """
 
@@ -75,27 +75,29 @@ class Wire:
         return self._sweep(prepare, lanes)
 
     def latencies(self, pairs: Sequence[tuple[int, int]]) -> list[float]:
-        """Seconds of a small message between the two ranks of each pair: half of the median round trip."""
-        mine = self.world.rank
+        """Return the latency between the two ranks of each pair, s: half of the median round trip."""
+        own_rank = self.world.rank
         ball = self._empty(8)
-        peer = next((b if a == mine else a for a, b in pairs if mine in (a, b)), None)
+        peer = next((b if a == own_rank else a for a, b in pairs if own_rank in (a, b)), None)
 
         def trip() -> None:
             if peer is None:
                 return
             message = [Message(peer, ball)]
-            for sends in (True, False) if mine < peer else (False, True):  # the first of a pair serves
+            for sends in (True, False) if own_rank < peer else (False, True):  # the first of a pair serves
                 post([] if sends else message, message if sends else [], self.group, _TAG).wait()
 
         self.world.meet()
         trips = [self._seconds(trip) for _ in range(_ROUND_TRIPS)]
-        taken = self.world.numbers(median(trips[_ROUND_TRIPS // 4 :]))  # the first ones warm up
-        return [taken[min(pair)] / 2 for pair in pairs]
+        trip_s = self.world.numbers(median(trips[_ROUND_TRIPS // 4 :]))  # the first ones warm up
+        return [trip_s[min(pair)] / 2 for pair in pairs]
 
     def _sweep(
         self, prepare: Callable[[int], Callable[[], None]], lanes: Sequence[Sequence[int]]
     ) -> list[Transfer]:
-        """Every size until the slowest rank takes long enough; a lane takes as long as its slowest rank."""
+        """Time ascending sizes until the slowest rank takes long enough; a lane takes as long as its
+        slowest rank.
+        """
         seconds: list[list[float]] = [[] for _ in lanes]
         sizes: list[int] = []
         for size in self.sizes:
@@ -106,11 +108,11 @@ class Wire:
                 samples.append(self.world.numbers(self._seconds(work)))
             del samples[0]
             sizes.append(size)
-            for lane, found in zip(lanes, seconds, strict=True):
-                found.append(median(max(sample[rank] for rank in lane) for sample in samples))
+            for lane, lane_seconds in zip(lanes, seconds, strict=True):
+                lane_seconds.append(median(max(sample[rank] for rank in lane) for sample in samples))
             if median(max(sample) for sample in samples) >= self.limit_s:
                 break
-        return [Transfer(tuple(sizes), tuple(found)) for found in seconds]
+        return [Transfer(tuple(sizes), tuple(lane_seconds)) for lane_seconds in seconds]
 
     def _seconds(self, work: Callable[[], None]) -> float:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What ranks of one kind of GPU have in common: its curves, and by how much nodes and ranks leave them."""
+"""Merges the curves of all ranks with one kind of GPU, and finds nodes and ranks that deviate."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Point = tuple[str, int]
 
 @dataclass(frozen=True)
 class Merged:
-    """One kind of GPU.
+    """Merged curves of one kind of GPU.
 
     Args:
         curves: TFLOP/s at the sizes measured, by name.
-        speeds: of each of its nodes by number, against the curves; 1 where it is within `STRAGGLER`.
-        notes: what to know of how the ranks differ.
+        speeds: speed of each of its nodes by number, against the curves; 1 where it is within `STRAGGLER`.
+        notes: notes on how the ranks differ.
     """
 
     curves: Mapping[str, Mapping[int, float]]
@@ -34,25 +34,27 @@ class Merged:
 
 
 def merge(name: str, nodes: Mapping[int, NodeFound], curves: Mapping[str, Series]) -> Merged:
-    """Medians over the ranks of each node, and over the nodes once their speeds are taken out.
+    """Return medians over the ranks of each node, and over nodes after dividing by their speeds.
 
     The node of median speed is the reference (of two the faster one).
 
     Args:
-        name: of the GPU.
-        nodes: that have it, by number.
-        curves: what was measured, on all ranks.
+        name: name of the GPU.
+        nodes: nodes that have it, by number.
+        curves: measured rates of all ranks.
     """
     rates = {rank: _rates_of(rank, curves) for node in nodes.values() for rank in node.ranks}
     by_node = {n: _medians([rates[rank] for rank in node.ranks]) for n, node in nodes.items()}
-    common = set.intersection(*(set(found) for found in by_node.values()))
-    pace = {n: _mean_log([found[point] for point in sorted(common)]) for n, found in by_node.items()}
+    common = set.intersection(*(set(node_rates) for node_rates in by_node.values()))
+    pace = {
+        n: _mean_log([node_rates[point] for point in sorted(common)]) for n, node_rates in by_node.items()
+    }
     reference = sorted(nodes, key=lambda n: (pace[n], -n))[len(nodes) // 2]
-    ratios = {n: _ratio(found, by_node[reference]) for n, found in by_node.items()}
+    ratios = {n: _ratio(node_rates, by_node[reference]) for n, node_rates in by_node.items()}
     speeds = {n: ratio if abs(ratio - 1) > STRAGGLER else 1.0 for n, ratio in ratios.items()}
     level: dict[Point, list[float]] = {}
-    for n, found in by_node.items():
-        for point, rate in found.items():
+    for n, node_rates in by_node.items():
+        for point, rate in node_rates.items():
             level.setdefault(point, []).append(rate / speeds[n])
     curve: dict[str, dict[int, float]] = {}
     for (kind, size), values in sorted(level.items()):
@@ -91,7 +93,7 @@ def _rates_of(rank: int, curves: Mapping[str, Series]) -> dict[Point, float]:
 
 
 def _medians(ranks: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
-    """Of the points that all ranks have."""
+    """Return the median of each point that all ranks have."""
     return {
         point: median(rates[point] for rates in ranks)
         for point in ranks[0]
@@ -99,9 +101,9 @@ def _medians(ranks: Sequence[Mapping[Point, float]]) -> dict[Point, float]:
     }
 
 
-def _ratio(found: Mapping[Point, float], other: Mapping[Point, float]) -> float:
-    """The median of one over the other; 1 where they share no point."""
-    return median([found[point] / other[point] for point in found if point in other] or [1.0])
+def _ratio(rates: Mapping[Point, float], reference: Mapping[Point, float]) -> float:
+    """Return the median ratio of the points that both have; 1 where they share none."""
+    return median([rates[point] / reference[point] for point in rates if point in reference] or [1.0])
 
 
 def _mean_log(rates: Sequence[float]) -> float:

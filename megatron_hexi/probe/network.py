@@ -1,4 +1,4 @@
-"""What lies between the nodes: one network, cards by node, or a matrix, whichever tells of all pairs."""
+"""The network between nodes for the cluster file: one network, cards of each node, or a matrix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHARED = 1.25
 def network_entry(
     nodes: Sequence[NodeFound], between: Sequence[Between]
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """What the cluster file says between nodes, with its keys, and ``network`` of each node by its number.
+    """Return the keys of the cluster file about the network, and ``network`` of each node by its number.
 
     One network where all pairs agree; cards by node, and fabrics, where these tell of every pair; else a
     matrix. Nothing for a single node.
@@ -42,12 +42,12 @@ def network_entry(
         common = {"bandwidth_gb_s": round_rate(median(gb_s.values()))}
         return {"network": common | {"latency_us": round_rate(median(latency_us.values())), "per": per}}, {}
     whole = {(pair.src, pair.dst): bytes_per_second(pair.all_ranks) / 1e9 for pair in between}
-    found = by_node(nodes, whole, latency_us, {(pair.src, pair.dst): _gain(pair) for pair in between})
-    return found or (_matrix(nodes, whole, latency_us), {})
+    entry = by_node(nodes, whole, latency_us, {(pair.src, pair.dst): _gain(pair) for pair in between})
+    return entry or (_matrix(nodes, whole, latency_us), {})
 
 
 def shared_note(measured: Measurement, cluster: Cluster) -> str | None:
-    """What everything at once shows beyond the pairs, by the cost model's own account of shared links."""
+    """Return a note on how much longer all transfers at once take than the cost model expects."""
     if measured.together is None:
         return None
     ranks = np.array([rank.node for rank in cluster.ranks])
@@ -55,14 +55,14 @@ def shared_note(measured: Measurement, cluster: Cluster) -> str | None:
     size = np.full(len(src), float(measured.together.sizes[-1]))
     expected = LinkTable(cluster).set_seconds(src, dst, size)
     ratio = measured.together.seconds[-1] / expected
-    said = f"all nodes at once take {ratio:.2f} times as long as the pairs say"
+    text = f"all nodes at once take {ratio:.2f} times as long as the pairs say"
     if ratio <= _SHARED:
-        return said
-    return f"{said}: they share a link; describe it under levels:"
+        return text
+    return f"{text}: they share a link; describe it under levels:"
 
 
 def collective_note(inside: Sequence[Inside]) -> str | None:
-    """What the all-to-all itself costs beyond its messages."""
+    """Return a note if the all-to-all takes much longer than its messages alone."""
     ratios = [link.all_to_all.seconds[-1] / _expected_s(link) for link in inside]
     if not ratios or median(ratios) <= _SHARED:
         return None
@@ -89,14 +89,14 @@ def _matrix(
 
 
 def _gain(pair: Between) -> float | None:
-    """How many times as much all ranks of two nodes send as one rank does."""
+    """Return the bandwidth of all ranks of two nodes over that of one rank each."""
     if pair.one_rank is None:
         return None
     return bytes_per_second(pair.all_ranks) / bytes_per_second(pair.one_rank)
 
 
 def _owner(nodes: Sequence[NodeFound], between: Sequence[Between]) -> str:
-    """Whether each GPU has its own way out or the node one: do all ranks together get more than one alone?
+    """Return ``gpu`` if all ranks together get more bandwidth than one alone, else ``node``.
 
     The line is drawn at the geometric mean of the two pure cases, 1 and the number of GPUs.
     """

@@ -1,4 +1,4 @@
-"""Cards by node, and fabrics, that tell of what was measured between every two nodes."""
+"""Fits cards of each node, and fabrics, to bandwidths measured between every two nodes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Pairs = Mapping[tuple[int, int], float]
 
 
 def agree(rates: Sequence[float]) -> bool:
-    """Whether bandwidths are one but for noise."""
+    """Return whether bandwidths are equal up to noise."""
     return max(rates) - min(rates) <= _BANDWIDTH_TOLERANCE * median(rates)
 
 
 def same_latency(values_us: Sequence[float]) -> bool:
-    """Whether latencies are one but for noise."""
+    """Return whether latencies are equal up to noise."""
     shortest, longest = min(values_us), max(values_us)
     return longest <= _LATENCY_FACTOR * shortest or longest - shortest <= _LATENCY_US
 
 
 def round_rate(value: float) -> float:
-    """Four digits: more is noise."""
+    """Round to four digits: more would be noise."""
     return float(f"{value:.4g}")
 
 
@@ -39,16 +39,16 @@ def by_node(
     latency_us: Pairs,
     gains: Mapping[tuple[int, int], float | None],
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]] | None:
-    """``fabrics`` with its key, and ``network`` of each node, where they tell of every pair.
+    """Return ``fabrics`` with its key, and ``network`` of each node, where they predict every pair.
 
     A node has what its best pair has. Two nodes that reach each other as fast as the slower one's cards are
     in one fabric; between fabrics there is one bandwidth for each node, slower than the cards.
 
     Args:
-        nodes: in the order of ranks.
+        nodes: the nodes in the order of ranks.
         whole: GB/s of each pair, all ranks sending.
-        latency_us: of each pair.
-        gains: how many times as much all ranks of a pair send as one; ``None`` where it was not measured.
+        latency_us: latency of each pair.
+        gains: bandwidth of all ranks of a pair over that of one rank each; ``None``: not measured.
 
     Returns:
         ``None``: some pair is told wrongly.
@@ -64,7 +64,7 @@ def by_node(
         return None
     names = _names(nodes, fabric)
     cards = [_cards(nodes, node, way, inside, gains) for node in count]
-    own = {
+    network_of = {
         node: {
             "cards": cards[node],
             "bandwidth_gb_s": round_rate(way[node] / cards[node]),
@@ -75,36 +75,38 @@ def by_node(
     }
     across = [pair for pair in whole if pair not in inside]
     if not across:
-        return {}, own
+        return {}, network_of
     extra_us = [max(0.0, latency_us[a, b] - max(own_us[a], own_us[b])) for a, b in across]
     if not agree([whole[pair] for pair in across]) or not same_latency([1.0 + extra for extra in extra_us]):
         return None
     joined = {"bandwidth_gb_s": round_rate(median(whole[pair] for pair in across)), "per": "node"}
-    return {"fabrics": [joined | {"latency_us": round_rate(median(extra_us))}]}, own
+    return {"fabrics": [joined | {"latency_us": round_rate(median(extra_us))}]}, network_of
 
 
 def _fabrics(whole: Pairs, way: Sequence[float]) -> list[int]:
-    """The fabric of each node, numbered in their order."""
+    """Return the fabric of each node, numbered in their order."""
     group = list(range(len(way)))
     for a, b in whole:
         if agree([whole[a, b], min(way[a], way[b])]):
             keep, drop = sorted((group[a], group[b]))
-            group = [keep if one == drop else one for one in group]
+            group = [keep if number == drop else number for number in group]
     order = list(dict.fromkeys(group))
-    return [order.index(one) for one in group]
+    return [order.index(number) for number in group]
 
 
 def _names(nodes: Sequence[NodeFound], fabric: Sequence[int]) -> list[str]:
-    """A name for each fabric: what its hosts say of their cards, if no other says the same; else a number."""
-    told: list[str | None] = []
+    """Return a name for each fabric: the kind of its cards, if known and unique, else with a number."""
+    fabric_kinds: list[str | None] = []
     for number in range(1 + max(fabric)):
-        cards = [one.cards for one, group in zip(nodes, fabric, strict=True) if group == number]
-        kinds = {None if one is None else one.fabric for one in cards}
-        told.append(kinds.pop() if len(kinds) == 1 else None)
-    usual = ["network"] if len(told) == 1 else [f"fabric-{number}" for number in range(len(told))]
+        cards = [node.cards for node, group in zip(nodes, fabric, strict=True) if group == number]
+        kinds = {None if card is None else card.fabric for card in cards}
+        fabric_kinds.append(kinds.pop() if len(kinds) == 1 else None)
+    usual = (
+        ["network"] if len(fabric_kinds) == 1 else [f"fabric-{number}" for number in range(len(fabric_kinds))]
+    )
     return [
-        other if name is None or told.count(name) > 1 else name
-        for name, other in zip(told, usual, strict=True)
+        default if name is None or fabric_kinds.count(name) > 1 else name
+        for name, default in zip(fabric_kinds, usual, strict=True)
     ]
 
 
@@ -115,20 +117,20 @@ def _cards(
     inside: set[tuple[int, int]],
     gains: Mapping[tuple[int, int], float | None],
 ) -> int:
-    """How many cards a node has: as its host says, or else as it sends more with all ranks than with one.
+    """Return the number of a node's cards: its host's, or the bandwidth of all ranks over that of one.
 
     Nodes at least as fast count, since with a slower one the ratio is that one's.
     """
     gpus = len(nodes[node].ranks)
-    known = nodes[node].cards
-    if known is not None:
-        return min(known.count, gpus)
-    seen = [
+    host_cards = nodes[node].cards
+    if host_cards is not None:
+        return min(host_cards.count, gpus)
+    gains_seen = [
         gain
         for pair, gain in gains.items()
         if pair in inside
         and node in pair
         and gain is not None
-        and min(way[one] for one in pair) >= 0.9 * way[node]
+        and min(way[end] for end in pair) >= 0.9 * way[node]
     ]
-    return min(gpus, max(1, round(median(seen)))) if seen else 1
+    return min(gpus, max(1, round(median(gains_seen)))) if gains_seen else 1

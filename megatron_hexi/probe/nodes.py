@@ -1,4 +1,4 @@
-"""The nodes that the ranks are on, and what the file calls them and their GPUs."""
+"""The nodes that the ranks are on, and the names of nodes and GPUs in the cluster file."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _LONGEST_NAME = 64
 
 @dataclass(frozen=True)
 class NodeFound:
-    """A node: its name in the file, its ranks, what they run on.
+    """A node: its name in the file, its ranks, and their devices.
 
     Args:
-        name: in the file.
-        ranks: on it.
+        name: name in the file.
+        ranks: ranks on the node.
         kind: ``cuda`` or ``cpu``.
-        gpu: what torch calls its GPUs.
+        gpu: torch's name of its GPUs.
         host: its name for Slurm; empty where several nodes are on one host.
-        cards: that its host has.
+        cards: cards of its host.
     """
 
     name: str
@@ -64,7 +64,7 @@ class NodeFound:
 
 
 def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
-    """The nodes in rank order.
+    """Return the nodes in rank order.
 
     Raises:
         HexiError: a node's ranks are not consecutive, or its GPUs are of several kinds.
@@ -72,37 +72,37 @@ def find_nodes(ranks: Sequence[RankInfo]) -> tuple[NodeFound, ...]:
     members: dict[tuple[str, str], list[int]] = {}
     for rank, info in enumerate(ranks):
         members.setdefault((info.host, info.group), []).append(rank)
-    for (host, group), found in members.items():
-        if found[-1] - found[0] + 1 != len(found):
+    for (host, group), node_ranks in members.items():
+        if node_ranks[-1] - node_ranks[0] + 1 != len(node_ranks):
             raise HexiError(
-                f"ranks {_listed(found)} are on {_spell(host, group)} and others between them are not; "
+                f"ranks {_listed(node_ranks)} are on {_spell(host, group)} and others between them are not; "
                 "number the ranks node by node (srun --distribution=block)"
             )
-        kinds = sorted({ranks[rank].gpu for rank in found})
+        kinds = sorted({ranks[rank].gpu for rank in node_ranks})
         if len(kinds) > 1:
             raise HexiError(
                 f"{_spell(host, group)} has {' and '.join(kinds)}; a node of a cluster file has one kind of "
                 "GPU: start the ranks of each kind as a node of its own"
             )
-        expected = list(range(len(found)))
-        if [ranks[rank].local_rank for rank in found] != expected:
+        expected = list(range(len(node_ranks)))
+        if [ranks[rank].local_rank for rank in node_ranks] != expected:
             raise HexiError(
-                f"{_spell(host, group)}: its ranks {_listed(found)} have the local ranks "
-                f"{_listed([ranks[rank].local_rank for rank in found])}; "
+                f"{_spell(host, group)}: its ranks {_listed(node_ranks)} have the local ranks "
+                f"{_listed([ranks[rank].local_rank for rank in node_ranks])}; "
                 "start them with one torchrun or one srun"
             )
     hosts = [host for host, _ in members]
     nodes = []
-    for name, host, found in zip(_node_names(hosts), hosts, members.values(), strict=True):
-        first = ranks[found[0]]
+    for name, host, node_ranks in zip(_node_names(hosts), hosts, members.values(), strict=True):
+        first = ranks[node_ranks[0]]
         alone = host if hosts.count(host) == 1 and re.fullmatch(r"[\w.-]+", host) else ""
-        held = range(found[0], found[-1] + 1)
+        held = range(node_ranks[0], node_ranks[-1] + 1)
         nodes.append(NodeFound(name, held, first.kind, first.gpu, alone, first.cards))
     return tuple(nodes)
 
 
 def device_name(info: RankInfo, precision: str) -> str:
-    """What the file calls a GPU: the catalogue's name where it is known, else its own made spellable.
+    """Return a GPU's name in the file: the catalogue's where it is known, else torch's, made spellable.
 
     The catalogue's curves are in 16 bits: measured in fp32 a GPU gets a name of its own. So does a slice of a
     GPU (MIG 3g.40gb), the largest one too, which lacks multiprocessors of the whole.
@@ -118,7 +118,7 @@ def device_name(info: RankInfo, precision: str) -> str:
 
 
 def _node_names(hosts: Sequence[str]) -> list[str]:
-    """Host names without their domain; several nodes of one name are numbered."""
+    """Return host names without their domain; several nodes of one name are numbered."""
     plain = [spellable(host.split(".")[0]) for host in hosts]
     counts = Counter(plain)
     names: list[str] = []
@@ -134,7 +134,7 @@ def _node_names(hosts: Sequence[str]) -> list[str]:
 
 
 def spellable(text: str) -> str:
-    """Letters, digits, _ and -, as names in a cluster file are."""
+    """Return a text with only letters, digits, _ and -, as names in a cluster file need."""
     return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-_")[: _LONGEST_NAME - 10].rstrip("-") or "node"
 
 

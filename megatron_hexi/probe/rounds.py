@@ -1,4 +1,4 @@
-"""Who meets whom when: every two nodes once, as many pairs at a time as there are nodes."""
+"""Schedules of pairs: every two nodes meet once, with as many pairs at a time as possible."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def tournament(players: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs in which every two players meet once.
+    """Return rounds of disjoint pairs in which every two players meet once.
 
     The circle method: the first stays, the others move on by one seat each round. With an odd number
     one player sits out each round.
@@ -26,7 +26,7 @@ def tournament(players: int) -> list[list[tuple[int, int]]]:
 
 
 def flows(senders: range, receivers: range) -> list[tuple[int, int]]:
-    """Who sends to whom so that all ranks of two nodes take part; in the smaller node some do so twice.
+    """Pair senders with receivers so that all ranks of two nodes take part; the smaller node's repeat.
 
     >>> flows(range(0, 4), range(4, 6))
     [(0, 4), (1, 5), (2, 4), (3, 5)]
@@ -36,7 +36,7 @@ def flows(senders: range, receivers: range) -> list[tuple[int, int]]:
 
 
 def local_rounds(nodes: Mapping[int, range]) -> list[list[tuple[int, tuple[int, int]]]]:
-    """Every two ranks of a node once, in all nodes at the same time.
+    """Return rounds in which every two ranks of a node meet once, in all nodes at the same time.
 
     Args:
         nodes: ranks of each node, by its number.

@@ -1,4 +1,4 @@
-"""A probe from its first stage to its last: what is done is kept, and not done again."""
+"""Runs a probe from its first stage to its last; completed stages are kept and not repeated."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _RANKS = TypeAdapter(tuple[RankInfo, ...])
 
 
 def partial_path(out: Path) -> Path:
-    """Where the measurement is kept until the cluster file is written."""
+    """Return the path of the partial measurement, kept until the cluster file is written."""
     return out.parent / f"{out.name}.partial.json"
 
 
-def probe(world: World, options: Options, kept: Path, *, restart: bool, tell: Progress) -> Measurement:
+def probe(world: World, options: Options, partial: Path, *, restart: bool, progress: Progress) -> Measurement:
     """Measure what has not been measured yet. Every rank calls it at once, and all get all of it.
 
     Args:
         world: the ranks.
-        options: what to measure.
-        kept: where rank 0 keeps what is done.
+        options: options of the probe.
+        partial: path of the partial measurement, which rank 0 writes.
         restart: begin anew, whatever is kept.
-        tell: progress.
+        progress: callback, receives the name of each step.
 
     Raises:
         HexiError: a device that cannot do what was asked, ranks that are not numbered node by node, or a kept
@@ -63,35 +63,35 @@ def probe(world: World, options: Options, kept: Path, *, restart: bool, tell: Pr
     with world.all_or_none():
         nodes = find_nodes(measured.ranks)
         if world.rank == 0 and not restart:
-            measured = load_partial(kept, measured)
+            measured = load_partial(partial, measured)
     measured = _agreed(world, measured)
     work = Stages(world, options, device, measured.ranks[world.rank], nodes, host_ranks)
     stages = work.all()
 
     def telling(number: int) -> Callable[[str], None]:
-        return lambda what: tell(what, number, len(stages))
+        return lambda what: progress(what, number, len(stages))
 
     for number, (name, measure) in enumerate(stages):
         if name in measured.done:
             continue
-        work.tell = telling(number)
-        work.tell(name)
+        work.progress = telling(number)
+        work.progress(name)
         measured = measure(measured)
         measured = replace(measured, done=(*measured.done, name))
         with world.all_or_none():
             if world.rank == 0:
-                save_partial(kept, measured)
+                save_partial(partial, measured)
     return measured
 
 
 def _begin(world: World, options: Options, info: RankInfo) -> Measurement:
-    """A measurement of nothing yet, by all these ranks."""
+    """Return an empty measurement by these ranks."""
     ranks = _RANKS.validate_python(world.gather(vars(info)))
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     return Measurement(1, date, megatron_hexi.__version__, options, ranks)
 
 
 def _agreed(world: World, measured: Measurement) -> Measurement:
-    """Rank 0's measurement, on every rank."""
-    own = measured.as_dict() if world.rank == 0 else None
-    return measurement_from_json(json.dumps(world.gather(own)[0]))
+    """Broadcast rank 0's measurement to every rank."""
+    document = measured.as_dict() if world.rank == 0 else None
+    return measurement_from_json(json.dumps(world.gather(document)[0]))

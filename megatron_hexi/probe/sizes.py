@@ -1,4 +1,4 @@
-"""What is measured: at which sizes, how many FLOPs each counts, and how long each may take."""
+"""Sizes to measure at, the FLOPs that each counts, and time limits."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ DIRECTIONS = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured on one rank.
+    """Sizes to measure at on one rank.
 
     Args:
-        rows: of matrix products.
-        tokens: of attention.
+        rows: rows of matrix products.
+        tokens: tokens of attention.
         hidden: the weight is [4 hidden, hidden].
-        heads: of attention.
+        heads: heads of attention.
         head_dim: their size.
-        stream_bytes: of each of the three arrays of the memory stream, well beyond any cache.
+        stream_bytes: bytes of each of the three arrays of the memory stream, well beyond any cache.
         largest_message: bytes from one rank to another.
-        host_stream_bytes: as `stream_bytes`, of the host's memory.
+        host_stream_bytes: the same of the host's memory.
     """
 
     rows: tuple[int, ...]
@@ -45,22 +45,22 @@ class Sizes:
     host_stream_bytes: int = 64 * MIB
 
     def matmul_flops(self, rows: int) -> float:
-        """Of the three products that training does with a weight: output, both gradients; 2 FLOPs a term."""
+        """Return the FLOPs of a weight's three products in training: output and both gradients."""
         return 3 * 2.0 * rows * WIDENING * self.hidden**2
 
     def attention_flops(self, mask: str, direction: str, tokens: int) -> float:
-        """As curves count: causal half of full, backward 2.5 times forward."""
+        """Return FLOPs of attention as curves count them: causal half of full, backward 2.5 times forward."""
         area = tokens**2 / 2 if mask == "causal" else tokens**2
         factor = ATTENTION_BACKWARD if direction == "backward" else 1.0
         return factor * 4.0 * self.heads * self.head_dim * area
 
 
 def sizes_for(options: Options, kind: str) -> Sizes:
-    """Sizes for a GPU (``cuda``) or a CPU, a hundred times slower.
+    """Return sizes for a GPU (``cuda``) or a CPU, which is a hundred times slower.
 
     Args:
-        options: what was asked.
-        kind: of device.
+        options: options of the probe.
+        kind: kind of device.
     """
     gpu = kind == "cuda"
     step = 4 if options.quick else 2
@@ -78,17 +78,17 @@ def sizes_for(options: Options, kind: str) -> Sizes:
 
 
 def point_limit_s(options: Options, sizes: Sizes) -> float:
-    """Seconds that one point of a curve may take."""
+    """Return the time limit of one point of a curve, s."""
     attention = len(options.kernels) * len(MASKS) * len(DIRECTIONS) * len(sizes.tokens)
     return min(LONGEST_POINT_S, CURVES_SHARE * options.budget_s / (len(sizes.rows) + attention))
 
 
 def transfer_limit_s(options: Options, sweeps: int) -> float:
-    """Seconds from which on a transfer is long enough to tell the bandwidth.
+    """Return the seconds from which on a transfer is long enough to determine the bandwidth.
 
     Args:
-        options: what was asked.
-        sweeps: how often all sizes of message are gone through.
+        options: options of the probe.
+        sweeps: number of passes over all message sizes.
     """
     # A sweep's sizes grow fourfold and each is sent four times: 4 x (1 + 1/4 + …) = 5.3 times the last one,
     # which itself is up to four times as long as the first that is long enough.
@@ -96,10 +96,10 @@ def transfer_limit_s(options: Options, sweeps: int) -> float:
 
 
 def message_sizes(sizes: Sizes, usable_bytes: int, peers: int) -> tuple[int, ...]:
-    """Bytes of one message, from 64 KiB up, fourfold.
+    """Return sizes of a message, bytes: from 64 KiB up, by factors of four.
 
     Args:
-        sizes: what is measured.
+        sizes: sizes of the probe.
         usable_bytes: free memory of the rank that has least; an eighth of it is taken each way.
         peers: messages that a rank sends, and receives, at once.
     """
@@ -107,7 +107,7 @@ def message_sizes(sizes: Sizes, usable_bytes: int, peers: int) -> tuple[int, ...
 
 
 def _doubling(least: int, most: int, step: int) -> tuple[int, ...]:
-    """``least``, ``least x step``, … up to ``most``."""
+    """Return ``least``, ``least x step``, … up to ``most``."""
     sizes = [least]
     while sizes[-1] * step <= most:
         sizes.append(sizes[-1] * step)

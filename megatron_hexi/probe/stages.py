@@ -1,4 +1,4 @@
-"""What is measured, stage by stage. Every rank runs every stage, and all get what all have found."""
+"""The stages of a probe. Every rank runs every stage, and gets the results of all ranks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Stage = tuple[str, Callable[[Measurement], Measurement]]
 
 
 class Stages:
-    """All stages.
+    """The stages of a probe, bound to this rank.
 
     Args:
         world: the ranks.
-        options: what to measure.
-        device: of this rank.
-        info: who this rank is.
-        nodes: that the ranks are on.
+        options: options of the probe.
+        device: device of this rank.
+        info: facts of this rank.
+        nodes: nodes that the ranks are on.
         host_ranks: ranks on this rank's host.
     """
 
@@ -59,11 +59,11 @@ class Stages:
         self.limit_s = point_limit_s(options, self.sizes)
         self.dtype = DTYPES[options.precision]
         self.clock = clock_for(device)
-        self.tell: Callable[[str], None] = lambda what: None
+        self.progress: Callable[[str], None] = lambda what: None
         self.node = next(n for n, node in enumerate(nodes) if world.rank in node.ranks)
 
     def all(self) -> list[Stage]:
-        """In order: a job's memory is found before anything is allocated."""
+        """Return the stages by name, in order: free memory is read before anything is allocated."""
         stages: list[Stage] = [
             ("memory", self._memory),
             ("memory bandwidth", self._stream),
@@ -146,18 +146,18 @@ class Stages:
     def _add(
         self, so_far: Measurement, name: str, sizes: tuple[int, ...], points: compute.Points
     ) -> Measurement:
-        """The curves of all ranks; where `auto` is another kernel on some of them, one for each."""
-        found = self.world.gather([name, points.tflops, points.skipped])
+        """Add a curve from every rank; if `auto` chose different kernels, a curve for each of them."""
+        gathered = self.world.gather([name, points.tflops, points.skipped])
         curves = dict(so_far.curves)
-        for rank, (curve, tflops, _) in enumerate(found):
-            rows = list(curves[curve].tflops) if curve in curves else [(None,) * len(sizes)] * len(found)
+        for rank, (curve, tflops, _) in enumerate(gathered):
+            rows = list(curves[curve].tflops) if curve in curves else [(None,) * len(sizes)] * len(gathered)
             rows[rank] = tuple(tflops)
             curves[curve] = Series(sizes, tuple(rows))
-        new = sorted({why for _, _, why in found if why} - set(so_far.skipped))
-        return replace(so_far, curves=curves, skipped=(*so_far.skipped, *new))
+        reasons = sorted({why for _, _, why in gathered if why} - set(so_far.skipped))
+        return replace(so_far, curves=curves, skipped=(*so_far.skipped, *reasons))
 
     def _meet(self, what: str) -> None:
-        self.tell(what)
+        self.progress(what)
         self.world.meet()
 
     def _wire(self, so_far: Measurement, *, sweeps: int, peers: int) -> Wire:
@@ -215,7 +215,7 @@ class Stages:
         wire = self._wire(so_far, sweeps=2 * len(rounds) + 2, peers=most)
         found: list[Between] = []
         for number, pairs in enumerate(rounds):
-            self.tell(f"links between nodes, round {number + 1} of {len(rounds)}")
+            self.progress(f"links between nodes, round {number + 1} of {len(rounds)}")
             latencies = wire.latencies([(self.nodes[a].ranks[0], self.nodes[b].ranks[0]) for a, b in pairs])
             for directed in (pairs, [(b, a) for a, b in pairs]):
                 lanes = [(*self.nodes[a].ranks, *self.nodes[b].ranks) for a, b in directed]
@@ -243,12 +243,12 @@ class Stages:
 
 
 def _times(transfer: Transfer, count: int) -> Transfer:
-    """So many messages of the size at once: the bytes of all."""
+    """Return a transfer of `count` messages at once, by their total bytes."""
     return replace(transfer, sizes=tuple(size * count for size in transfer.sizes))
 
 
 def _median_transfer(transfers: Sequence[Transfer]) -> Transfer:
-    """The median time of each size that all have."""
+    """Return the median time of each size that all transfers have."""
     count = min(len(transfer.sizes) for transfer in transfers)
     columns = zip(*(transfer.seconds[:count] for transfer in transfers), strict=True)
     return Transfer(transfers[0].sizes[:count], tuple(median(column) for column in columns))

@@ -1,4 +1,4 @@
-"""The ranks that take part: how they meet, tell each other what they found, and end together."""
+"""The ranks of a probe: how they meet, exchange results, and end together."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class LostRankError(HexiError):
 
 
 class ElsewhereError(HexiError):
-    """Another rank found the user's input wrong, and says so."""
+    """Another rank found the user's input wrong, and reports it."""
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks, and this one's place among them.
+    """The process group of a probe, and this rank's place in it.
 
     Args:
         rank: this one's number.
-        size: how many there are.
+        size: number of ranks.
         store: the job's; ``None`` for a world of one.
     """
 
@@ -44,54 +44,54 @@ class World:
     store: dist.Store | None = None
 
     def meet(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this: a barrier."""
         self.numbers(0.0)
 
-    def numbers(self, own: float) -> list[float]:
-        """One number from every rank."""
+    def numbers(self, local: float) -> list[float]:
+        """All-gather one number."""
         if self.size == 1:
-            return [own]
-        found = [torch.zeros(1, dtype=torch.float64) for _ in range(self.size)]
+            return [local]
+        gathered = [torch.zeros(1, dtype=torch.float64) for _ in range(self.size)]
         with lost_ranks():
-            dist.all_gather(found, torch.tensor([own], dtype=torch.float64))
-        return [float(number) for number in found]
+            dist.all_gather(gathered, torch.tensor([local], dtype=torch.float64))
+        return [float(number) for number in gathered]
 
-    def gather(self, own: Any) -> list[Any]:
-        """Plain values (as JSON knows them) from every rank, in rank order."""
-        text = json.dumps(own, allow_nan=False).encode()
+    def gather(self, value: Any) -> list[Any]:
+        """All-gather plain values (JSON types), in rank order."""
+        text = json.dumps(value, allow_nan=False).encode()
         lengths = [int(length) for length in self.numbers(len(text))]
         if self.size == 1:
             return [json.loads(text)]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        found = [torch.empty_like(padded) for _ in lengths]
+        gathered = [torch.empty_like(padded) for _ in lengths]
         with lost_ranks():
-            dist.all_gather(found, padded)
+            dist.all_gather(gathered, padded)
         return [
-            json.loads(bytes(data[:length].tolist())) for data, length in zip(found, lengths, strict=True)
+            json.loads(bytes(data[:length].tolist())) for data, length in zip(gathered, lengths, strict=True)
         ]
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Where some ranks find the user's input wrong, the first of them says so and all end.
+        """End all ranks if some find the user's input wrong; the first of them reports it.
 
         Raises:
             HexiError: on the first rank that found something wrong.
             ElsewhereError: on all others.
         """
-        own: HexiError | None = None
+        own_error: HexiError | None = None
         try:
             yield
         except HexiError as problem:
-            own = problem
-        wrong = [rank for rank, fine in enumerate(self.gather(own is None)) if not fine]
-        if wrong:
-            if own is not None and self.rank == wrong[0]:
-                raise own
-            raise ElsewhereError(f"rank {wrong[0]} reported the error")
+            own_error = problem
+        failed = [rank for rank, fine in enumerate(self.gather(own_error is None)) if not fine]
+        if failed:
+            if own_error is not None and self.rank == failed[0]:
+                raise own_error
+            raise ElsewhereError(f"rank {failed[0]} reported the error")
 
     def speaks(self) -> bool:
-        """Whether this rank is the one that says that another was lost: the first to ask."""
+        """Return whether this rank reports the loss of another: the first to call this does."""
         if self.store is None:
             return True
         try:
@@ -100,7 +100,7 @@ class World:
             return True
 
     def data_group(self, device: torch.device) -> dist.ProcessGroup:
-        """The group over which links are measured: NCCL's on GPUs. All ranks must ask at once."""
+        """Return the group that links are measured over: NCCL's on GPUs, else gloo's. A collective call."""
         with lost_ranks():
             group = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=SILENCE)
         assert isinstance(group, dist.ProcessGroup)
@@ -109,7 +109,7 @@ class World:
 
 @contextlib.contextmanager
 def lost_ranks() -> Iterator[None]:
-    """Turn what a process group says of a rank that is gone into one line.
+    """Turn a process group's error about a lost rank into one line.
 
     Raises:
         LostRankError: a rank died, or said nothing for `SILENCE`.
@@ -125,7 +125,7 @@ def lost_ranks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def connect() -> Iterator[World]:
-    """The world that torchrun or srun started; one rank alone where neither did.
+    """Yield the world that torchrun or srun started; a single rank where neither did.
 
     Raises:
         HexiError: the launcher's variables are wrong, or a rank never came.
@@ -154,6 +154,6 @@ def connect() -> Iterator[World]:
 
 
 def _first_words(problem: Exception) -> str:
-    """What torch says, without the place in its sources and its advice."""
+    """Return torch's message without its place in the sources and its advice."""
     text = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", str(problem).strip()).splitlines() or ["no reason given"]
     return text[0].split(". ")[0][:160]

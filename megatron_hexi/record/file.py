@@ -33,7 +33,7 @@ _MAX_BYTES = 2**30
 
 
 def open_record(path: Path) -> None:
-    """Make a record ready to be appended to: an end that is whole.
+    """Prepare a record for appending: remove an incomplete last line.
 
     A line that a job was killed in the middle of is cut off: what it said was never complete.
 
@@ -89,12 +89,12 @@ def read_record(path: Path) -> Record:
             f"{path}:{len(lines) + 1}: cut off in the middle of a line; delete it (the job does so when it "
             "goes on)"
         )
-    told = tuple(Leg(start, tuple(intervals)) for start, intervals in legs if intervals)
-    if not told:
+    recorded = tuple(Leg(start, tuple(intervals)) for start, intervals in legs if intervals)
+    if not recorded:
         raise HexiError(
             f"{path}: holds no iteration yet; let the run go on until Megatron logs one (--log-interval)"
         )
-    return Record(path, told)
+    return Record(path, recorded)
 
 
 def _entry(path: Path, number: int, line: str) -> Start | Interval:
@@ -137,7 +137,7 @@ def _check_lengths(path: Path, number: int, interval: Interval, ranks: int) -> N
 
 
 def _rounded(value: Any) -> Any:
-    """Seconds; losses are kept as they are."""
+    """Round seconds; losses are kept as they are."""
     if isinstance(value, dict):
         return {key: item if key == "losses" else _rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

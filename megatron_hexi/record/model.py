@@ -1,4 +1,4 @@
-"""The record of a run as plain data: each start of the job, and what it told whenever Megatron logged."""
+"""The record of a run as plain data: each start of the job, and its figures whenever Megatron logged."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Round:
     """A start of the ranks under `megatron_hexi.elastic`.
 
     Args:
-        number: from 1.
-        without: nodes of the cluster file that are not there.
-        resumed: iteration that it goes on from; 0: it begins.
+        number: number of the round, from 1.
+        without: nodes of the cluster file that are absent.
+        resumed: iteration that it resumes from; 0 at the beginning.
         in_memory: whether its state came from copies in memory.
         undone: iterations that are done again.
         goodput: seconds of iterations that no loss undid, of all seconds since the job began, by then.
@@ -47,11 +47,11 @@ class Start:
     """A job that begins to write, or goes on after a restart.
 
     Args:
-        started: when, ISO 8601 with the zone.
-        digest: of its plan (``plan_digest``).
+        started: time of the start, ISO 8601 with the zone.
+        digest: digest of the plan (``plan_digest``).
         platform: ``cuda`` or ``cpu``.
         devices: model of each rank's device, by rank of the job.
-        micro_batch_size: as Megatron was told; so are the following.
+        micro_batch_size: Megatron's argument; so are the following.
         global_batch_size: sequences of an iteration.
         pipeline_parallel: stages.
         recompute: ``none``, ``selective`` or ``full``.
@@ -61,8 +61,8 @@ class Start:
         sequence_parallel: whether tensor-parallel ranks share the rows of norms.
         swapped_at: the first iteration under this plan, which took another's place while the job ran
             (``--hexi-replan-interval``); ``None``: the job was started.
-        round: of an elastic job; ``None``: it is none.
-        version: of the file format.
+        round: round of an elastic job; ``None`` in any other job.
+        version: version of the file format.
     """
 
     started: Label
@@ -86,11 +86,11 @@ class Start:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What each rank's iterations took, in the mean over an interval, by rank of the job; seconds.
+    """Times of each rank's iterations, means over an interval, by rank of the job; seconds.
 
     Args:
         step_s: the whole training step.
-        attention_s: of it, waited in attention, for keys, values, gradients and the all-to-alls.
+        attention_s: part of it waited in attention, for keys, values, gradients and the all-to-alls.
         gradients_s: waited for the weights' gradients to be added up, and for weights to be gathered.
         pipeline_s: waited for other pipeline stages.
         peak_bytes: the most memory so far: allocated on the GPU; on the CPU, resident in the process.
@@ -106,25 +106,25 @@ class RankTimes:
 
     @property
     def waited_s(self) -> tuple[float, ...]:
-        """All waiting."""
+        """Seconds that each rank waits, for any reason."""
         waits = zip(self.attention_s, self.gradients_s, self.pipeline_s, strict=True)
         return tuple(sum(kinds) for kinds in waits)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """What is left: everything but waiting."""
+        """Seconds of each rank's step without waiting."""
         # Rounding must not make a rank that only waits work less than nothing.
         return tuple(max(0.0, step - wait) for step, wait in zip(self.step_s, self.waited_s, strict=True))
 
     @property
     def idle_shares(self) -> tuple[float, ...]:
-        """The part of each rank's step that it waits, from 0 to 1."""
+        """Share of each rank's step that it waits, from 0 to 1."""
         pairs = zip(self.waited_s, self.step_s, strict=True)
         return tuple(wait / step if step else 0.0 for wait, step in pairs)
 
     @property
     def idle_share(self) -> float:
-        """The part of all ranks' time in which they wait."""
+        """Share of all ranks' time in which they wait."""
         return sum(self.waited_s) / (sum(self.step_s) or 1.0)
 
 
@@ -134,10 +134,10 @@ class Interval:
 
     Args:
         iterations: their numbers, ascending, from 1.
-        seconds: of each the training step, on the rank where it took longest.
-        losses: of each the mean over its tokens.
-        tokens: of one iteration, over all replicas.
-        ranks: in the mean over these iterations.
+        seconds: seconds of each iteration's training step, on the rank where it took longest.
+        losses: loss of each iteration, a mean over its tokens.
+        tokens: tokens of one iteration, over all replicas.
+        ranks: times of ranks, means over these iterations.
     """
 
     iterations: Annotated[tuple[Positive, ...], Field(min_length=1)]
@@ -156,7 +156,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Leg:
-    """What a job wrote from one start to the next."""
+    """A start of the job and its intervals up to the next start."""
 
     start: Start
     intervals: tuple[Interval, ...]
@@ -164,7 +164,7 @@ class Leg:
 
 @dataclass(frozen=True)
 class Record:
-    """A whole record: of one start at least, with one interval at least.
+    """A whole record: at least one start with at least one interval.
 
     Args:
         path: the file that it was read from.

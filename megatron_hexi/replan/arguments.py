@@ -1,4 +1,4 @@
-"""``--hexi-replan-interval`` and its companions, held against the job before anything is allocated."""
+"""Checks ``--hexi-replan-interval`` and related flags against the job before anything is allocated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REFUSED = {
 
 
 def check_replanning(args: Namespace, plan: Plan | None) -> None:
-    """Refuse what cannot be re-planned.
+    """Refuse a job that cannot be re-planned.
 
     Args:
         args: Megatron's arguments.

@@ -1,4 +1,4 @@
-"""A training as a Slurm job: where each rank runs, and with which arguments it starts. No torch here."""
+"""A training as a Slurm job: the placement of ranks, and their arguments. No torch here."""
 
 from megatron_hexi.slurm.nodes import SlurmNode, allocated_hosts, parse_nodes
 from megatron_hexi.slurm.placement import Placed, find_gpus, place

@@ -1,4 +1,4 @@
-"""The GPUs in Slurm's generic resources, and whether they are those of a cluster file.
+"""Compares the GPUs in Slurm's generic resources with those of a cluster file.
 
 A site names types of GPUs in gres.conf as it likes, often with what NVML calls them, in lower case and with
 underscores: ``h100``, ``nvidia_h100_80gb_hbm3``, ``a100-pcie-40gb``, ``a100_3g.20gb`` for a MIG slice.
@@ -20,14 +20,14 @@ _MEMORY = re.compile(r"\d+gb")
 
 
 def gpus_of(gres: str) -> Mapping[str, int]:
-    """The GPUs of a node by type, in lower case; the type is empty where Slurm was not told one.
+    """Return the number of a node's GPUs by type, in lower case; the type is empty where Slurm has none.
 
     >>> dict(gpus_of("gpu:h100:4(S:0-1)"))
     {'h100': 4}
     >>> dict(gpus_of("gpu:A100:2(S:0,1),shard:4,gpu:a100_3g.20gb:4,nvme:1"))
     {'a100': 2, 'a100_3g.20gb': 4}
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for entry in re.findall(r"(?:[^,(]|\([^)]*\))+", gres):
         match = _GPUS.match(entry.strip())
         if (
@@ -36,18 +36,18 @@ def gpus_of(gres: str) -> Mapping[str, int]:
             and entry.strip()[match.end() : match.end() + 1] in ("", "(")
         ):
             kind = (match["type"] or "").lower()
-            found[kind] = found.get(kind, 0) + int(match["count"] or 1)
-    return found
+            counts[kind] = counts.get(kind, 0) + int(match["count"] or 1)
+    return counts
 
 
 def names_gpu(kind: str, gpu: str) -> bool:
-    """Whether a type of Slurm's may be a GPU of a cluster file.
+    """Return whether a type of Slurm's may be a GPU of a cluster file.
 
     The family has to be the same, and form and memory where the type says them.
 
     Args:
         kind: the type, in lower case.
-        gpu: as the cluster file calls it: ``H100-SXM-80GB``, or a name of its own.
+        gpu: its name in the cluster file: ``H100-SXM-80GB``, or a name of the user's.
 
     >>> names_gpu("nvidia_h100_80gb_hbm3", "H100-SXM-80GB"), names_gpu("a100", "A100-PCIe-80GB")
     (True, True)
@@ -67,7 +67,7 @@ def names_gpu(kind: str, gpu: str) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    """Family, form and memory, without the vendor, a slice, or the memory of a Grace beside its GPU."""
+    """Return family, form and memory, without vendor, slice, or the memory of a Grace beside its GPU."""
     words = re.findall(r"[a-z0-9]+", _SLICE.sub("", name))
     return [word for word in words if word not in ("nvidia", "tesla", "geforce", "amd", "480gb")]
 
@@ -78,20 +78,20 @@ def _slice(name: str) -> tuple[str, ...] | None:
 
 
 def _runs(words: list[str]) -> Iterator[str]:
-    """Words, and words that follow each other as one: ``rtx`` and ``4090``."""
+    """Yield all runs of adjacent words, joined, as ``rtx4090`` from ``rtx`` and ``4090``."""
     for first, stop in itertools.combinations(range(len(words) + 1), 2):
         yield "".join(words[first:stop])
 
 
 def _forms(words: list[str]) -> set[str]:
-    found = {"sxm" for word in words if word.startswith("sxm") or word == "hbm3"}
-    return found | {word for word in words if word in ("pcie", "nvl")}
+    forms = {"sxm" for word in words if word.startswith("sxm") or word == "hbm3"}
+    return forms | {word for word in words if word in ("pcie", "nvl")}
 
 
 def _memory(words: list[str]) -> set[str]:
     return {word for word in words if _MEMORY.fullmatch(word)}
 
 
-def _agree(told: set[str], wanted: set[str]) -> bool:
-    """Whether what one of them does not say, or both say alike."""
-    return not told or not wanted or bool(told & wanted)
+def _agree(a: set[str], b: set[str]) -> bool:
+    """Return whether two sets share an item, or one is empty: it does not say."""
+    return not a or not b or bool(a & b)

@@ -1,4 +1,4 @@
-"""What Slurm knows of its nodes, and which of them a job has."""
+"""Slurm's nodes, and the hosts of a job."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SINFO = ("sinfo", "--all", "--Node", "--noheader", "--format=%N|%R|%f|%G")
 
 @dataclass(frozen=True)
 class SlurmNode:
-    """A node as Slurm describes it. Two whose descriptions are equal are taken to be alike.
+    """A node as Slurm describes it. Nodes with equal descriptions are taken to be alike.
 
     Args:
-        partitions: that it belongs to.
-        features: that an administrator gave it.
+        partitions: names of its partitions.
+        features: features that an administrator gave it.
         gres: its generic resources as Slurm prints them, ``gpu:h100:8``.
     """
 
@@ -29,16 +29,18 @@ class SlurmNode:
     gres: str
 
     def is_called(self, name: str) -> bool:
-        """Whether a feature or a partition of it has this name."""
+        """Return whether the node has a feature, or is in a partition, of this name."""
         return name in self.features or name in self.partitions
 
     def has_gpus(self, gpu: str, count: int) -> bool:
-        """Whether its generic resources have so many GPUs that a cluster file may call so."""
-        return any(found >= count and names_gpu(kind, gpu) for kind, found in gpus_of(self.gres).items())
+        """Return whether the node has at least `count` GPUs that a cluster file may call `gpu`."""
+        return any(
+            available >= count and names_gpu(kind, gpu) for kind, available in gpus_of(self.gres).items()
+        )
 
 
 def parse_nodes(text: str) -> dict[str, SlurmNode]:
-    """All nodes, by name, from what `SINFO` prints.
+    """Parse the output of `SINFO` into nodes by name.
 
     Raises:
         PlatformError: a line has other fields, or there is none.
@@ -52,9 +54,9 @@ def parse_nodes(text: str) -> dict[str, SlurmNode]:
                 "pipe that in"
             )
         name, partition, features, gres = fields
-        known = nodes.get(name)
+        node = nodes.get(name)
         nodes[name] = SlurmNode(
-            partitions=frozenset({partition}) | (known.partitions if known else frozenset()),
+            partitions=frozenset({partition}) | (node.partitions if node else frozenset()),
             features=frozenset(features.split(",")) - {"(null)", ""},
             gres=gres,
         )
@@ -64,7 +66,7 @@ def parse_nodes(text: str) -> dict[str, SlurmNode]:
 
 
 def allocated_hosts(environment: Mapping[str, str]) -> list[list[str]]:
-    """The hosts of each component of this job; one component where it is not heterogeneous.
+    """Return the hosts of each component of this job; one component where it is not heterogeneous.
 
     Raises:
         PlatformError: this is not a job, or a variable of Slurm's is missing.
@@ -80,7 +82,7 @@ def allocated_hosts(environment: Mapping[str, str]) -> list[list[str]]:
         else [f"SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in range(int(size))]
     )
     hosts = [expand_hostlist(environment.get(name, "")) for name in names]
-    for name, found in zip(names, hosts, strict=True):
-        if not found:
+    for name, component in zip(names, hosts, strict=True):
+        if not component:
             raise PlatformError(f"{name} names no host; run this in the script of a Slurm job")
     return hosts

@@ -1,4 +1,4 @@
-"""Where each rank runs: the cluster file's nodes found again among those that Slurm gave.
+"""Places ranks on hosts: finds the cluster file's nodes among the hosts of a Slurm job.
 
 A name of the cluster file stands for
 
@@ -28,10 +28,10 @@ _MOST_LISTED = 8
 
 @dataclass(frozen=True)
 class Placed:
-    """Where everything runs.
+    """The hosts of ranks and of the cluster file's nodes.
 
     Args:
-        hosts: of each rank, in rank order.
+        hosts: host of each rank, in rank order.
         nodes: the host of each of the cluster file's nodes that the plan uses, in file order.
         idle: hosts of the job that have no rank.
     """
@@ -41,13 +41,13 @@ class Placed:
     idle: tuple[str, ...]
 
 
-def place(plan: Plan, cluster: Cluster, known: Mapping[str, SlurmNode], hosts: Sequence[str]) -> Placed:
+def place(plan: Plan, cluster: Cluster, slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[str]) -> Placed:
     """Find a host for every rank.
 
     Args:
         plan: the plan.
         cluster: the cluster that it was made for.
-        known: all of Slurm's nodes, by name.
+        slurm_nodes: all of Slurm's nodes, by name.
         hosts: those of the job, in Slurm's order, which does not matter.
 
     Raises:
@@ -55,7 +55,7 @@ def place(plan: Plan, cluster: Cluster, known: Mapping[str, SlurmNode], hosts: S
         ClusterError: a name of the cluster file means nothing to Slurm.
         PlatformError: the job lacks a host for a node.
     """
-    unknown = [host for host in hosts if host not in known]
+    unknown = [host for host in hosts if host not in slurm_nodes]
     if unknown:
         raise PlatformError(
             f"the job has the host {unknown[0]}, which the list of Slurm's nodes lacks; give sinfo --all"
@@ -66,8 +66,8 @@ def place(plan: Plan, cluster: Cluster, known: Mapping[str, SlurmNode], hosts: S
         for node, entry, host in zip(cluster.nodes, entries, cluster.file.hosts, strict=True)
     ]
     node_of = [cluster.ranks[gpu].node for gpu in find_gpus(plan, cluster)]
-    host_of = _assign([nodes[number] for number in sorted(set(node_of))], known, hosts)
-    _check_stand_ins(nodes, host_of, known)
+    host_of = _assign([nodes[number] for number in sorted(set(node_of))], slurm_nodes, hosts)
+    _check_stand_ins(nodes, host_of, slurm_nodes)
     placed = tuple(host_of[nodes[number].name] for number in node_of)
     return Placed(placed, host_of, tuple(sorted(set(hosts) - set(placed), key=hosts.index)))
 
@@ -82,23 +82,23 @@ class _Node:
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """What a host may be called that is this node and no other."""
+        """Names of hosts that are this node and no other."""
         if self.host is not None:
             return (self.host,)
         return (self.entry.name, self.name) if self.entry.count == 1 else (self.name,)
 
     @property
     def hardware(self) -> tuple[str, int]:
-        """What stand-ins must have in common."""
+        """GPU and number of GPUs, which must be equal on a stand-in."""
         return self.entry.gpu, self.entry.gpus
 
-    def named(self, known: Iterable[str]) -> str | None:
-        """The host among these that is called so."""
-        return next((name for name in self.host_names if name in known), None)
+    def named(self, names: Iterable[str]) -> str | None:
+        """Return the host among these that has a name of this node."""
+        return next((name for name in self.host_names if name in names), None)
 
 
 def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
-    """The cluster's GPU of each rank.
+    """Return the cluster's GPU of each rank.
 
     Raises:
         PlanError: the plan was made for another cluster.
@@ -121,38 +121,40 @@ def find_gpus(plan: Plan, cluster: Cluster) -> Sequence[int]:
     return gpus
 
 
-def _assign(nodes: Sequence[_Node], known: Mapping[str, SlurmNode], hosts: Sequence[str]) -> dict[str, str]:
-    """The host of each node: the one of its own name first, then whoever has the least choice."""
-    own = {node.name: node.named(hosts) for node in nodes}
-    found = {name: host for name, host in own.items() if host is not None}
-    taken = set(found.values())
-    others = [host for host in hosts if host not in taken]
-    choices = [(node, _alike(node, known, others)) for node in nodes if node.name not in found]
+def _assign(
+    nodes: Sequence[_Node], slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[str]
+) -> dict[str, str]:
+    """Assign a host to each node: hosts by name first, then nodes in the order of fewest choices."""
+    host_by_name = {node.name: node.named(hosts) for node in nodes}
+    host_of = {name: host for name, host in host_by_name.items() if host is not None}
+    used = set(host_of.values())
+    free_hosts = [host for host in hosts if host not in used]
+    choices = [(node, _alike(node, slurm_nodes, free_hosts)) for node in nodes if node.name not in host_of]
     for node, choice in sorted(choices, key=lambda pair: len(pair[1])):
-        host = next((host for host in choice if host not in taken), None)
+        host = next((host for host in choice if host not in used), None)
         if host is None:
             raise PlatformError(
                 f"the plan needs {_counted([node.name for node in nodes], 'node')}, the job has "
                 f"{_counted(hosts, 'host')}, and none that is left can be {node.name}; "
-                f"ask sbatch for {_wanted(node, known)}, or plan for what the job has"
+                f"ask sbatch for {_wanted(node, slurm_nodes)}, or plan for what the job has"
             )
-        found[node.name] = host
-        taken.add(host)
-    return {node.name: found[node.name] for node in nodes}
+        host_of[node.name] = host
+        used.add(host)
+    return {node.name: host_of[node.name] for node in nodes}
 
 
-def _alike(node: _Node, known: Mapping[str, SlurmNode], hosts: Sequence[str]) -> list[str]:
-    """Those of the hosts that may stand for this node."""
-    named = node.named(known)
-    if named is not None:
-        return [host for host in hosts if known[host] == known[named]]
+def _alike(node: _Node, slurm_nodes: Mapping[str, SlurmNode], hosts: Sequence[str]) -> list[str]:
+    """Return the hosts that may stand in for this node."""
+    namesake = node.named(slurm_nodes)
+    if namesake is not None:
+        return [host for host in hosts if slurm_nodes[host] == slurm_nodes[namesake]]
     kind, gpu, gpus = node.entry.name, *node.hardware
-    if any(described.is_called(kind) for described in known.values()):
-        return [host for host in hosts if known[host].is_called(kind)]
-    if any(described.has_gpus(gpu, gpus) for described in known.values()):
-        return [host for host in hosts if known[host].has_gpus(gpu, gpus)]
-    called = sorted({name for host in known.values() for name in host.features | host.partitions})
-    types = sorted({type_ for host in known.values() for type_ in gpus_of(host.gres)} - {""})
+    if any(described.is_called(kind) for described in slurm_nodes.values()):
+        return [host for host in hosts if slurm_nodes[host].is_called(kind)]
+    if any(described.has_gpus(gpu, gpus) for described in slurm_nodes.values()):
+        return [host for host in hosts if slurm_nodes[host].has_gpus(gpu, gpus)]
+    called = sorted({name for host in slurm_nodes.values() for name in host.features | host.partitions})
+    types = sorted({type_ for host in slurm_nodes.values() for type_ in gpus_of(host.gres)} - {""})
     raise ClusterError(
         f"the cluster file has a node {kind} with {gpus} {gpu}, and Slurm knows no host, feature or "
         f"partition {kind}, nor such GPUs (types in gres: {_listed(types) or 'none'}); name its hosts "
@@ -160,37 +162,37 @@ def _alike(node: _Node, known: Mapping[str, SlurmNode], hosts: Sequence[str]) ->
     )
 
 
-def _wanted(node: _Node, known: Mapping[str, SlurmNode]) -> str:
-    named = node.named(known)
+def _wanted(node: _Node, slurm_nodes: Mapping[str, SlurmNode]) -> str:
+    host = node.named(slurm_nodes)
     kind = node.entry.name
-    if named is None and any(described.is_called(kind) for described in known.values()):
+    if host is None and any(described.is_called(kind) for described in slurm_nodes.values()):
         return f"one more with the feature, or in the partition, {kind}"
-    if named is None:
+    if host is None:
         return f"one more with {node.entry.gpus} {node.entry.gpu} (--gpus-per-node=TYPE:{node.entry.gpus})"
-    like = known[named]
+    like = slurm_nodes[host]
     return (
-        f"{named} (--nodelist), or one more like it (partitions {_listed(sorted(like.partitions))}; features "
+        f"{host} (--nodelist), or one more like it (partitions {_listed(sorted(like.partitions))}; features "
         f"{_listed(sorted(like.features)) or 'none'}; gres {like.gres})"
     )
 
 
 def _check_stand_ins(
-    nodes: Sequence[_Node], host_of: Mapping[str, str], known: Mapping[str, SlurmNode]
+    nodes: Sequence[_Node], host_of: Mapping[str, str], slurm_nodes: Mapping[str, SlurmNode]
 ) -> None:
-    """Refuse to guess where Slurm describes nodes alike that the file says are of different kinds."""
+    """Refuse to guess where Slurm describes nodes as equal that the cluster file says differ."""
     described: dict[SlurmNode, dict[tuple[str, int], _Node]] = {}
     for node in nodes:
-        host = host_of.get(node.name) or node.named(known)
+        host = host_of.get(node.name) or node.named(slurm_nodes)
         if host is not None:
-            described.setdefault(known[host], {}).setdefault(node.hardware, node)
+            described.setdefault(slurm_nodes[host], {}).setdefault(node.hardware, node)
     for node in nodes:
         host = host_of.get(node.name)
         if host is None or host in node.host_names:
             continue
-        for (gpu, gpus), other in described[known[host]].items():
+        for (gpu, gpus), other_node in described[slurm_nodes[host]].items():
             if (gpu, gpus) != node.hardware:
                 raise PlatformError(
-                    f"Slurm describes {node.name} and {other.name} alike, the cluster file has "
+                    f"Slurm describes {node.name} and {other_node.name} alike, the cluster file has "
                     f"{node.entry.gpus} {node.entry.gpu} on the one and {gpus} {gpu} on the other, so {host} "
                     "may be either; name each node's hosts in the file (hosts: h[01-06]), or let features "
                     "tell them apart"

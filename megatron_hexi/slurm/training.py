@@ -1,4 +1,4 @@
-"""The words that a start of a training is given: the user's own, and what they leave to the script."""
+"""The arguments that a training starts with: the user's, completed for restarts under Slurm."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _EVERY_START = {
 
 @dataclass(frozen=True)
 class TrainingStart:
-    """How a training starts.
+    """Arguments and checkpoint folders of a training's start.
 
     Args:
         words: all of its arguments.
-        save: where it saves.
-        load: where it goes on from, if a checkpoint is there.
+        save: folder for checkpoints.
+        load: folder to resume from, if it has a checkpoint.
     """
 
     words: tuple[str, ...]
@@ -39,18 +39,18 @@ class TrainingStart:
 def plan_start(
     words: Sequence[str], path: Path, *, plan: str, checkpoints: str, save_interval: int, again: bool
 ) -> TrainingStart:
-    """Add what a training under Slurm needs to the user's arguments, where they do not say it.
+    """Complete the user's arguments with what a training under Slurm needs.
 
     The user's --save, --load, --save-interval and --ckpt-format stand. Without --load, a training goes on
     from where it saves. With another --load, it begins there, and goes on from where it saves when Slurm
     starts the job again.
 
     Args:
-        words: of the user.
+        words: the user's arguments.
         path: their file, for errors.
         plan: the file that ranks are placed by.
-        checkpoints: where to save, if the user does not say it.
-        save_interval: iterations from checkpoint to checkpoint, likewise.
+        checkpoints: folder for checkpoints, if the user names none.
+        save_interval: iterations between checkpoints, if the user does not give them.
         again: whether Slurm has started this job before.
 
     Raises:

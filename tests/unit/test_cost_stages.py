@@ -523,3 +523,17 @@ def test_commands_take_the_job_from_the_plan(tmp_path, capsys, monkeypatch):
     assert found["validate"]["estimate"]["iteration_s"] == pytest.approx(expected.iteration_s)
     assert found["simulate"]["model_iteration_s"] == pytest.approx(expected.iteration_s)
     assert found["simulate"]["stage_layers"] == 20
+
+
+def test_plans_of_one_model_may_have_units_of_other_sizes_on_the_same_ranks():
+    known = cluster([("a", "PLAIN", 4)], FAST)
+    job = tiny_job(model=DEEP, global_batch_size=4)
+    plans = []
+    for width in (1, 2, 4):
+        cut = dataclasses.replace(job, tensor_parallel=width)
+        plan = proportional_plan(cut.workload(), [[[1.0] * (4 // width)]])
+        plans.append(written_out(plan, cut))
+    model = CostModel(job, known)
+    together = [model.timing(plan).phases.total for plan in plans]
+    assert together == [CostModel(job, known).timing(plan).phases.total for plan in plans]
+    assert len(set(together)) == 3

@@ -49,3 +49,10 @@ def test_every_variable_that_the_package_reads_is_on_the_page():
     page = training_page()
     missing = {name for name in found if f"`{name}`" not in page}
     assert missing == set(), "add them to VARIABLES in scripts/docs/training_page.py"
+
+
+def test_the_reading_order_names_files_that_exist():
+    _, _, order = (DOCS / "architecture.md").read_text(encoding="utf-8").partition("\n## Reading order\n")
+    paths = re.findall(r"`([\w/]+\.py)`", order)
+    assert paths
+    assert not [path for path in paths if not (PACKAGE / path).is_file()]

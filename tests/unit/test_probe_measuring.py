@@ -83,7 +83,7 @@ def run_probe(out, told=None, **options):
             told.append((what, done, total))
 
     return probe(
-        World(0, 1), Options(precision="fp32", **options), partial_path(out), restart=False, tell=tell
+        World(0, 1), Options(precision="fp32", **options), partial_path(out), restart=False, progress=tell
     )
 
 
@@ -116,7 +116,7 @@ def test_an_interrupted_probe_goes_on_where_it_was(device, tmp_path):
             raise PullThePlugError
 
     with pytest.raises(PullThePlugError):
-        probe(World(0, 1), Options(precision="fp32"), partial_path(out), restart=False, tell=tell)
+        probe(World(0, 1), Options(precision="fp32"), partial_path(out), restart=False, progress=tell)
     kept = json.loads(partial_path(out).read_text())
     assert kept["done"] == ["memory", "memory bandwidth", "host memory", "matrix products"]
     assert {name for name, _ in device} == {"matmul"}

@@ -1,4 +1,4 @@
-"""The agent of one node: PyTorch's elastic agent, with what a job that re-plans needs of it.
+"""The agent of one node: PyTorch's elastic agent, with the changes that a re-planned job needs.
 
 PyTorch finds the nodes that are there, numbers their ranks, starts these and, when one has ended or a node
 has come, all of them again. Ours differs in four things: ranks are forked from a process that has imported
@@ -64,17 +64,17 @@ _SHUTDOWN_S = 6
 
 @dataclass(frozen=True)
 class Launch:
-    """What one node is told.
+    """Settings of one node's agent.
 
     Args:
-        least: nodes that suffice.
-        most: nodes that can take part.
-        ranks: of this node.
-        host: where nodes meet.
-        port: likewise.
+        least: number of nodes that suffice.
+        most: number of nodes that can take part.
+        ranks: number of ranks of this node.
+        host: host of the rendezvous.
+        port: port of the rendezvous.
         job: its name in the store.
-        node: this node in the cluster file.
-        address: at which other nodes reach this one.
+        node: name of this node in the cluster file.
+        address: address at which other nodes reach this one.
         max_losses: restarts after which the job ends.
         lost_after_s: silence of a rank that counts as its loss.
         wait_s: seconds for which fewer nodes than suffice are waited for.
@@ -83,7 +83,7 @@ class Launch:
         copy_interval: iterations from copy to copy of the state in memory; ``None``: none.
         copy_folder: a file system in memory.
         log_dir: folder of the ranks' output; ``None``: it is the agent's.
-        start_method: of `multiprocessing`.
+        start_method: start method of `multiprocessing`.
         entry: `ranks.ENTRY`, or a training script.
         words: the ranks' arguments.
     """
@@ -110,7 +110,7 @@ class Launch:
 
 
 class PatientRendezvous(RendezvousHandler):
-    """A rendezvous that tells ranks of nodes that wait, where the agent would end the ranks at once.
+    """A rendezvous that tells the ranks of waiting nodes, where PyTorch's agent would end the ranks at once.
 
     Args:
         inner: PyTorch's.
@@ -122,12 +122,14 @@ class PatientRendezvous(RendezvousHandler):
         self.round: dist.Store | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """As PyTorch's."""
+        """See `RendezvousHandler.next_rendezvous`."""
         self.round = None
         return self._inner.next_rendezvous()
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait for ranks that do not train, or no longer; those that do are told instead."""
+        """Return the number of waiting nodes; 0 while ranks train, which are told, and end after a
+        checkpoint.
+        """
         waiting = self._inner.num_nodes_waiting()
         trains = waiting > 0 and self.round is not None and self.round.check([TRAINING])
         if trains and self.round is not None and not self.round.check([BROKEN]):
@@ -136,39 +138,39 @@ class PatientRendezvous(RendezvousHandler):
         return waiting
 
     def get_backend(self) -> str:
-        """As PyTorch's."""
+        """See `RendezvousHandler.get_backend`."""
         return self._inner.get_backend()
 
     @property
     def use_agent_store(self) -> bool:
-        """As PyTorch's."""
+        """See `RendezvousHandler.use_agent_store`."""
         return self._inner.use_agent_store
 
     def is_closed(self) -> bool:
-        """As PyTorch's."""
+        """See `RendezvousHandler.is_closed`."""
         return self._inner.is_closed()
 
     def set_closed(self) -> None:
-        """As PyTorch's."""
+        """See `RendezvousHandler.set_closed`."""
         self._inner.set_closed()
 
     def get_run_id(self) -> str:
-        """As PyTorch's."""
+        """See `RendezvousHandler.get_run_id`."""
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        """As PyTorch's."""
+        """See `RendezvousHandler.shutdown`."""
         return self._inner.shutdown()
 
 
 class NodeAgent(LocalElasticAgent):
-    """PyTorch's agent, which gives each round of ranks a name and does not repeat what cannot succeed.
+    """PyTorch's agent; names each round of ranks in the store, and does not restart after a user's mistake.
 
     Args:
-        launch: what this node was told.
-        rendezvous: where it meets the others.
-        store: of the job, whatever the round.
-        keeper: of this node's copies.
+        launch: settings of this node's agent.
+        rendezvous: rendezvous with the agents of other nodes.
+        store: store of the whole job.
+        keeper: keeper of this node's copies.
     """
 
     def __init__(
@@ -236,7 +238,7 @@ def _join_soon(join: Callable[[float], None], timeout: float) -> None:
 
 
 def exit_code(result: RunResult) -> int:
-    """The launcher's: 0, 2 where a rank found the input wrong, else 1."""
+    """Return the launcher's exit code: 0, 2 where a rank found the input wrong, else 1."""
     if not result.is_failed():
         return 0
     return 2 if any(failure.exitcode == 2 for failure in result.failures.values()) else 1
@@ -306,7 +308,7 @@ def _keeper(launch: Launch) -> Keeper:
 
 
 def _wait_for_all(launch: Launch, job: dist.Store) -> None:
-    """At the beginning of a job, wait until all nodes have come, but not for ever."""
+    """Wait at the beginning of a job until all nodes have joined, with a time limit."""
     came, deadline = job.add("came", 1), time.monotonic() + _FIRST_CALL_S
     while came < launch.most and not job.check(["rounds"]) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -29,13 +29,13 @@ _STORE_S = 10.0
 
 
 class Keeper:
-    """The part of a node's agent that holds copies; a context.
+    """Keeps copies on behalf of a node's agent; a context manager.
 
     Args:
         parent: a file system in memory.
-        store: where the job's store is, host and port.
-        job: what keys begin with.
-        address: at which other nodes reach this one.
+        store: host and port of the job's store.
+        job: prefix of the job's keys.
+        address: address at which other nodes reach this one.
     """
 
     def __init__(self, parent: Path, store: tuple[str, int], job: str, address: str) -> None:
@@ -61,11 +61,11 @@ class Keeper:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def begin_round(self, name: str, number: int) -> None:
-        """Ranks start.
+        """Begin a round: ranks start.
 
         Args:
-            name: of their round.
-            number: of this node in it.
+            name: name of the round.
+            number: number of this node in it.
         """
         self._round = name, number
 
@@ -83,7 +83,7 @@ class Keeper:
                     self._take_care(job, *self._round)
 
     def _take_care(self, job: dist.Store, name: str, number: int) -> None:
-        """Say what ranks here have written last, and fetch what those of the node before have."""
+        """Record the newest copy of this node's ranks, and download that of the node before it."""
         board = CopyBoard(job, name)
         last = board.last()
         if last is None or self._done == (name, last[0]):
@@ -91,21 +91,21 @@ class Keeper:
         iteration, nodes = last
         folder = copy_folder(self.folder, name, iteration)
         folder.mkdir(parents=True, exist_ok=True)  # a node without a part in the plan has written nothing
-        own = list_files(folder)
-        board.tell_own(iteration, number, self.url, own)
+        own_files = list_files(folder)
+        board.tell_own(iteration, number, self.url, own_files)
         while (owns := board.owns(iteration, nodes)) is None:
             if self._round != (name, number):
                 return
             time.sleep(_LOOK_S)
         before, files = owns[(number - 1) % nodes]
         # Of each copy there is one description, on one of the nodes: all take it.
-        wanted = {file: (before, *files[file]) for file in files}
-        for url, others in owns:
-            wanted |= {file: (url, *others[file]) for file in others if not file.endswith(".distcp")}
-        for file, (url, size, digest) in wanted.items():
-            if file not in own:
+        needed = {file: (before, *files[file]) for file in files}
+        for url, node_files in owns:
+            needed |= {file: (url, *node_files[file]) for file in node_files if not file.endswith(".distcp")}
+        for file, (url, size, digest) in needed.items():
+            if file not in own_files:
                 pull([f"{url}/{name}/{folder.name}"], file, (size, digest), folder)
-        board.tell_held(iteration, self.url, own.keys() | wanted.keys())
+        board.tell_held(iteration, self.url, own_files.keys() | needed.keys())
         board.tell_safe(iteration, number, nodes)
         while board.safe() != iteration:
             if self._round != (name, number):
@@ -116,7 +116,7 @@ class Keeper:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what killed agents have left: nobody holds their lock."""
+    """Remove the folders that killed agents have left, recognised by the lock that no process holds."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError), (folder / "lock").open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What a rank runs, and the process that ranks are forked from.
+"""The entry point of a rank, and the process that ranks are forked from.
 
 Importing Megatron takes seconds of a core. `multiprocessing`'s fork server imports this module once a node,
 and with it Megatron; a rank that starts again is forked from there.
@@ -18,12 +18,12 @@ ENTRY = "megatron_hexi.pretrain_gpt"
 
 
 def run_rank(entry: str, words: tuple[str, ...], variables: dict[str, str]) -> None:
-    """Be one rank until the training has ended.
+    """Run one rank until the training has ended.
 
     Args:
         entry: `ENTRY`, or a training script.
         words: its arguments.
-        variables: of the environment, besides torchrun's.
+        variables: environment variables besides torchrun's.
     """
     os.environ |= variables
     sys.argv[:] = ["pretrain_gpt.py", *words]
@@ -60,7 +60,7 @@ def run_rank(entry: str, words: tuple[str, ...], variables: dict[str, str]) -> N
 
 
 def _preload() -> None:
-    """Import what ranks import. What fails here fails again in each rank, which says it."""
+    """Import the modules that ranks need. An import that fails here fails in each rank, which reports it."""
     sys.argv[:] = ["pretrain_gpt.py", *json.loads(os.environ[WORDS_VARIABLE])]
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other way initialises CUDA
     nowhere = open(os.devnull, "w")  # noqa: SIM115  (handlers of logs keep it)

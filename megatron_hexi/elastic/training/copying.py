@@ -1,4 +1,4 @@
-"""What ranks do for copies of the state in memory: they write them between two iterations, and load them.
+"""The ranks' part in copies of the state in memory: written between two iterations, and loaded.
 
 A copy is written by Megatron's own way to save, into this node's memory in place of the folder of ``--save``:
 so it can be loaded by any number of ranks. docs/surviving.md
@@ -52,7 +52,7 @@ _SLOW_S = 10.0
 
 
 class Copier:
-    """One rank's part in copies.
+    """Writes one rank's part of copies.
 
     Args:
         args: Megatron's arguments.
@@ -73,7 +73,7 @@ class Copier:
         self.copied: int | None = None
 
     def is_due(self, iteration: int) -> bool:
-        """Whether all ranks copy now: not at a checkpoint, nor before the last copy is on two nodes."""
+        """Return whether to copy now: not at a checkpoint, nor before the last copy is on two nodes."""
         if self._off or iteration % self._every or iteration % self._args.save_interval == 0:
             return False
         key = f"copies/{iteration}"
@@ -90,7 +90,7 @@ class Copier:
         """Write a copy; a collective of all ranks.
 
         Args:
-            iteration: that has just ended.
+            iteration: number of the last finished iteration.
             save: Megatron's way to save.
         """
         copy_folder(self._copies, self._name, iteration).mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class Copier:
         self._written_at = time.monotonic()
 
     def wait_until_safe(self, iteration: int, seconds: float) -> bool:
-        """Wait until a copy is on two nodes; whether it is."""
+        """Wait until a copy is on two nodes; return whether it is."""
         deadline = time.monotonic() + seconds
         while self._board.safe() != iteration and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -115,7 +115,7 @@ class Copier:
 
 
 def _write_without_a_server() -> None:
-    """Megatron hands results to itself through a process of its own, which takes seconds to start."""
+    """Gather results without Megatron's server process, which takes seconds to start."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     if filesystem_async._results_queue is None:
@@ -124,7 +124,7 @@ def _write_without_a_server() -> None:
 
 @contextlib.contextmanager
 def _saved_elsewhere(args: Namespace, folder: Path) -> Iterator[None]:
-    """Let Megatron save there, without a word to people or to Weights & Biases."""
+    """Redirect Megatron's ``--save`` to a folder, without its log lines or Weights & Biases."""
     from megatron.training import global_vars
 
     changed: dict[str, Any] = {"save": str(folder), "save_retain_interval": None, "log_progress": False}
@@ -149,28 +149,28 @@ def _saved_elsewhere(args: Namespace, folder: Path) -> Iterator[None]:
 
 
 def find_copy(job: dist.Store, present: list[str], checkpoint: int | None) -> dict[str, Any] | None:
-    """The newest copy that the nodes hold, where it is newer than the checkpoint; on rank 0.
+    """Return, on rank 0, the newest copy that the nodes hold, where it is newer than the checkpoint.
 
     Args:
         job: the store that rounds hand on.
-        present: where their nodes serve copies; of each rank that was started.
+        present: URL of the copies of each started rank's node.
         checkpoint: its iteration; ``None``: there is none.
     """
     if job.check([_OFF]):
         _say(f"no copies any more: {job.get(_OFF).decode()}")
         return None
-    found = find_newest(job, list(dict.fromkeys(url for url in present if url)))
-    if found is None or found.iteration <= (checkpoint or 0):
+    newest = find_newest(job, list(dict.fromkeys(url for url in present if url)))
+    if newest is None or newest.iteration <= (checkpoint or 0):
         return None
-    return {"name": found.name, "iteration": found.iteration, "files": dict(found.files)}
+    return {"name": newest.name, "iteration": newest.iteration, "files": dict(newest.files)}
 
 
-def fetch_copy(store: dist.Store, told: dict[str, Any]) -> Path | None:
-    """Complete a copy on every node; all ranks that were started, with one result.
+def fetch_copy(store: dist.Store, chosen: dict[str, Any]) -> Path | None:
+    """Complete a copy on every node; called by all started ranks, with the same result on each.
 
     Args:
-        store: of the round.
-        told: by rank 0, as `find_copy` says.
+        store: store of the round.
+        chosen: the copy that rank 0 chose, as `find_copy` returns it.
 
     Returns:
         The folder to load from; ``None`` where a node could not: the checkpoint is loaded.
@@ -181,16 +181,18 @@ def fetch_copy(store: dist.Store, told: dict[str, Any]) -> Path | None:
     if os.environ["LOCAL_RANK"] == "0":
         problem = ""
         try:
-            found = FoundCopy(told["name"], told["iteration"], told["files"])
-            complete_copy(found, copies, os.environ[COPIES_URL_VARIABLE], whole_store(_STORE))
-            write_text_atomically(copies / told["name"] / TRACKER, str(told["iteration"]))
+            copy = FoundCopy(chosen["name"], chosen["iteration"], chosen["files"])
+            complete_copy(copy, copies, os.environ[COPIES_URL_VARIABLE], whole_store(_STORE))
+            write_text_atomically(copies / chosen["name"] / TRACKER, str(chosen["iteration"]))
         except (OSError, RuntimeError) as caught:
             problem = str(caught)
-            _say(f"the copy of iteration {told['iteration']} cannot be had: {problem}; takes the checkpoint")
+            _say(
+                f"the copy of iteration {chosen['iteration']} cannot be had: {problem}; takes the checkpoint"
+            )
         store.set(f"fetched/{node}", problem)
     keys = [f"fetched/{number}" for number in range(nodes)]
     store.wait(keys, _FETCH)
-    return None if any(store.multi_get(keys)) else copies / bare_name(told["name"])
+    return None if any(store.multi_get(keys)) else copies / bare_name(chosen["name"])
 
 
 def _say(message: str) -> None:
@@ -201,12 +203,12 @@ _copier: Copier | None = None
 
 
 def copied_last() -> int | None:
-    """The iteration that this round's newest copy was made after."""
+    """Return the iteration after which this round's newest copy was made."""
     return None if _copier is None else _copier.copied
 
 
 def is_safe(iteration: int, seconds: float) -> bool:
-    """Wait until a copy is on two nodes; whether it is."""
+    """Wait until a copy is on two nodes; return whether it is."""
     return _copier is not None and _copier.wait_until_safe(iteration, seconds)
 
 

@@ -1,4 +1,4 @@
-"""What an elastic job does between two iterations: counts those that are kept, takes in nodes that wait.
+"""Counts the iterations of an elastic job that are kept, and lets waiting nodes join between two of them.
 
 The count is in the store that rounds hand on. Goodput is the seconds of iterations that no loss undid, of all
 seconds since the job began.
@@ -35,24 +35,24 @@ _SAFE_S = 40.0
 def begin_round(
     job: dist.Store, number: int, iteration: int | None, without: tuple[str, ...], in_memory: bool
 ) -> Round:
-    """What a round goes on from, and what was lost.
+    """Return the facts of a new round: where it resumes, and which iterations were lost.
 
     Args:
         job: the store that rounds hand on.
-        number: of the round, from 1.
-        iteration: of what is loaded; ``None``: there is none.
-        without: nodes that are not there.
-        in_memory: whether that is in memory.
+        number: number of the round, from 1.
+        iteration: iteration of the loaded state; ``None`` if nothing is loaded.
+        without: names of absent nodes.
+        in_memory: whether the state comes from copies in memory.
     """
     begun = float(job.compare_set("begun", "", str(time.time())))
-    done = json.loads(job.get("done"))["iteration"] if job.check(["done"]) else 0
+    last_iteration = json.loads(job.get("done"))["iteration"] if job.check(["done"]) else 0
     first = iteration or 0
     part = _kept_s(job, iteration) / max(1e-9, time.time() - begun)
-    return Round(number, without, first, in_memory, max(0, done - first), min(1.0, part))
+    return Round(number, without, first, in_memory, max(0, last_iteration - first), min(1.0, part))
 
 
 def round_words(now: Round) -> str:
-    """What a round goes on from, for people."""
+    """Return a sentence on where a round resumes, for the log."""
     if now.number == 1:
         return "begins" if now.resumed == 0 else f"goes on from iteration {now.resumed}"
     again = f"{now.undone} iterations are done again" if now.undone else "no iteration is done again"
@@ -64,18 +64,18 @@ _round: Round | None = None
 
 
 def set_round(now: Round) -> None:
-    """Keep what this round is, for the record and the log."""
+    """Store the round of this process, for the record and the log."""
     global _round
     _round = now
 
 
 def present_round() -> Round | None:
-    """The round of an elastic job; ``None``: it is none."""
+    """Return the round of this process; ``None`` if the job is not elastic."""
     return _round
 
 
 def log_words() -> str:
-    """What Megatron's log line ends with in an elastic job."""
+    """Return what an elastic job appends to Megatron's log line; empty in any other job."""
     if _round is None or _steps is None:
         return ""
     absent = f" | without: {', '.join(_round.without)}" if _round.without else ""
@@ -83,17 +83,17 @@ def log_words() -> str:
 
 
 def _kept_s(job: dist.Store, iteration: int | None) -> float:
-    """Seconds of the iterations up to a checkpoint."""
+    """Return the seconds of all iterations up to a checkpoint."""
     key = f"kept/{iteration}"
     return float(job.get(key)) if iteration is not None and job.check([key]) else 0.0
 
 
 class RoundSteps:
-    """One rank's part between iterations.
+    """A rank's work between the iterations of an elastic job.
 
     Args:
         args: Megatron's arguments.
-        iteration: that the round begins after.
+        iteration: last iteration before the round.
     """
 
     def __init__(self, args: Namespace, iteration: int) -> None:
@@ -105,7 +105,7 @@ class RoundSteps:
         self._begun = float(self._job.get("begun"))
 
     def before_step(self, iteration: int) -> None:
-        """Where state was just saved or copied: end the round if nodes wait. Rank 0 decides."""
+        """End the round if nodes wait and the state was just saved or copied; rank 0 decides."""
         saved = iteration % self._interval == 0
         if iteration == self._first or not (saved or iteration == copied_last()):
             return
@@ -126,7 +126,7 @@ class RoundSteps:
 
         Args:
             iteration: its number, from 1.
-            seconds: that it took.
+            seconds: duration of the iteration.
         """
         self._kept_s += seconds
         if not self._leads:
@@ -141,7 +141,7 @@ class RoundSteps:
         self._job.set("done", json.dumps({"iteration": iteration, "at": time.time()}))
 
     def goodput(self) -> float:
-        """Seconds of iterations that no loss undid, of all seconds since the job began."""
+        """Return the goodput: seconds of iterations that no loss undid, over seconds since the job began."""
         return min(1.0, self._kept_s / max(1e-9, time.time() - self._begun))
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A round of an elastic job: which nodes are there, the plan for them, and from where the job goes on.
+"""A round of an elastic job: the nodes that are present, the plan for them, and the state to resume from.
 
 Ranks start as PyTorch's agents number them. Rank 0 hears from all where they are, has the planner
 (`megatron_hexi.elastic.planning`) plan for those nodes, and tells all; each rank then takes the number that
@@ -88,7 +88,7 @@ def check_surviving(args: Namespace, given: set[str], plan: Plan) -> None:
 
 
 def take_part(args: Namespace) -> Plan:
-    """Agree on who is there, and take the number of this rank in the plan for them.
+    """Agree on the present nodes, and take this rank's number in the plan for them.
 
     Does not return on a rank that the plan leaves out, but ends the process when the training has ended.
 
@@ -118,8 +118,8 @@ def take_part(args: Namespace) -> Plan:
     copy = answer["copy"] and fetch_copy(store, answer["copy"])
     if started == 0:
         store.set("told", json.dumps(asdict(_tell(answer, in_memory=bool(copy)))))
-    told = json.loads(store.get("told"))
-    set_round(Round(**told | {"without": tuple(told["without"])}))
+    round_fields = json.loads(store.get("told"))
+    set_round(Round(**round_fields | {"without": tuple(round_fields["without"])}))
     _take_number(args, store, answer["ranks"], started)
     if copy or answer["resumes"] is not None:
         args.load = str(copy or args.save)
@@ -127,7 +127,7 @@ def take_part(args: Namespace) -> Plan:
 
 
 def leave() -> None:
-    """Say that the training has ended well: nobody misses this rank, and those left out may end."""
+    """Record that the training has ended well, so that this rank is not missed and spare ranks may end."""
     if in_round():
         if int(os.environ["RANK"]) == 0:
             round_store(_STORE).set(_FINISHED, "")
@@ -157,30 +157,30 @@ def _take_number(args: Namespace, store: dist.Store, ranks: list[int], started: 
 
 
 def _lead(args: Namespace, present: list[tuple[str, int, str]]) -> dict[str, Any]:
-    """What all ranks are told of this round."""
+    """Return rank 0's decision for all ranks: the plan, and the copy or the iteration to resume from."""
     begun = time.monotonic()
     try:
         iteration = newest_checkpoint(Path(args.save))
     except HexiError as problem:
         return {"error": str(problem)}
-    asked = {
+    request = {
         "plan": read_text(args.hexi_plan),
         "path": args.hexi_plan,
         "cluster": args.hexi_cluster,
         "words": sys.argv[1:],
     }
     places = [(node, local) for node, local, _ in present]
-    found = plan_for(whole_store(_STORE), asked, places)
-    if "error" in found:
-        return found
-    plan_ahead(asked, places)
+    answer = plan_for(whole_store(_STORE), request, places)
+    if "error" in answer:
+        return answer
+    plan_ahead(request, places)
     copy = find_copy(whole_store(_STORE), [url for _, _, url in present], iteration)
     nodes = list(dict.fromkeys(node for node, _, _ in present))
-    return {**found, "resumes": iteration, "copy": copy, "nodes": nodes, "took": time.monotonic() - begun}
+    return {**answer, "resumes": iteration, "copy": copy, "nodes": nodes, "took": time.monotonic() - begun}
 
 
 def _tell(answer: dict[str, Any], in_memory: bool) -> Round:
-    """Say what this round is."""
+    """Return the round, and print how it resumes."""
     job = whole_store(_STORE)
     iteration = answer["copy"]["iteration"] if in_memory else answer["resumes"]
     now = begin_round(job, job.add(_ROUNDS, 1), iteration, tuple(answer["left_out"]), in_memory)
@@ -195,12 +195,12 @@ def _tell(answer: dict[str, Any], in_memory: bool) -> Round:
 
 
 def newest_checkpoint(folder: Path) -> int | None:
-    """The iteration of the newest complete checkpoint; the tracker names it afterwards.
+    """Return the iteration of the newest complete checkpoint, after making the tracker file name it.
 
     Megatron writes `metadata.json` last into a checkpoint, then the tracker, which a kill can leave empty.
 
     Args:
-        folder: of ``--save``.
+        folder: folder of ``--save``.
 
     Returns:
         ``None`` where there is none.

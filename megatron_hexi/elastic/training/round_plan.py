@@ -1,4 +1,4 @@
-"""The plan of a round as rank 0 gets it: from the planner, a process of its own, or one that was made before.
+"""The plan of a round as rank 0 gets it: from the planner's process, or computed before the loss.
 
 While a round trains, the planner looks ahead, at a low priority: a plan for each set of nodes that the loss
 of one node would leave. Plans are in the store that rounds hand on.
@@ -32,63 +32,63 @@ _LEAST_NICE = 19
 Places = Sequence[tuple[str, int]]
 
 
-def plan_for(job: dist.Store, asked: dict[str, Any], present: Places) -> dict[str, Any]:
-    """The plan for the nodes that are there.
+def plan_for(job: dist.Store, request: dict[str, Any], present: Places) -> dict[str, Any]:
+    """Return the plan for the nodes that are present.
 
     Args:
         job: the store that rounds hand on.
-        asked: what `megatron_hexi.elastic.planning` reads, without ``present``.
-        present: of each rank that was started.
+        request: request to `megatron_hexi.elastic.planning`, without ``present``.
+        present: node and local number of each started rank.
 
     Returns:
         ``plan``, ``left_out`` and, for each of its ranks, which of those that were started takes it
         (``ranks``); or ``error``.
     """
-    key = _key(asked, present)
+    key = _key(request, present)
     if job.check([key]):
-        found = json.loads(job.get(key))
+        answer = json.loads(job.get(key))
     else:
-        document = json.dumps(asked | {"present": [present]})
+        document = json.dumps(request | {"present": [present]})
         limit = PLANNER_TIMEOUT.total_seconds()
         try:
-            done = subprocess.run(_COMMAND, input=document, capture_output=True, text=True, timeout=limit)
+            process = subprocess.run(_COMMAND, input=document, capture_output=True, text=True, timeout=limit)
         except subprocess.TimeoutExpired:
             return {
                 "error": f"the planner took more than {PLANNER_TIMEOUT} for the nodes that are there; give "
                 "fewer nodes"
             }
-        if done.returncode != 0:
-            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        if process.returncode != 0:
+            why = (process.stderr.strip().splitlines() or ["no reason given"])[-1]
             return {"error": f"the planner failed ({why}); is megatron-hexi[plan] installed on every node?"}
-        found = json.loads(done.stdout)
-        if "error" in found:
-            return found
-        job.set(key, json.dumps(found))
+        answer = json.loads(process.stdout)
+        if "error" in answer:
+            return answer
+        job.set(key, json.dumps(answer))
     started = {(node, local): rank for rank, (node, local) in enumerate(present)}
-    ranks = [started[node, local] for node, local in found["places"]]
-    return {"plan": found["plan"], "left_out": found["left_out"], "ranks": ranks}
+    ranks = [started[node, local] for node, local in answer["places"]]
+    return {"plan": answer["plan"], "left_out": answer["left_out"], "ranks": ranks}
 
 
-def plan_ahead(asked: dict[str, Any], present: Places) -> None:
-    """Plan for the loss of each node, beside the training; returns at once.
+def plan_ahead(request: dict[str, Any], present: Places) -> None:
+    """Plan for the loss of each node, in the background of the training; returns at once.
 
     Args:
-        asked: as for `plan_for`.
-        present: as for `plan_for`.
+        request: as in `plan_for`.
+        present: as in `plan_for`.
     """
-    threading.Thread(target=_plan_ahead, args=(asked, present), name="hexi-ahead", daemon=True).start()
+    threading.Thread(target=_plan_ahead, args=(request, present), name="hexi-ahead", daemon=True).start()
 
 
-def _plan_ahead(asked: dict[str, Any], present: Places) -> None:
+def _plan_ahead(request: dict[str, Any], present: Places) -> None:
     # What fails here, the next round's planner says.
     with suppress(OSError, RuntimeError, ValueError):
         job, now = whole_store(_STORE), round_store(_STORE)
         while not now.check([TRAINING]):
             time.sleep(0.5)
         nodes = list(dict.fromkeys(node for node, _ in present))
-        left = [[place for place in present if place[0] != lost] for lost in nodes] if len(nodes) > 1 else []
-        left = [places for places in left if not job.check([_key(asked, places)])]
-        if not left:
+        sets = [[place for place in present if place[0] != lost] for lost in nodes] if len(nodes) > 1 else []
+        sets = [places for places in sets if not job.check([_key(request, places)])]
+        if not sets:
             return
         with subprocess.Popen(
             ["nice", "-n", str(_LEAST_NICE), *_COMMAND],
@@ -99,14 +99,14 @@ def _plan_ahead(asked: dict[str, Any], present: Places) -> None:
         ) as planner:
             assert planner.stdin is not None
             assert planner.stdout is not None
-            planner.stdin.write(json.dumps(asked | {"present": left}))
+            planner.stdin.write(json.dumps(request | {"present": sets}))
             planner.stdin.close()
-            for places, line in zip(left, planner.stdout, strict=False):
+            for places, line in zip(sets, planner.stdout, strict=False):
                 if "error" not in json.loads(line):
-                    job.set(_key(asked, places), line)
+                    job.set(_key(request, places), line)
 
 
-def _key(asked: dict[str, Any], present: Places) -> str:
-    """Where in the store the plan for these nodes is."""
-    text = json.dumps([asked, read_text(asked["cluster"]), sorted(map(list, present))], sort_keys=True)
+def _key(request: dict[str, Any], present: Places) -> str:
+    """Return the key of the plan for these nodes in the job's store."""
+    text = json.dumps([request, read_text(request["cluster"]), sorted(map(list, present))], sort_keys=True)
     return f"plans/{hashlib.sha256(text.encode()).hexdigest()}"

@@ -1,4 +1,4 @@
-"""The command's side: what is wanted is checked, the lab is started, waited for, and ended with us."""
+"""The command's side of the testbed: checks the request, starts the lab, waits for it and ends it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def run_testbed(
         folder: the run folder, new or empty; ``None``: one with a name of the time.
         speeds: ``paced``, ``quota`` or ``none``.
         links: ``on`` or ``off``.
-        gpus: of the file, that the job's ranks are, as ``0,1``; ``None``: all.
-        program: what torchrun is to start; nothing: only measure.
+        gpus: GPUs of the file that the job's ranks are, as ``0,1``; ``None``: all.
+        program: the program for torchrun; empty: only measure.
         throttles: GPUs that are slower for a while, as `parse_throttle` reads them; paced jobs only.
-        quiet: what the job prints goes to standard error: standard output is for a document.
+        quiet: print the job's output on standard error, since standard output is for a document.
 
     Returns:
         The exit code, and what was measured if it came to that.
@@ -126,7 +126,7 @@ def _claim(folder: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _supervised(lab: Lab, quiet: bool) -> Iterator[subprocess.Popen[bytes]]:
-    """The lab's first process; with the context every process of the lab is gone."""
+    """Run the lab's first process; when the context ends, so does every process of the lab."""
     process = subprocess.Popen(
         [
             *command_prefix(lab.isolation),

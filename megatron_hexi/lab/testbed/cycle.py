@@ -1,4 +1,4 @@
-"""The synthetic load that speeds are measured with: what one cycle of it is, and how long a device takes."""
+"""The synthetic load that speeds are measured with, and the time of one cycle of it on a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENS, WIDTH, HEADS, HEAD_DIM = 256, 512, 2, 128
 
 
 def cycle_seconds(device: Device) -> float:
-    """Time of one cycle in fp32 by the device's curves."""
+    """Return the seconds of one cycle in fp32 by the device's curves."""
     product = 2 * TOKENS * WIDTH**2
     attention = 4 * HEADS * HEAD_DIM * TOKENS**2 / 2
     causal = device.attention(KERNEL).causal
@@ -25,6 +25,6 @@ def cycle_seconds(device: Device) -> float:
 
 
 def fp32_factor(device: Device) -> float:
-    """How fast fp32 is beside the curves, which are those of 16-bit types where the device has them."""
+    """Return the ratio of fp32 to 16-bit rates by datasheet; 1 where the device lacks either."""
     half, single = device.nominal.bf16 or device.nominal.fp16, device.nominal.fp32
     return single / half if half and single else 1.0

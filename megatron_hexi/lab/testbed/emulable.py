@@ -1,4 +1,4 @@
-"""What of a cluster file cannot be emulated: refused by name, with the place in the file."""
+"""Refuses a cluster file's features that cannot be emulated, with their place in the file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _SAME_RATIO = 0.01
 
 
 def check_emulable(cluster: Cluster, source: YamlFile, speeds: Speeds, *, links: bool) -> None:
-    """Refuse what the testbed cannot be.
+    """Refuse a cluster that the testbed cannot emulate.
 
     Args:
-        cluster: what is to be emulated.
+        cluster: the cluster to emulate.
         source: its file, for lines.
-        speeds: how ranks are to be made slow.
+        speeds: method that makes ranks slow.
         links: whether the file's links are wanted.
 
     Raises:
@@ -70,7 +70,7 @@ def _check_links(cluster: Cluster, source: YamlFile) -> None:
 
 
 def _check_one_speed(cluster: Cluster, source: YamlFile) -> None:
-    """Every device must be as much faster than the first in attention as it is in matrix products."""
+    """Refuse devices whose speedup over the first differs between attention and matrix products."""
     first = cluster.ranks[0].device
     for number, entry in enumerate(cluster.file.nodes):
         device = cluster.ranks[cluster.nodes[cluster.file.node_numbers[entry.name].start].ranks[0]].device
@@ -83,6 +83,6 @@ def _check_one_speed(cluster: Cluster, source: YamlFile) -> None:
 
 
 def _top(device: Device) -> dict[str, float]:
-    """The last rate of each curve, TFLOP/s."""
+    """Return the last rate of each curve, TFLOP/s."""
     curves = {"matmul": device.layer_matmul} | device.attention(KERNEL).curves
     return {name: curve.rates[-1] for name, curve in curves.items()}

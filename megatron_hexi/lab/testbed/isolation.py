@@ -25,7 +25,7 @@ _NAMESPACES = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-p
 
 
 def check_tools() -> None:
-    """Refuse a machine that lacks a program that the testbed is made of.
+    """Refuse a machine that lacks a program that the testbed needs.
 
     Raises:
         PlatformError: it does; names the package.
@@ -36,7 +36,7 @@ def check_tools() -> None:
 
 
 def find_isolation() -> Isolation:
-    """The best that this user may have on this machine; tried, not guessed."""
+    """Return the strongest isolation that this user may have on this machine, found by trying."""
     kinds: tuple[Isolation, ...] = ("root", "user namespace") if os.geteuid() == 0 else ("user namespace",)
     for kind in kinds:
         tried = subprocess.run([*command_prefix(kind), "true"], capture_output=True, check=False)
@@ -46,7 +46,7 @@ def find_isolation() -> Isolation:
 
 
 def command_prefix(isolation: Isolation) -> list[str]:
-    """Words before a command that put it into namespaces of its own and let it die with its parent."""
+    """Return the words before a command that give it namespaces of its own and end it with its parent."""
     if isolation == "none":
         return [*_DIE_WITH_PARENT]
     user = ("--user", "--map-root-user") if isolation == "user namespace" else ()
@@ -54,7 +54,7 @@ def command_prefix(isolation: Isolation) -> list[str]:
 
 
 def go_first(lab: Lab) -> None:
-    """Let other work on the machine disturb this process less, and what it starts; needs root.
+    """Raise the scheduling priority of this process and its children; needs root.
 
     Linux may share the cores among sessions first, each with a weight of its own; torchrun gives every rank
     a session.

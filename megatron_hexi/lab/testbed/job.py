@@ -37,12 +37,12 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended.
+    """The outcome of a job.
 
     Args:
         code: the exit code of the rank that failed first, torchrun's if no rank has said why, or 0.
-        records: what each rank says of itself; ``None`` for one that was killed.
-        failure: what to tell the user.
+        records: record of each rank; ``None`` for a rank that was killed.
+        failure: error message for the user.
     """
 
     code: int
@@ -55,9 +55,9 @@ def run_job(lab: Lab, cluster: Cluster, name: str, program: Sequence[str], *, sh
 
     Args:
         lab: the lab.
-        cluster: what it emulates.
-        name: of the job's logs and records.
-        program: as torchrun takes it after its own options.
+        cluster: the cluster that it emulates.
+        name: name of the job's logs and records.
+        program: torchrun's arguments after its own options.
         show: pass on what the first and the last rank print.
     """
     count = len(lab.gpus)
@@ -128,13 +128,13 @@ def _start_node(
 
 
 def _used_nodes(lab: Lab, cluster: Cluster) -> Counter[int]:
-    """How many ranks of the job each node has, in order; without nodes that have none."""
+    """Return the number of the job's ranks on each node, in order; without nodes that have none."""
     return Counter(cluster.ranks[gpu].node for gpu in lab.gpus)
 
 
 @contextmanager
 def _followed(logs: Sequence[Path]) -> Iterator[Any]:
-    """A function that passes on what was written to these files since; it is called once more at the end."""
+    """Yield a function that prints what was appended to these files; it is called once more at the end."""
     read = dict.fromkeys(logs, 0)
 
     def follow() -> None:
@@ -157,7 +157,7 @@ def _followed(logs: Sequence[Path]) -> Iterator[Any]:
 def _explain(
     lab: Lab, cluster: Cluster, name: str, records: list[dict[str, Any] | None], shown: Sequence[Path]
 ) -> Ended:
-    """The rank that failed first, and the end of what it said if that was not shown yet."""
+    """Return the rank that failed first, with the end of its log if that was not shown yet."""
     failed = [(rank, record) for rank, record in enumerate(records) if record and record["exit_code"]]
     if not failed:
         logs = ", ".join(str(lab.folder / f"{name}-node-{n}.log") for n in _used_nodes(lab, cluster))

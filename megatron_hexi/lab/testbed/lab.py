@@ -1,4 +1,4 @@
-"""What the command asks of the lab, as a file in the run folder, and where everything there stands."""
+"""The request of the command to the lab, as a file in the run folder, and the paths of all files there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JOB = "job"
 
 
 class UntrueError(HexiError):
-    """The testbed is not the cluster that the file describes: its figures must not be used."""
+    """The testbed is off from the file's cluster by more than the tolerance: do not use its figures."""
 
     exit_code = 4
 
@@ -36,7 +36,7 @@ class Quota:
     Args:
         cgroup: folder of its control group.
         core: the core that it is pinned to.
-        share: of that core, 0 to 1.
+        share: share of that core, 0 to 1.
     """
 
     cgroup: str
@@ -46,16 +46,16 @@ class Quota:
 
 @dataclass(frozen=True)
 class Lab:
-    """One run of the testbed.
+    """A run of the testbed.
 
     Args:
         folder: the run folder, absolute; its `cluster` is the file that is emulated.
-        speeds: how ranks are made slow.
+        speeds: method that makes ranks slow.
         links: whether each node and rank has a network namespace with the file's links.
-        isolation: by what right the lab has namespaces of its own.
+        isolation: how the lab gets namespaces of its own.
         gpus: the GPUs of the file that the job's ranks are, in rank order.
-        quotas: of each GPU of the file, with ``speeds = quota``.
-        program: what torchrun starts, with its arguments; nothing: only measure.
+        quotas: quota of each GPU of the file, with ``speeds = quota``.
+        program: the program for torchrun, with its arguments; empty: only measure.
         throttles: GPUs that are slower for a while in the job, with ``speeds = paced``.
     """
 
@@ -75,15 +75,15 @@ class Lab:
 
     @property
     def result(self) -> Path:
-        """What was measured."""
+        """Path of the document with all measurements."""
         return self.folder / "testbed.json"
 
     def log(self, job: str, rank: int) -> Path:
-        """Everything that a rank prints."""
+        """Return the path of a rank's output."""
         return self.folder / f"{job}-rank-{rank}.log"
 
     def record(self, job: str, rank: int) -> Path:
-        """What a rank says of itself when it ends."""
+        """Return the path of the record that a rank writes when it ends."""
         return self.folder / f"{job}-rank-{rank}.json"
 
 
@@ -97,7 +97,7 @@ def write_lab(lab: Lab) -> None:
 
 
 def read_lab(folder: str | os.PathLike[str]) -> Lab:
-    """What `write_lab` has written."""
+    """Read the lab that `write_lab` has written."""
     data = json.loads((Path(folder) / "lab.json").read_text())
     quotas = tuple(Quota(**quota) for quota in data["quotas"])
     lists = {"gpus": tuple(data["gpus"]), "quotas": quotas, "program": tuple(data["program"])}

@@ -1,4 +1,4 @@
-"""What the links of the lab carry: plain TCP between ranks, all nodes at once, as gloo would send."""
+"""Measures the lab's links: plain TCP between ranks, all nodes at once, as gloo would send."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class LinkMeasured:
-    """One way between two ranks.
+    """A measurement of the link between two ranks, in one direction.
 
     Args:
         source: the rank that sends.
         target: the one that receives.
         tier: ``node`` inside a node, ``network`` between nodes.
         asked_gb_s: bandwidth by the file, 10^9 bytes/s.
-        measured_gb_s: of a message of a second.
-        file_latency_us: by the file; it is not emulated.
+        measured_gb_s: measured bandwidth, of a message that takes a second.
+        file_latency_us: latency by the file; it is not emulated.
         measured_latency_us: half a round trip of one byte.
     """
 
@@ -47,7 +47,7 @@ class LinkMeasured:
 
     @property
     def error(self) -> float:
-        """Relative to what was asked."""
+        """Error of the bandwidth, relative to the file's."""
         return self.measured_gb_s / self.asked_gb_s - 1
 
 
@@ -61,7 +61,7 @@ def measure_links(cluster: Cluster) -> list[LinkMeasured]:
     rounds = [[(a, b) for a, b in inside], [(b, a) for a, b in inside]] if inside else []
     for step in range(1, len(first)):
         rounds.append([(rank, first[(n + step) % len(first)]) for n, rank in enumerate(first)])
-    return [found for pairs in rounds for found in _measure_round(cluster, pairs)]
+    return [measurement for pairs in rounds for measurement in _measure_round(cluster, pairs)]
 
 
 def _measure_round(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> list[LinkMeasured]:
@@ -96,7 +96,7 @@ def _measure(cluster: Cluster, source: int, target: int, quiet: threading.Barrie
 
 
 def _send(address: tuple[str, int], size: int, quiet: threading.Barrier) -> float:
-    """Round trips of a byte, then the message; half the median of the round trips, s."""
+    """Send: round trips of a byte, then the message. Return half the median of the round trips, s."""
     trips = []
     with socket.create_connection(address, timeout=_TIMEOUT_S) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -112,7 +112,7 @@ def _send(address: tuple[str, int], size: int, quiet: threading.Barrier) -> floa
 
 
 def _receive(connection: socket.socket, size: int) -> float:
-    """The other end of `_send`; bytes/s once the stream is under way."""
+    """Receive what `_send` sends. Return bytes/s once the stream is under way."""
     connection.settimeout(_TIMEOUT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for _ in range(_ROUND_TRIPS):

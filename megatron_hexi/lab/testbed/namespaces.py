@@ -1,4 +1,4 @@
-"""Network namespaces of the lab by name, and work done inside one."""
+"""Network namespaces of the lab, and functions that run work in one."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FOLDER = Path("/run/netns")
 
 
 def prepare() -> None:
-    """Make room for names that only the lab sees. Needs the lab's own mount namespace."""
+    """Mount a folder for names that only the lab sees. Needs the lab's own mount namespace."""
     run("mount", "-t", "tmpfs", "tmpfs", "/run")
     _FOLDER.mkdir()
 
 
 def enter(name: str) -> None:
-    """Move the calling thread into a namespace, and what it starts from then on."""
+    """Move the calling thread, and the processes that it starts, into a namespace."""
     handle = os.open(_FOLDER / name, os.O_RDONLY)
     try:
         os.setns(handle, os.CLONE_NEWNET)
@@ -30,7 +30,7 @@ def enter(name: str) -> None:
 
 
 def within[T](name: str, work: Callable[[], T]) -> T:
-    """Do some work in a namespace: sockets, processes and ``/proc/sys/net`` are those of it."""
+    """Call a function in a namespace: sockets, processes and ``/proc/sys/net`` belong to it."""
     with ThreadPoolExecutor(1, initializer=enter, initargs=(name,)) as thread:
         return thread.submit(work).result()
 
@@ -42,10 +42,10 @@ def run(*words: str | Sequence[str]) -> None:
         PlatformError: it failed; with what it said.
     """
     command = [part for word in words for part in ([word] if isinstance(word, str) else word)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = " ".join(done.stderr.split())
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        text = " ".join(process.stderr.split())
         raise PlatformError(
-            f"`{' '.join(command)}` failed: {said}; the kernel must offer veth, bridge, sch_htb and cls_u32, "
+            f"`{' '.join(command)}` failed: {text}; the kernel must offer veth, bridge, sch_htb and cls_u32, "
             "or do without links: --links off"
         )

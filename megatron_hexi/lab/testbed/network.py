@@ -1,4 +1,4 @@
-"""The links of a cluster file, from namespaces, veth pairs, bridges and token buckets.
+"""Builds the links of a cluster file from namespaces, veth pairs, bridges and token buckets.
 
     rank --[its port]-- bridge of its node --[the node's link]-- bridge of the switch -- other nodes
 
@@ -31,22 +31,22 @@ _SWITCH = "switch"
 
 
 def node_namespace(node: int) -> str:
-    """Where a node's torchrun runs."""
+    """Return the name of the namespace of a node's torchrun."""
     return f"node-{node}"
 
 
 def rank_namespace(rank: int) -> str:
-    """Where a rank runs."""
+    """Return the name of a rank's namespace."""
     return f"rank-{rank}"
 
 
 def node_address(node: int) -> str:
-    """IPv4 address of a node's bridge; its ranks come after it."""
+    """Return the IPv4 address of a node's bridge; its ranks come after it."""
     return f"10.77.{node}.1"
 
 
 def rank_address(cluster: Cluster, rank: int) -> str:
-    """IPv4 address of a rank's port."""
+    """Return the IPv4 address of a rank's port."""
     place = cluster.ranks[rank]
     return f"10.77.{place.node}.{place.local + 2}"
 
@@ -79,7 +79,7 @@ def build_network(cluster: Cluster) -> None:
 
 
 def raise_loopback() -> None:
-    """Without links, all ranks are in the lab's one namespace, which begins with nothing that is up."""
+    """Bring up the loopback interface of the lab's namespace, which all ranks share without links."""
     run("ip", "link", "set", "lo", "up")
 
 
@@ -93,8 +93,8 @@ def _add_rank(cluster: Cluster, rank: int) -> None:
     run(ip, "link", "set", "eth0", "gso_max_size", str(_SEGMENT_BYTES))
     run(ip, "addr", "add", f"{address}/16", "dev", "eth0")
     run(ip, "link", "set", "eth0", "up")
-    own = cluster.nodes[cluster.ranks[rank].node]
-    inside, outside = own.bandwidth, own.cards.bandwidth if own.cards else own.bandwidth
+    owner = cluster.nodes[cluster.ranks[rank].node]
+    inside, outside = owner.bandwidth, owner.cards.bandwidth if owner.cards else owner.bandwidth
     node = f"10.77.{cluster.ranks[rank].node}.0/24"
     for change, subnet, bandwidth in (("change", "10.77.0.0/16", outside), ("add", node, inside)):
         route = (subnet, "dev", "eth0", "proto", "kernel", "scope", "link", "src", address)
@@ -103,7 +103,7 @@ def _add_rank(cluster: Cluster, rank: int) -> None:
 
 
 def _window(bandwidth: float) -> int:
-    """Segments that a connection may have on its way."""
+    """Return the number of segments that a connection may have in flight."""
     return math.ceil(max(_WINDOW_LEAST_BYTES, bandwidth * _WINDOW_S) / _SEGMENT_PAYLOAD)
 
 
@@ -130,10 +130,8 @@ def _add_bridge(name: str) -> None:
     run("ip", "-n", name, "link", "set", "bridge", "up")
 
 
-def _add_cable(one: tuple[str, str], other: tuple[str, str]) -> None:
-    run(
-        "ip", "-n", one[0], "link", "add", one[1], "type", "veth", "peer", "name", other[1], "netns", other[0]
-    )
+def _add_cable(a: tuple[str, str], b: tuple[str, str]) -> None:
+    run("ip", "-n", a[0], "link", "add", a[1], "type", "veth", "peer", "name", b[1], "netns", b[0])
 
 
 def _join_bridge(name: str, port: str) -> None:
@@ -141,7 +139,7 @@ def _join_bridge(name: str, port: str) -> None:
 
 
 def _cap(name: str, port: str, bandwidth: float) -> None:
-    """What leaves through a port, in bytes/s of a TCP stream.
+    """Cap what leaves through a port at a bandwidth, bytes/s of a TCP stream.
 
     Acknowledgements pass the data that waits. Behind it, two streams that cross would empty each other's
     queue in turns and reach 75 to 80 % of the link (Zhang, Shenker and Clark, SIGCOMM 1991), which network

@@ -11,7 +11,7 @@ _PORTS = range(20000, 32768)
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
+    """Return a port of this machine that nobody listens at."""
     choose = random.SystemRandom()  # seeds of a test or a job must not give two jobs the same
     while True:
         port = choose.choice(_PORTS)

@@ -33,7 +33,7 @@ _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 
 def assign_shares(cluster: Cluster, cores: Sequence[int]) -> list[tuple[int, float]]:
-    """A core and a share of it for each rank: the largest first, each to the core with least to do.
+    """Return a core and a share of it for each rank: the largest first, each to the least loaded core.
 
     Raises:
         PlatformError: a rank would get less than the kernel grants.
@@ -54,18 +54,18 @@ def assign_shares(cluster: Cluster, cores: Sequence[int]) -> list[tuple[int, flo
 
 
 def correct_shares(quotas: Sequence[Quota], speeds: Mapping[int, float]) -> tuple[Quota, ...]:
-    """Quotas with more for those that were too slow, less for those that were too fast; they hold at once.
+    """Return quotas raised for ranks that were too slow and lowered for others; they take effect at once.
 
     Args:
-        quotas: of each GPU of the file.
-        speeds: of GPUs, by number: what was measured, as a part of what was asked.
+        quotas: quota of each GPU of the file.
+        speeds: measured over requested speed, by number of the GPU.
     """
-    wanted = [quota.share / speeds.get(gpu, 1.0) for gpu, quota in enumerate(quotas)]
+    shares = [quota.share / speeds.get(gpu, 1.0) for gpu, quota in enumerate(quotas)]
     load: dict[int, float] = {}
-    for quota, share in zip(quotas, wanted, strict=True):
+    for quota, share in zip(quotas, shares, strict=True):
         load[quota.core] = load.get(quota.core, 0.0) + share
     unit = _USABLE / max(load.values())
-    corrected = tuple(replace(quota, share=unit * share) for quota, share in zip(quotas, wanted, strict=True))
+    corrected = tuple(replace(quota, share=unit * share) for quota, share in zip(quotas, shares, strict=True))
     for quota in corrected:
         _limit(quota)
     return corrected
@@ -73,7 +73,7 @@ def correct_shares(quotas: Sequence[Quota], speeds: Mapping[int, float]) -> tupl
 
 @contextmanager
 def rank_quotas(cluster: Cluster) -> Iterator[tuple[Quota, ...]]:
-    """Control groups of all ranks; removed when the context is left, or when this process is killed.
+    """Yield the quotas of all ranks; their control groups are removed at the end, even if we are killed.
 
     Raises:
         PlatformError: they may not be made here.
@@ -102,7 +102,7 @@ def rank_quotas(cluster: Cluster) -> Iterator[tuple[Quota, ...]]:
 
 
 def _make_root(root: Path) -> None:
-    """The group of all ranks; a share counts only if nobody else takes the core meanwhile."""
+    """Create the control group of all ranks, with a weight that keeps other processes off their cores."""
     root.mkdir()
     if _is_v1():
         (root / "cpu.shares").write_text(str(_WEIGHT * 1024))

@@ -1,4 +1,4 @@
-"""What a testbed was measured to be, for a terminal."""
+"""The report of a testbed's measurements, for a terminal."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rich.table import Table
 from rich.text import Text
 
 
-def testbed_report(found: Mapping[str, Any]) -> RenderableType:
-    """Speeds and links, asked and measured, and how a paced job kept its pace.
+def testbed_report(document: Mapping[str, Any]) -> RenderableType:
+    """Return tables of speeds and links, requested and measured, and of how a paced job kept its pace.
 
     Args:
-        found: the document of testbed.json.
+        document: the document of testbed.json.
     """
-    parts: list[RenderableType] = [Text(found["method"])]
-    names = {row["gpu"]: row["name"] for row in found["gpus"]}
-    for when, measured in found["measured"].items():
+    parts: list[RenderableType] = [Text(document["method"])]
+    names = {row["gpu"]: row["name"] for row in document["gpus"]}
+    for when, measured in document["measured"].items():
         if measured["speeds"]:
             parts.append(_speeds(when, measured["speeds"], names))
         if measured["links"]:
             parts.append(_links(when, measured["links"], names))
-    if found["pace"]:
-        parts.append(_pace(found["pace"], names))
-    if not found["links_emulated"]:
+    if document["pace"]:
+        parts.append(_pace(document["pace"], names))
+    if not document["links_emulated"]:
         parts.append(Text("links: NOT emulated"))
     return Group(*parts)
 

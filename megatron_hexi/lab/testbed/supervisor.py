@@ -41,7 +41,7 @@ _METHODS = {
 
 
 class Measured(NamedTuple):
-    """What was measured at one moment."""
+    """The measurements before or after the job."""
 
     links: list[LinkMeasured]
     speeds: list[truth.SpeedMeasured]
@@ -91,19 +91,19 @@ def main(folder: str) -> int:
 
 
 def _measure(lab: Lab, cluster: Cluster, when: str, *, load: bool) -> Measured:
-    """Measure; what is off, again: other work on the machine comes and goes."""
-    found = Measured([], [])
+    """Measure links and speeds; repeat those that are off, since other work on the machine comes and goes."""
+    measured = Measured([], [])
     for attempt in range(1, _ATTEMPTS + 1):
         again = f", attempt {attempt} of {_ATTEMPTS}" if attempt > 1 else ""
-        if lab.links and (attempt == 1 or truth.link_problems(cluster, found.links)):
+        if lab.links and (attempt == 1 or truth.link_problems(cluster, measured.links)):
             _say(f"measuring links {when}{again}")
-            found = found._replace(links=measure_links(cluster))
-        if load and (attempt == 1 or truth.speed_problems(cluster, found.speeds, lab.speeds)):
+            measured = measured._replace(links=measure_links(cluster))
+        if load and (attempt == 1 or truth.speed_problems(cluster, measured.speeds, lab.speeds)):
             _say(f"measuring speeds {when}{again}")
-            found = found._replace(speeds=_measure_speeds(lab, cluster, f"load-{when}-{attempt}"))
-        if not _problems(lab, cluster, found):
+            measured = measured._replace(speeds=_measure_speeds(lab, cluster, f"load-{when}-{attempt}"))
+        if not _problems(lab, cluster, measured):
             break
-    return found._replace(attempts=attempt)
+    return measured._replace(attempts=attempt)
 
 
 def _measure_speeds(lab: Lab, cluster: Cluster, name: str) -> list[truth.SpeedMeasured]:
@@ -170,8 +170,8 @@ def _document(
     }
 
 
-def _rows(found: Sequence[Any]) -> list[dict[str, Any]]:
-    return [asdict(item) | {"error": item.error} for item in found]
+def _rows(items: Sequence[Any]) -> list[dict[str, Any]]:
+    return [asdict(item) | {"error": item.error} for item in items]
 
 
 def _say(message: str) -> None:

@@ -1,4 +1,4 @@
-"""Throttles: a GPU that is slower for a while, as its curves say it is not."""
+"""Throttles: GPUs that are slower than their curves for a while."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SPELLING = re.compile(
 
 @dataclass(frozen=True)
 class Throttle:
-    """One GPU at another speed for some time.
+    """A GPU at another speed for some time.
 
     Args:
         gpu: its number in the cluster file.
-        factor: on all its curves.
-        begin_s: since the rank's first paced operation.
-        end_s: likewise; ``None``: until the job ends.
+        factor: factor on all its curves.
+        begin_s: begin, s after the rank's first paced operation.
+        end_s: end, s after that; ``None``: until the job ends.
     """
 
     gpu: int
@@ -30,27 +30,27 @@ class Throttle:
     end_s: float | None = None
 
     def holds(self, seconds: float) -> bool:
-        """Whether it is in force so long after the first paced operation."""
+        """Return whether the throttle is active, by seconds since the first paced operation."""
         return self.begin_s <= seconds and (self.end_s is None or seconds < self.end_s)
 
 
 def parse_throttle(text: str, gpus: int) -> Throttle:
-    """A throttle as it is typed: ``2=0.5@60..180``, GPU 2 at half its speed from second 60 to 180.
+    """Parse a throttle: ``2=0.5@60..180`` is GPU 2 at half its speed from second 60 to 180.
 
     Args:
         text: the words.
-        gpus: of the cluster.
+        gpus: number of GPUs of the cluster.
 
     Raises:
         HexiError: they say something else.
     """
-    found = _SPELLING.fullmatch(text)
-    if found is not None:
-        end = found["end"]
+    match = _SPELLING.fullmatch(text)
+    if match is not None:
+        end = match["end"]
         throttle = Throttle(
-            int(found["gpu"]),
-            float(found["factor"]),
-            float(found["begin"]),
+            int(match["gpu"]),
+            float(match["factor"]),
+            float(match["begin"]),
             None if end is None else float(end),
         )
         later = throttle.end_s is None or throttle.end_s > throttle.begin_s
@@ -63,7 +63,7 @@ def parse_throttle(text: str, gpus: int) -> Throttle:
 
 
 def speed_at(throttles: Iterable[Throttle], seconds: float) -> float:
-    """The factor on a GPU's curves, given its throttles."""
+    """Return the factor on a GPU's curves at a time, given its throttles."""
     factor = 1.0
     for throttle in throttles:
         if throttle.holds(seconds):

@@ -1,4 +1,4 @@
-"""Is the testbed the cluster that the file describes? What was asked, what was measured, what is off."""
+"""Compares the testbed with the cluster file: requested and measured figures, and those that are off."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron_hexi.lab.testbed.links import LinkMeasured
 
 @dataclass(frozen=True)
 class SpeedMeasured:
-    """One GPU's speed under the synthetic load.
+    """A measurement of one GPU's speed under the synthetic load.
 
     Args:
         gpu: its number in the file.
         asked_s: time of a cycle of the load. Paced: by the file. Quota: in the file's ratios, with the mean
             speed of all as it was measured.
-        measured_s: by the wall clock.
+        measured_s: measured seconds of a cycle.
     """
 
     gpu: int
@@ -31,24 +31,24 @@ class SpeedMeasured:
 
     @property
     def error(self) -> float:
-        """Of the speed, relative to what was asked."""
+        """Error of the speed, relative to the requested one."""
         return self.asked_s / self.measured_s - 1
 
 
 @dataclass(frozen=True)
 class PaceMeasured:
-    """How well a rank of a paced job kept its pace.
+    """A measurement of how well a rank of a paced job kept its pace.
 
     Args:
         gpu: its number in the file.
         operations: paced ones.
         asked_s: their modelled time.
-        measured_s: what they took in all: modelled, and lost.
-        overrun: by how much of the modelled time operations computed longer than modelled.
-        paced_share: of the time from the first operation to the last.
-        unmodelled_share: of that time, work between operations, which is not modelled.
-        exposed_share: of that time, unmodelled work that may have kept other ranks waiting.
-        busy_share: of the modelled time, really computed; the rest is head-room.
+        measured_s: seconds that they took: modelled, and lost.
+        overrun: share of the modelled time by which operations computed longer than modelled.
+        paced_share: share of the time from the first operation to the last in paced operations.
+        unmodelled_share: share of that time in work between operations, which is not modelled.
+        exposed_share: share of that time in unmodelled work that may have kept other ranks waiting.
+        busy_share: share of the modelled time really computed; the rest is head-room.
     """
 
     gpu: int
@@ -63,22 +63,22 @@ class PaceMeasured:
 
     @property
     def error(self) -> float:
-        """Of the speed, relative to what was asked."""
+        """Error of the speed, relative to the requested one."""
         return self.asked_s / self.measured_s - 1
 
 
 def read_speeds(lab: Lab, cluster: Cluster, job: str) -> list[SpeedMeasured]:
-    """What the ranks have printed at the end of a run of the synthetic load."""
-    asked = [cycle_seconds(cluster.ranks[gpu].device) for gpu in lab.gpus]
-    measured = [_seconds_a_cycle(lab.log(job, rank)) for rank in range(len(asked))]
+    """Read the speeds that the ranks printed at the end of a run of the synthetic load."""
+    asked_s = [cycle_seconds(cluster.ranks[gpu].device) for gpu in lab.gpus]
+    measured_s = [_seconds_a_cycle(lab.log(job, rank)) for rank in range(len(asked_s))]
     if lab.speeds == "quota":
-        unit = sum(1 / seconds for seconds in asked) / sum(1 / seconds for seconds in measured)
-        asked = [unit * seconds for seconds in asked]
-    return [SpeedMeasured(*row) for row in zip(lab.gpus, asked, measured, strict=True)]
+        unit = sum(1 / seconds for seconds in asked_s) / sum(1 / seconds for seconds in measured_s)
+        asked_s = [unit * seconds for seconds in asked_s]
+    return [SpeedMeasured(*row) for row in zip(lab.gpus, asked_s, measured_s, strict=True)]
 
 
 def read_pace(lab: Lab, records: Sequence[dict[str, Any] | None]) -> list[PaceMeasured]:
-    """How each rank of a paced job kept its pace; without those that computed nothing that is paced."""
+    """Return the pace of each rank of a paced job; without ranks that had no paced operation."""
     return [
         _pace(gpu, record["pace"])
         for gpu, record in zip(lab.gpus, records, strict=True)
@@ -87,7 +87,7 @@ def read_pace(lab: Lab, records: Sequence[dict[str, Any] | None]) -> list[PaceMe
 
 
 def link_problems(cluster: Cluster, links: Sequence[LinkMeasured]) -> list[str]:
-    """What is wrong with the links, a line each."""
+    """Return the errors of links that are off, one line each."""
     return [
         f"link from {cluster.rank_name(link.source)} to {cluster.rank_name(link.target)}: asked "
         f"{link.asked_gb_s:.4g} GB/s, measured {link.measured_gb_s:.4g} ({link.error:+.1%}); "
@@ -98,7 +98,7 @@ def link_problems(cluster: Cluster, links: Sequence[LinkMeasured]) -> list[str]:
 
 
 def speed_problems(cluster: Cluster, speeds: Sequence[SpeedMeasured], method: Speeds) -> list[str]:
-    """What is wrong with the speeds under the synthetic load, a line each."""
+    """Return the errors of speeds that are off under the synthetic load, one line each."""
     remedy = {
         "paced": "this machine is too slow or too busy: lower all curves of the file by one factor",
         "quota": "this machine is too busy: try again, or take --speeds paced",
@@ -113,21 +113,21 @@ def speed_problems(cluster: Cluster, speeds: Sequence[SpeedMeasured], method: Sp
 
 
 def pace_problems(cluster: Cluster, paces: Sequence[PaceMeasured]) -> list[str]:
-    """What is wrong with the pace of a job, a line each."""
-    found = []
+    """Return the errors of ranks of a job that did not keep their pace, one line each."""
+    problems = []
     for pace in paces:
         who = f"GPU {pace.gpu} ({cluster.rank_name(pace.gpu)})"
         remedy = "lower all curves of the file by one factor, or take fewer ranks"
         if pace.overrun > TOLERANCE:
-            found.append(
+            problems.append(
                 f"{who}: operations overran their modelled time by {pace.overrun:.1%} of it; {remedy}"
             )
         if abs(pace.error) > TOLERANCE:
-            found.append(
+            problems.append(
                 f"{who}: asked {pace.asked_s:.4g} s of paced work, measured {pace.measured_s:.4g} "
                 f"(speed {pace.error:+.1%}); {remedy}"
             )
-    return found
+    return problems
 
 
 def _pace(gpu: int, pace: dict[str, Any]) -> PaceMeasured:

@@ -1,1 +1,1 @@
-"""The planner's part in re-planning. It runs as a process of its own next to rank 0 (`advisor`)."""
+"""The planner's part in re-planning. It runs in a separate process next to rank 0 (`advisor`)."""

@@ -1,4 +1,4 @@
-"""``python -m megatron_hexi.replan.planning.advisor``: the planner beside rank 0 of a job that runs.
+"""``python -m megatron_hexi.replan.planning.advisor``: the planner next to rank 0 of a running job.
 
 It reads one JSON document a line and answers each with one. The first says what is trained, where and by
 which plan (`Advisor`); each of the others what ranks measured (`Advisor.advise`). It plans at a low priority,
@@ -29,15 +29,15 @@ _NICE = 10
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do after some iterations.
+    """Advice after some iterations: keep the plan, or swap.
 
     Args:
-        iteration: the last that was looked at.
-        speeds: of each rank, relative to the fastest, by its own history.
+        iteration: number of the last iteration considered.
+        speeds: speed of each rank, relative to the fastest, by its own history.
         changed: ranks whose speed has changed since the last advice.
         present_s: seconds of an iteration under the present plan at these speeds, as predicted.
-        best_s: under the best that was found.
-        plan: to swap to; ``None``: keep the present one.
+        best_s: the same under the best plan found.
+        plan: plan to swap to; ``None``: keep the present one.
         reason: why.
     """
 
@@ -51,17 +51,17 @@ class Advice:
 
     @property
     def gain(self) -> float:
-        """The part of an iteration that the best plan saves."""
+        """Share of an iteration that the best plan saves."""
         return 1 - self.best_s / self.present_s
 
 
 class Advisor:
-    """Follows a job.
+    """Follows the ranks' speeds in a job and looks for better plans.
 
     Args:
-        plan: that the job begins with.
-        job: what it trains.
-        cluster: as its file says; speeds are relative to it.
+        plan: the job's first plan.
+        job: the job.
+        cluster: the cluster of the file; speeds are relative to it.
         threshold: the least gain that is worth a swap, as a part of an iteration.
         interval: iterations in which a swap must pay back.
         packed: whether sequences consist of documents: their lengths change the work of all ranks alike, so
@@ -92,16 +92,16 @@ class Advisor:
         self._follow(plan)
 
     def swapped(self, plan: Plan) -> None:
-        """The job goes on under another plan; what is known of ranks' speeds stays."""
+        """Continue under another plan; the ranks' speeds stay known."""
         self._follow(plan)
 
     def advise(self, iteration: int, busy_s: Sequence[Sequence[float]], swap_s: float) -> Advice:
-        """Look at what was measured.
+        """Return advice from measured times.
 
         Args:
             iteration: the last one that was measured.
-            busy_s: of each iteration, each rank's seconds without waiting.
-            swap_s: what a swap takes.
+            busy_s: seconds without waiting, by iteration and rank.
+            swap_s: seconds of a swap.
         """
         for row in busy_s:
             self._note([busy / work for busy, work in zip(row, self._work_s, strict=True)])
@@ -112,8 +112,8 @@ class Advisor:
         model = CostModel(self._job, cluster)
         if self._cut is None or self._cut[0] != speeds:
             self._cut = speeds, self._cut_anew(model)
-        other = self._cut[1]
-        present, best = model.timing(self._plan), model.timing(other)
+        new_plan = self._cut[1]
+        present, best = model.timing(self._plan), model.timing(new_plan)
         before, after = present.phases.total, best.phases.total
         changed, self._changed = tuple(sorted(self._changed)), set()
         plan: Plan | None = None
@@ -124,15 +124,17 @@ class Advisor:
         elif (before - after) * self._interval <= swap_s:
             reason = "the gain does not pay back the swap within an interval"
         else:
-            plan, reason = other, "the gain passes the threshold"
+            plan, reason = new_plan, "the gain passes the threshold"
         return Advice(iteration, speeds, changed, before, after, plan, reason)
 
     def _cut_anew(self, model: CostModel) -> Plan:
-        """The better of two cuts: the search is local, and the job's first plan is a way out of a bad one."""
+        """Return the better of two new plans, from the present and from the first: the search is local."""
         starts = {id(plan): plan for plan in (self._plan, self._first)}
         plans = [recut(plan, self._job, model.cluster, self._shares) for plan in starts.values()]
         timings = [model.timing(plan) for plan in plans]
-        best = min(range(len(plans)), key=lambda one: (not timings[one].fits, timings[one].phases.total))
+        best = min(
+            range(len(plans)), key=lambda number: (not timings[number].fits, timings[number].phases.total)
+        )
         return plans[best]
 
     def _follow(self, plan: Plan) -> None:
@@ -151,7 +153,9 @@ class Advisor:
                 self._changed.add(rank)
 
     def _speeds(self) -> tuple[float, ...]:
-        """Of each rank; those of a tensor-parallel unit wait for each other, and share one."""
+        """Return each rank's speed relative to the fastest; a tensor-parallel unit has its slowest
+        rank's.
+        """
         levels = [history.level for history in self._histories]
         width = self._job.tensor_parallel
         units = [max(levels[first : first + width]) for first in range(0, len(levels), width)]
@@ -160,7 +164,7 @@ class Advisor:
 
 
 def answer(advice: Advice) -> dict[str, Any]:
-    """An advice as a document."""
+    """Return an advice as a document."""
     plan = advice.plan
     return {
         "iteration": advice.iteration,
@@ -180,21 +184,21 @@ def main() -> None:
     os.nice(_NICE)
     advisor: Advisor | None = None
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
             if advisor is None:
-                job = Job(**asked["job"] | {"model": Model(**asked["model"])})
-                plan, cluster = _plan(asked["plan"]), read_cluster(asked["cluster"])
-                how = (asked["threshold"], asked["interval"], asked["packed"], asked["shares"])
+                job = Job(**request["job"] | {"model": Model(**request["model"])})
+                plan, cluster = _plan(request["plan"]), read_cluster(request["cluster"])
+                how = (request["threshold"], request["interval"], request["packed"], request["shares"])
                 advisor = Advisor(plan, job, cluster, *how)
-                found: dict[str, Any] = {}
+                document: dict[str, Any] = {}
             else:
-                if asked["swapped"] is not None:
-                    advisor.swapped(_plan(asked["swapped"]))
-                found = answer(advisor.advise(asked["iteration"], asked["busy_s"], asked["swap_s"]))
+                if request["swapped"] is not None:
+                    advisor.swapped(_plan(request["swapped"]))
+                document = answer(advisor.advise(request["iteration"], request["busy_s"], request["swap_s"]))
         except HexiError as problem:
-            found = {"error": str(problem)}
-        print(json.dumps(found, allow_nan=False), flush=True)
+            document = {"error": str(problem)}
+        print(json.dumps(document, allow_nan=False), flush=True)
 
 
 def _plan(text: str) -> Plan:

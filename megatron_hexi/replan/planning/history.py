@@ -1,4 +1,4 @@
-"""One rank's history: at which level its times are, and whether that level has changed.
+"""Detects changes of a rank's speed from its history of times.
 
 A rank is held against itself only. Its samples are times relative to those that its plan predicts, so that a
 change of plan is none of the rank, and ranks with much work are not slow ones.
@@ -36,7 +36,7 @@ class RankHistory:
 
     @property
     def level(self) -> float:
-        """The median of the samples since the last change."""
+        """Median of the samples since the last change."""
         return median(self._samples)
 
     def add(self, sample: float) -> bool:
@@ -51,11 +51,11 @@ class RankHistory:
         *before, _, _, _, _, _ = self._samples
         latest = list(self._samples)[-WINDOW:]
         old, new = median(before), median(latest)
-        deviation = median(abs(one - old) for one in before) / _MAD
+        deviation = median(abs(value - old) for value in before) / _MAD
         if abs(new - old) <= max(_LEAST_CHANGE * old, _DEVIATIONS * deviation):
             return False
         middle = (old + new) / 2
-        if sum((one > middle) == (new > old) for one in latest) < WINDOW - 1:
+        if sum((value > middle) == (new > old) for value in latest) < WINDOW - 1:
             return False
         self._samples.clear()
         self._samples.extend(latest)

@@ -1,4 +1,4 @@
-"""A plan cut anew: the same ranks in the same groups, with other tokens, heads and segments.
+"""New tokens, heads and segments for a plan, with the same ranks in the same groups.
 
 Weights are replicated over a domain, so none moves. Which ranks form a group stays, and with it the process
 groups. The planner's balance is asked from the present plan. Where replicas may take other shares of the
@@ -27,26 +27,26 @@ _BUDGET = 40
 
 
 def recut(plan: Plan, job: Job, cluster: Cluster, shares: bool = False) -> Plan:
-    """The plan with the best tokens, heads and segments that are found for its groups on this cluster.
+    """Return the plan with the best tokens, heads and segments found for its groups on this cluster.
 
     Args:
-        plan: of stages that the job repeats.
-        job: of the plan.
-        cluster: at its present speeds.
+        plan: a plan whose job repeats its stages.
+        job: the plan's job.
+        cluster: the cluster at its present speeds.
         shares: whether replicas may take other numbers of micro-batches.
     """
-    found = _cut(plan, job, cluster)
+    recut_plan = _cut(plan, job, cluster)
     if not shares or len(plan.replicas) == 1:
-        return found
-    other = _dealt_again(found, job, cluster)
-    if other is None:
-        return found
-    model, other = CostModel(job, cluster), _cut(other, job, cluster)
-    return min(found, other, key=lambda one: model.timing(one).phases.total)
+        return recut_plan
+    reassigned = _dealt_again(recut_plan, job, cluster)
+    if reassigned is None:
+        return recut_plan
+    model, reassigned = CostModel(job, cluster), _cut(reassigned, job, cluster)
+    return min(recut_plan, reassigned, key=lambda candidate: model.timing(candidate).phases.total)
 
 
 def _dealt_again(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
-    """The plan with micro-batches dealt by speed; ``None`` where they are."""
+    """Return the plan with micro-batches assigned by speed; ``None`` if that changes nothing."""
     counts = [replica.micro_batches for replica in plan.replicas]
     present = [count for count in counts if count is not None]
     if len(present) < len(counts):
@@ -67,7 +67,7 @@ def _dealt_again(plan: Plan, job: Job, cluster: Cluster) -> Plan | None:
         dealt[dealt.index(0)] += 1
     if dealt == present:
         return None
-    replicas = [replace(one, micro_batches=n) for one, n in zip(plan.replicas, dealt, strict=True)]
+    replicas = [replace(replica, micro_batches=n) for replica, n in zip(plan.replicas, dealt, strict=True)]
     return replace(plan, replicas=tuple(replicas))
 
 
@@ -82,8 +82,8 @@ def _cut(plan: Plan, job: Job, cluster: Cluster) -> Plan:
 def _stage(stage: Stage, plan: Plan, number: int, job: Job, cluster: Cluster) -> Stage:
     share = plan.replicas[number].micro_batches
     micro_batches = share or job.global_batch_size // job.micro_batch_size // len(plan.replicas)
-    own = replace(job, data_parallel=1, global_batch_size=micro_batches * job.micro_batch_size)
-    fleet = _fleet(stage.domain, plan, own, cluster)
+    stage_job = replace(job, data_parallel=1, global_batch_size=micro_batches * job.micro_batch_size)
+    fleet = _fleet(stage.domain, plan, stage_job, cluster)
     judge = Judge(fleet, plan.units)
     window = plan.exchange.window
     trial = judge.try_out(fleet, [_layout(stage.domain, micro_batches)], window)
@@ -99,7 +99,7 @@ def _stage(stage: Stage, plan: Plan, number: int, job: Job, cluster: Cluster) ->
 
 
 def _fleet(domain: Domain, plan: Plan, job: Job, cluster: Cluster) -> Fleet:
-    """The domain's members as units, in the order of their ranks."""
+    """Return the domain's members as the planner's units, in the order of their ranks."""
     gpus = rank_gpus(plan, len(cluster.ranks))
     devices: dict[tuple[int, ...], tuple[int, tuple[Device, ...]]] = {}
     units = []
@@ -120,7 +120,7 @@ def _fleet(domain: Domain, plan: Plan, job: Job, cluster: Cluster) -> Fleet:
 
 
 def _layout(domain: Domain, micro_batches: int) -> Layout:
-    """The domain as the planner moves it: the outermost group first, members in the order of their heads."""
+    """Return the domain as the planner's layout: outermost group first, members in order of heads."""
     number = {member.lead: unit for unit, member in enumerate(domain.members)}
     parts = []
     for group in sorted(domain.groups, key=lambda group: (not group.segments, group.segments)):

@@ -1,4 +1,4 @@
-"""From a session to that of another plan with the same ranks in the same groups; no weight moves."""
+"""Swap to another plan with the same ranks in the same groups; no weight moves."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_hexi.plan import Plan, Schedules, Share, deal_micro_batches, plan_
 
 
 def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
-    """The session of another plan with the same ranks in the same groups.
+    """Return the session of another plan with the same ranks in the same groups.
 
     Args:
-        session: under way.
+        session: the present session.
         plan: the other plan.
-        iteration: the first under it.
+        iteration: the first iteration under it.
 
     Raises:
         PlanError: the plan has other groups or another model, or other shares of the batch where Megatron
@@ -46,7 +46,7 @@ def swapped_session(session: Session, plan: Plan, iteration: int) -> Session:
 
 
 def swapped_shares(session: Session, plan: Plan) -> tuple[Share, ...] | None:
-    """What each replica takes of a global batch under another plan; ``None`` where Megatron deals.
+    """Return each replica's share of a global batch under another plan; ``None`` where Megatron assigns it.
 
     Raises:
         PlanError: its shares do not add up to the batch.
@@ -57,7 +57,7 @@ def swapped_shares(session: Session, plan: Plan) -> tuple[Share, ...] | None:
 
 
 def grouping(plan: Plan, dealt: bool) -> list[tuple[Any, ...]]:
-    """What must stay in a swap.
+    """Return the part of a plan that a swap must not change.
 
     Args:
         plan: the plan.
@@ -76,7 +76,7 @@ def grouping(plan: Plan, dealt: bool) -> list[tuple[Any, ...]]:
 
 
 def forget_positions() -> None:
-    """Drop what Megatron keeps of the old positions: rotary embeddings."""
+    """Clear Megatron's caches of rotary embeddings, which have the old positions."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 

@@ -1,4 +1,4 @@
-"""The planner's process as rank 0 sees it: what it is told of the job, asked and heard without waiting."""
+"""The planner's process as rank 0 uses it: asked, and its answers read, without waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_hexi.options.meaning import model_features
 
 
 class Advice:
-    """The planner's process, asked and heard without waiting; on rank 0.
+    """A connection to the planner's process that never blocks; on rank 0.
 
     Args:
         opening: the first document that it is given.
@@ -31,7 +31,7 @@ class Advice:
         self.ask(opening)
 
     def ask(self, document: dict[str, Any]) -> None:
-        """Send a document; nothing where the planner has ended."""
+        """Send a document; does nothing if the planner has ended."""
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(document) + "\n")
@@ -39,7 +39,7 @@ class Advice:
             self._answers.put({"error": "the planner's process has ended"})
 
     def hear(self) -> dict[str, Any] | None:
-        """The next answer, if it has come."""
+        """Return the next answer, or ``None`` if it has not arrived."""
         try:
             return self._answers.get_nowait()
         except queue.Empty:
@@ -52,7 +52,7 @@ class Advice:
 
 
 def model_document(args: Namespace) -> dict[str, Any]:
-    """The model as `megatron_hexi.cost.Model` takes it."""
+    """Return the arguments of `megatron_hexi.cost.Model` for this job."""
     return {
         "name": "the job's",
         "layers": args.num_layers,
@@ -67,7 +67,7 @@ def model_document(args: Namespace) -> dict[str, Any]:
 
 
 def job_document(args: Namespace, session: Session | None) -> dict[str, Any]:
-    """The job as `megatron_hexi.cost.Job` takes it, without its model."""
+    """Return the arguments of `megatron_hexi.cost.Job` for this job, without its model."""
     assert session is not None
     recompute: str | int = args.recompute_granularity or "none"
     if recompute == "full" and args.recompute_method == "block":
@@ -88,6 +88,6 @@ def job_document(args: Namespace, session: Session | None) -> dict[str, Any]:
 
 
 def may_move_shares(args: Namespace, session: Session | None) -> bool:
-    """Whether replicas may take other numbers of micro-batches: where the plan deals them, one at a time."""
+    """Return whether replicas' micro-batch counts may change: where the plan sets them, one at a time."""
     assert session is not None
     return session.share is not None and args.virtual_pipeline_model_parallel_size is None

@@ -59,11 +59,11 @@ _AGREEMENT = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Order:
-    """A swap that all ranks carry out.
+    """A command from rank 0 to swap plans, for all ranks.
 
     Args:
-        number: of the order, from 0.
-        iteration: before which they do.
+        number: number of the order, from 0.
+        iteration: iteration before which all ranks swap.
         plan: the plan, as YAML.
         final: whether no plan follows it.
     """
@@ -75,7 +75,7 @@ class Order:
 
 
 class Replanner:
-    """One rank's part in re-planning.
+    """Runs re-planning on one rank.
 
     Args:
         store: the job's store; a part of it that nothing else uses.
@@ -103,7 +103,7 @@ class Replanner:
         self._advice = advice(self._opening()) if self._rank == 0 else None
 
     def before_step(self, iteration: int) -> None:
-        """What is due before an iteration begins.
+        """Run re-planning's part before an iteration: read answers and orders, swap, report times.
 
         Raises:
             PlanError: ranks disagree on the plan that they were to swap to; on all of them.
@@ -118,7 +118,7 @@ class Replanner:
             self._report(iteration)
 
     def after_step(self, losses: Any) -> None:
-        """Note the loss where this rank knows it: of the last pipeline stage."""
+        """Store the loss on ranks that have it: those of the last pipeline stage."""
         loss = losses.get("lm loss") if isinstance(losses, dict) else None
         if loss is not None:
             self._losses.append(loss.detach())
@@ -145,7 +145,7 @@ class Replanner:
                 announce_share(self._order.iteration, shares[session.replica])
 
     def _carry_out(self, iteration: int, order: Order) -> None:
-        """Go on by the ordered plan, together with all other ranks."""
+        """Swap to the ordered plan, together with all other ranks."""
         begin = time.perf_counter()
         session = active_session()
         assert session is not None
@@ -186,9 +186,9 @@ class Replanner:
         elif "reason" in answer:
             self._decide(iteration, answer)
 
-    def _ask(self, due: int) -> None:
-        """Read what all ranks posted before the last iteration, and hand it to the planner."""
-        keys = [f"times/{due}/{rank}" for rank in range(self._ranks)]
+    def _ask(self, iteration: int) -> None:
+        """Read the times that all ranks posted before the last iteration, and send them to the planner."""
+        keys = [f"times/{iteration}/{rank}" for rank in range(self._ranks)]
         reports = [json.loads(report) for report in self._store.multi_get(keys)]
         for key in keys:
             self._store.delete_key(key)
@@ -198,14 +198,14 @@ class Replanner:
         count = min(len(report["busy_s"]) for report in reports)
         rows = [[report["busy_s"][-count:][row] for report in reports] for row in range(count)]
         if rows and self._awaited is None and self._order is None:
-            told, self._told_plan = self._told_plan, None
+            swapped_plan, self._told_plan = self._told_plan, None
             self._advice.ask(  # type: ignore[union-attr]
-                {"iteration": due, "busy_s": rows, "swap_s": self._swap_s, "swapped": told}
+                {"iteration": iteration, "busy_s": rows, "swap_s": self._swap_s, "swapped": swapped_plan}
             )
-            self._awaited = due
+            self._awaited = iteration
 
     def _jumped(self, losses: list[float]) -> bool:
-        """Whether a loss has jumped since the last swap; then the swap is ordered back."""
+        """Return whether a loss has jumped since the last swap; if so, order a swap back."""
         usual = sorted(self._usual)
         if self._iteration > self._watched_until:
             self._previous = None
@@ -253,7 +253,7 @@ class Replanner:
         self._store.set(f"order/{order.number}", json.dumps(asdict(order)))
 
     def _notice(self, plan: str) -> int:
-        """Iterations between an order and its swap: where shares change, none must have been drawn of it."""
+        """Return the iterations from an order to its swap: samples already drawn keep their shares."""
         session = active_session()
         if session is None or session.share is None:
             return _NOTICE

@@ -1,1 +1,1 @@
-"""What runs inside a rank of the testbed: its limits, its pace, and the load that measures both."""
+"""Code that runs in each rank of the testbed: memory limit, pacing, and the load that measures both."""

@@ -1,4 +1,4 @@
-"""What an operation takes on the emulated device: FLOPs over the device's curve, as cost/compute.py counts.
+"""Modelled time of an operation: FLOPs over the device's rate, counted as in cost/compute.py.
 
 Charged are matrix products and attention. A product's size on the curve is its number of tokens: the rows of
 its result, except where the left factor is a transpose. Then the product sums over tokens, as that of a
@@ -29,7 +29,7 @@ _CHARGED = {*_PRODUCTS, _FORWARD, _BACKWARD}
 
 
 class Charge(NamedTuple):
-    """What an operation is charged for.
+    """The modelled time of an operation.
 
     Args:
         kind: ``matmul`` or ``attention``.
@@ -41,7 +41,7 @@ class Charge(NamedTuple):
 
 
 class Charger:
-    """Reads charges off a device's curves.
+    """Computes the modelled time of operations from a device's curves.
 
     Args:
         device: the device; it has curves for `KERNEL`.
@@ -53,30 +53,33 @@ class Charger:
         self._fp32_factor = fp32_factor(device)
 
     def knows(self, operation: Any) -> bool:
-        """Whether an overload of ``torch.ops`` is charged for."""
+        """Return whether an overload of ``torch.ops`` is charged for."""
         return operation.overloadpacket in _CHARGED
 
     def charge(self, operation: Any, arguments: Sequence[Any], result: Any) -> Charge:
-        """The charge of a call.
+        """Return the charge of a call.
 
         Args:
             operation: one that it `knows`.
-            arguments: of the call, by place.
-            result: what it gave.
+            arguments: positional arguments of the call.
+            result: result of the call.
         """
         packet = operation.overloadpacket
         if packet is _FORWARD:
             return self._attention_charge(*arguments[:3], causal=_is_causal(arguments, 4), backward=False)
         if packet is _BACKWARD:
             return self._attention_charge(*arguments[1:4], causal=_is_causal(arguments, 7), backward=True)
-        left = arguments[_PRODUCTS[packet]]
+        factor = arguments[_PRODUCTS[packet]]
         flops = flop_registry[packet](*arguments, out_val=result)
-        return Charge("matmul", self._seconds(flops, self._matmul, _tokens(left), left.dtype))
+        return Charge("matmul", self._seconds(flops, self._matmul, _tokens(factor), factor.dtype))
 
     def _attention_charge(
         self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, backward: bool
     ) -> Charge:
-        """Query [B, H, Q, D] against S keys: 4 B H D Q S FLOPs, half of it causal, at size sqrt(Q S)."""
+        """Charge attention of a query [B, H, Q, D] on S keys.
+
+        It counts 4 B H D Q S FLOPs, half if causal, at size sqrt(Q S).
+        """
         passes = self._attention.causal if causal else self._attention.full
         curve = passes.backward if backward else passes.forward
         batch, heads, queries, head_dim = query.shape
@@ -94,14 +97,14 @@ class Charger:
 
 @cache
 def _rate(curve: Curve, size: float) -> float:
-    """FLOP/s."""
+    """Return the rate of a curve, FLOP/s."""
     return curve.rate(max(1.0, size)) * 1e12
 
 
-def _tokens(left: Tensor) -> int:
-    """The number of tokens in a product, from its left factor [..., rows, summed]."""
-    rows, summed = left.shape[-2:]
-    transposed = left.stride(-2) == 1 and left.stride(-1) != 1
+def _tokens(factor: Tensor) -> int:
+    """Return the number of tokens in a product, from its left factor [..., rows, summed]."""
+    rows, summed = factor.shape[-2:]
+    transposed = factor.stride(-2) == 1 and factor.stride(-1) != 1
     return summed if transposed else rows
 
 

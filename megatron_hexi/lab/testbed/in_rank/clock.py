@@ -19,17 +19,17 @@ _NANO = 1e-9
 
 @dataclass
 class Pace:
-    """What was paced, in seconds unless it says otherwise.
+    """Times of paced operations, in seconds unless said otherwise.
 
     Args:
-        operations: how many.
-        modelled: time of them, by kind.
-        computing: what they really computed; the rest was slept.
-        excess: by how much single operations computed longer than modelled: no head-room.
+        operations: number of operations.
+        modelled: modelled time, by kind.
+        computing: time really computed; the rest was slept.
+        excess: time by which single operations computed longer than modelled: no head-room.
         lost: lateness that was given up, or stood at the end.
         between: processor time, and waiting for a core, between operations: not modelled.
-        exposed: of it, what may have kept other ranks waiting: it stood before a message.
-        wall: from the first operation's begin to the last one's end.
+        exposed: part of `between` before a message, which may have kept other ranks waiting.
+        wall: time from the first operation's begin to the last one's end.
     """
 
     operations: int = 0
@@ -56,7 +56,7 @@ class Clock:
             self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
 
     def begin(self) -> float:
-        """An operation begins.
+        """Begin an operation.
 
         Returns:
             The time now, for `end`.
@@ -68,11 +68,11 @@ class Clock:
         return time.perf_counter()
 
     def end(self, begin: float, kind: str, seconds: float) -> None:
-        """The operation has computed: wait until its time is over.
+        """End an operation: sleep until its modelled time is over.
 
         Args:
-            begin: what `begin` gave.
-            kind: of operation.
+            begin: result of `begin`.
+            kind: kind of operation.
             seconds: its modelled time.
         """
         pace, due, now = self.pace, begin + seconds - self._late, time.perf_counter()
@@ -91,18 +91,18 @@ class Clock:
         self._busy_at = self._busy()
 
     def since_first(self, now: float) -> float:
-        """Seconds since the first operation began."""
+        """Return the seconds since the first operation began."""
         return now - self._first
 
     def message(self) -> None:
-        """A collective or a message is about to be posted."""
+        """Note that a collective or a message is about to be posted."""
         if self.pace.operations:
             self._note_between()
             self.pace.exposed += max(0.0, min(self._late, self._unsent))
             self._unsent = 0.0
 
     def finish(self) -> Pace:
-        """What was paced."""
+        """Return the times of all paced operations."""
         self.pace.lost += max(0.0, self._late)
         self._late = 0.0
         self.pace.wall = self._last - self._first
@@ -117,7 +117,7 @@ class Clock:
         self._unsent += spent
 
     def _busy(self) -> float:
-        """Seconds that this thread has computed or has waited for a core."""
+        """Return the seconds that this thread has computed or has waited for a core."""
         if self._schedule is None:
             return time.thread_time()
         # Its first number is the time computed too, but only up to the scheduler's last look.

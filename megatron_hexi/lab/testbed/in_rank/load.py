@@ -20,7 +20,7 @@ _LEAST_CYCLES = 3
 
 
 def main(least_s: float) -> None:
-    """Run the load together with all other ranks, for so many seconds at least."""
+    """Run the load together with all other ranks, for at least this many seconds."""
     dist.init_process_group("gloo")
     tensors = _tensors()
     _cycle(*tensors)

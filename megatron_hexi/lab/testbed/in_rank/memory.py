@@ -11,7 +11,7 @@ _GIB = 2**30
 
 
 def limit_memory(device: Device) -> int:
-    """Let this process allocate what the device's memory holds, above what it has so far.
+    """Limit what this process may allocate to the device's memory, above what it uses so far.
 
     Call it when torch is imported, and before the job: code and libraries lie outside a device's memory.
 
@@ -24,11 +24,11 @@ def limit_memory(device: Device) -> int:
 
 
 def is_out_of_memory(problem: BaseException) -> bool:
-    """Whether an exception says that an allocation failed. torch raises a plain RuntimeError on the CPU."""
+    """Return whether an exception is a failed allocation. torch raises a plain RuntimeError on the CPU."""
     return isinstance(problem, MemoryError) or "can't allocate memory" in str(problem)
 
 
 def _data_bytes() -> int:
-    """What `RLIMIT_DATA` counts: private writable memory."""
+    """Return the private writable memory of this process, bytes, as `RLIMIT_DATA` counts it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))

@@ -13,12 +13,12 @@ from megatron_hexi.lab.testbed.throttle import Throttle, speed_at
 
 
 class Pacing(TorchDispatchMode):
-    """Sees every operation of the thread that enters it, autograd's included.
+    """Paces every operation of the thread that enters it, autograd's included.
 
     Args:
-        charger: of the rank's device.
-        clock: of the rank.
-        throttles: of the rank's device.
+        charger: charger of the rank's device.
+        clock: clock of the rank.
+        throttles: throttles of the rank's device.
     """
 
     def __init__(self, charger: Charger, clock: Clock, throttles: Sequence[Throttle] = ()) -> None:

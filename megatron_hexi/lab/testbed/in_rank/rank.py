@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the program as this rank's device would.
+    """Run the program under this rank's limits and pace.
 
     Args:
         argv: the run folder, the job's name, and the program as torchrun takes it.
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
         quota = lab.quotas[gpu.rank]
         (Path(quota.cgroup) / "cgroup.procs").write_text("0")  # 0: this process, in any PID namespace
         os.sched_setaffinity(0, {quota.core})
-    throttles = [one for one in lab.throttles if one.gpu == gpu.rank and job == JOB]
+    throttles = [throttle for throttle in lab.throttles if throttle.gpu == gpu.rank and job == JOB]
     _run(lab, lab.record(job, rank), gpu.device, program, throttles)
 
 
