@@ -154,5 +154,16 @@ def take(rows: Rows, value: Value, recorder: Recorder) -> Value:
 
 
 def _each_batch(run: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
-    each = [run(*parts) for parts in zip(*(tensor.split(1) for tensor in tensors), strict=True)]
+    """Run a kernel for each batch entry by itself."""
+    each = [
+        run(*map(_aligned, parts)) for parts in zip(*(tensor.split(1) for tensor in tensors), strict=True)
+    ]
     return [torch.cat(parts) for parts in zip(*each, strict=True)]
+
+
+def _aligned(part: Tensor) -> Tensor:
+    """Return a batch entry's tensor where kernels may read it.
+
+    Rows [..., D] are aligned in all entries if they are in one; log-sum-exps [1, heads, rows] may not be.
+    """
+    return aligned_log_sum_exp(part) if part.is_cuda and part.dim() == 3 else part

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from megatron_hexi.plan import Group, Member, Workload
+from megatron_hexi.plan import Group, Mask, Member, Workload
 from megatron_hexi.runtime.kernels import BlockKind
 from megatron_hexi.runtime.kernels.dispatch import aligned, aligned_log_sum_exp
 from tests.support.fake_cuda import CUDA, HALF, HostWait, checked_kernel, fake_tensors, gpu, run_layer
@@ -151,6 +151,18 @@ def test_passes_of_many_more_plans_do(layer, machine, batch, dtype, has_sinks, n
 def test_passes_of_torn_heads_and_empty_ranks_do(plan):
     plan = replace(plan, workload=replace(plan.workload, head_dim=64))
     check_layer((plan, None), MACHINES[2], 1, torch.bfloat16, has_sinks=True, name="auto")
+
+
+def test_batch_entries_with_documents_give_kernels_aligned_log_sum_exps():
+    """The first group has 7 rows: the second entry's log-sum-exps begin at an odd number of floats."""
+    segments = [((129, 136),), ((0, 72), (149, 175)), ((72, 129), (136, 149), (175, 199))]
+    groups = [
+        Group(own, (Member((rank,), sum(stop - start for start, stop in own), (0, 10)),))
+        for rank, own in enumerate(segments)
+    ]
+    plan = one_replica(Workload(199, 10, 2, 128, value_dim=64), *groups, parts=4)
+    mask = Mask(causal=True, window=7, documents=(199,))
+    check_layer((plan, mask), MACHINES[0], 2, torch.bfloat16, has_sinks=False, name="auto")
 
 
 def test_latent_attention_with_odd_values_gives_kernels_aligned_keys():

@@ -193,10 +193,16 @@ def test_lines_that_would_not_start_are_refused(given, said):
         _typed(proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]]]), *given.split())
 
 
-@pytest.mark.parametrize("option", ["--sft --no-rope-fusion", "--num-experts 4"])
-def test_what_unequal_replicas_do_not_train_with_is_refused(option):
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--sft --no-rope-fusion", r"does not work with unequal replicas: .*--data-parallel-size N"),
+        ("--num-experts 4", r"does not work with unequal replicas .*; give the stages layers: \[0, L\]"),
+    ],
+)
+def test_what_unequal_replicas_do_not_train_with_is_refused(option, said):
     plan = proportional_plan(Workload(64, 4, 4, 16), [[[1, 1]], [[1]]])
-    with pytest.raises(HexiError, match=r"does not work with unequal replicas: .*--data-parallel-size N"):
+    with pytest.raises(HexiError, match=said):
         _typed(plan, *option.split(), "--global-batch-size", "2")
 
 
