@@ -157,6 +157,8 @@ def changed(value, place):
     first, *rest = place
     if isinstance(first, int):
         return (*value[:first], changed(value[first], rest), *value[first + 1 :])
+    if first == "experts" and isinstance(value, Member):
+        return dataclasses.replace(value, experts=((0, 1),))
     return dataclasses.replace(value, **{first: changed(getattr(value, first), rest)})
 
 
