@@ -225,7 +225,7 @@ class ProbeManifests(Manifests):
 @app.command(
     name="launch-probe",
     epilog="Example: hexi launch-probe examples/clusters/mixed-16.yaml --image registry.example/hexi:0.1.0 "
-    "--volume work:/work -o probe.yaml -- -o /work/cluster.yaml --hidden-size 4096",
+    "--volume train:/train -o probe.yaml -- -o /train/cluster.yaml --hidden-size 4096",
 )
 @with_bundles
 def launch_probe(

@@ -9,7 +9,7 @@ from megatron_hexi.cost.job import PRECISIONS, RECOMPUTES, Job, job_of_plan, job
 from megatron_hexi.cost.job_check import check_job
 from megatron_hexi.cost.kernels import assumed_kernels, planned_kernels, shipped_kernels
 from megatron_hexi.cost.megatron_arguments import ArgumentTerms, model_flags
-from megatron_hexi.cost.memory import Memory
+from megatron_hexi.cost.memory_terms import Memory
 from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.presets import (

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from megatron_hexi.cost.hosts import NodeLoad
 from megatron_hexi.cost.iteration import IterationCost
-from megatron_hexi.cost.memory import GIB, TAGS
+from megatron_hexi.cost.memory import GIB
+from megatron_hexi.cost.memory_terms import TAGS
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Lane:
 
     @property
     def work(self) -> Phases:
-        """Where the time of its work in an iteration goes."""
+        """Seconds of its work in an iteration, by phase."""
         return self.phases * len(self.takes)
 
 

@@ -1,4 +1,4 @@
-"""Where a plan's units are on the cluster, and what they run on there. A unit is GPUs of one node."""
+"""Placement of a plan's units on the cluster: GPUs, speeds, links and memory. A unit is GPUs of one node."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def read_model(name_or_path: str | os.PathLike[str]) -> Model:
 
 
 def read_terms(name_or_path: str | os.PathLike[str]) -> ArgumentTerms | None:
-    """What is said of the job by what `read_model` takes: by recipes and files of Megatron's arguments.
+    """Return the job of a recipe or a file of Megatron's arguments; ``None`` for other kinds of models.
 
     Raises:
         HexiError: as `read_model`.

@@ -10,7 +10,8 @@ import numpy as np
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.layer import Pass
-from megatron_hexi.cost.memory import GIB, HostMemory, Memory, unit_host_memory, unit_memory
+from megatron_hexi.cost.memory import GIB, unit_host_memory, unit_memory
+from megatron_hexi.cost.memory_terms import HostMemory, Memory
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.cost.timing import Timing
 

@@ -76,7 +76,7 @@ class Section:
 
 
 class _Terms(NamedTuple):
-    """What domains of one section have in common."""
+    """The terms that domains of one section have in common."""
 
     stage: int
     width: int
@@ -149,7 +149,7 @@ def _ranks(rows: Sequence[DomainRow]) -> Ints:
 
 
 def _parts(rows: Sequence[DomainRow], job: Job) -> ModelPart:
-    """What domains have of the model, [domains]."""
+    """Return the part of the model that each domain holds, [domains]."""
     layers, again = [], []
     for row in rows:
         assert row.layers is not None, "the job says how many there are"

@@ -69,7 +69,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuState:
-    """How the driver has set one GPU, as nvidia-smi tells it; ``None`` where it does not.
+    """The driver's settings of one GPU, as nvidia-smi reports them; ``None`` for what it does not report.
 
     Attributes:
         name: of the GPU.

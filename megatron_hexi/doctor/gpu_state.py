@@ -1,4 +1,4 @@
-"""How the driver has set the GPUs of this machine, as nvidia-smi tells it."""
+"""The driver's settings of this machine's GPUs, as nvidia-smi reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where machines of a fleet, each right by itself, do not go together: facts of all in, problems out."""
+"""Rules that find machines which are sound alone and do not go together: from facts of all to problems."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _alike_kinds(facts: Sequence[Facts]) -> Iterator[tuple[str, list[Facts]]]:
 
 
 def _links(own: Facts) -> str:
-    """How the GPUs of a node reach each other: ``28 x NV18``."""
+    """Return the links between the GPUs of a node: ``28 x NV18``."""
     pairs = Counter(link for number, state in enumerate(own.gpu_states) for link in state.links[number + 1 :])
     return ", ".join(f"{count} x {link}" for link, count in sorted(pairs.items()))
 

@@ -1,4 +1,4 @@
-"""Which network the machines of a fleet have in common, and what to export on each so that NCCL takes it."""
+"""Rules on the network that all machines share, and the variables to export so that NCCL takes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver's settings of a GPU cost: clocks, power, MIG, persistence, and drivers too old for it."""
+"""Rules on a GPU's driver and its settings: clocks, power, MIG, persistence, and drivers that are too old."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def _pod(kind: Kind, settings: Settings) -> dict[str, Any]:
 
 
 def _node_terms(kind: Kind, settings: Settings) -> list[dict[str, Any]]:
-    """Which nodes a kind's pods run on: the user's labels, else the file's hosts, else the GPU's product.
+    """Return the nodes that a kind's pods may run on: by the user's labels, else hosts, else GPU product.
 
     Raises:
         HexiError: none of these is known.

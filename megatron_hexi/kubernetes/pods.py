@@ -36,7 +36,7 @@ class Command:
     gpus: tuple[int, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As `start` reads it."""
+        """Return the command as `start` reads it."""
         seen = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
         return {"words": list(self.words), "trains": self.trains, "variables": seen}
 

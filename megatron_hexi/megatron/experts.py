@@ -124,7 +124,7 @@ def _share(session: Session) -> float:
 
 
 def _part(session: Session, name: str) -> float:
-    """What a rank's value of a loss weighs in the sum over the ranks of a stage: that of a micro-batch.
+    """Return the weight of a rank's loss in a micro-batch's, the sum over the ranks of its stage.
 
     Args:
         session: what this rank trains by.

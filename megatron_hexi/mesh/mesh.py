@@ -1,4 +1,4 @@
-"""Which ranks of a job work together, under a plan whose stages have layers of their own."""
+"""The units of all ranks of a job whose stages differ, and the ranks that work together."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Mesh:
         return tuple(sorted({unit.ranks[-1] for unit in self.units if unit.is_last}))
 
     def copy(self, unit: Unit) -> int:
-        """Which copy of its weights a unit has, from 0, counted over all replicas."""
+        """Return the number of a unit's copy of its weights, from 0, counted over all replicas."""
         before = sum(
             max(len(stage.members) for stage in replica.stages)
             for replica in self.plan.replicas[: unit.replica]

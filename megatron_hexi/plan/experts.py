@@ -1,4 +1,4 @@
-"""Which experts each rank of a stage holds, and which ranks hold all of them together.
+"""The experts that each rank of a stage holds, and the ranks that hold all of them together.
 
 Units in the order of the plan make up an expert domain as soon as they hold every expert; the next unit with
 experts begins another (expert data parallelism). Domains that take whole micro-batches are expert domains of
@@ -70,5 +70,5 @@ def expert_domains(stage: Stage, total: int) -> tuple[tuple[HeldExperts, ...], .
 
 
 def _whole(held: list[HeldExperts] | tuple[HeldExperts, ...]) -> int:
-    """How many experts these ranks hold together, each slice but the first left out."""
+    """Return the number of experts that these ranks hold together; slices of one expert count once."""
     return sum(one.count for one in held if one.part == 0)

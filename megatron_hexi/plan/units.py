@@ -160,7 +160,7 @@ def _members(domain: Domain) -> list[tuple[int, Member]]:
 
 
 def job_ranks(plan: Plan, stages: int) -> int:
-    """How many ranks the job has.
+    """Return the number of ranks of the job.
 
     Args:
         plan: the plan.

@@ -70,7 +70,7 @@ class Arriving:
         self._transfers = _start(recorder, self._received, sent, received_sizes, sent_sizes, group)
 
     def wait(self) -> list[Value]:
-        """What has arrived of each tensor, [B, h, G, D], tokens ascending; kernels can read it."""
+        """Return the arrived part of each tensor, [B, h, G, D], tokens ascending; kernels can read it."""
         if self._alone is not None:
             return self._alone
         self._recorder.do(methodcaller("wait"), self._transfers)

@@ -56,7 +56,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in a buffer, in elements.
+    """The position of a tensor in a buffer, in elements.
 
     Args:
         shape: of the tensor.
@@ -224,7 +224,7 @@ class Recorder:
 
 
 def _read(value: Value | None) -> Read:
-    """How a launch gets a value: from the list of all tensors of the pass, whose last is ``None``."""
+    """Return how a launch reads a value from the list of the pass's tensors, whose last is ``None``."""
     if value is None:
         return -1, None
     if value.shape == value.whole:

@@ -56,7 +56,7 @@ class KeyExchange:
         self._under_way[part.number] = received, transfers
 
     def wait(self, part: Part) -> Value | None:
-        """What has arrived of a part, [k, B, S, Dk + Dv] for its KV heads; ``None`` if the rank uses none."""
+        """Return a part's arrived keys and values, [k, B, S, Dk + Dv]; ``None`` if the rank uses none."""
         received, transfers = self._under_way.pop(part.number)
         self._recorder.do(methodcaller("wait"), transfers)
         return received

@@ -23,17 +23,15 @@ from megatron_hexi.cost.memory import (
     GIB,
     RESERVE_BYTES,
     SLACK_BYTES,
-    TAGS,
     Holdings,
-    Memory,
     ModelPart,
     part_memory,
     part_params,
     stage_params,
-    sum_terms,
     token_bytes,
     unit_memory,
 )
+from megatron_hexi.cost.memory_terms import TAGS, Memory, sum_terms
 from megatron_hexi.plan import Group, Member, proportional_plan
 from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.plans import examples, one_replica

@@ -217,7 +217,7 @@ def test_kubernetes_takes_the_objects(form, least):
         form,
         namespace="ml",
         least=least,
-        volumes=(read_volume("work:/work"), read_volume("/data/sets:/data:ro")),
+        volumes=(read_volume("train:/train"), read_volume("/data/sets:/data:ro")),
         labels={"l40s": {"pool": "slow"}},
         resources={"": {"rdma/hca": "1", "memory": "1Ti"}},
     )
@@ -273,7 +273,7 @@ def test_an_elastic_job_uses_whole_nodes():
 
 
 def test_a_probe_runs_on_all_nodes_in_the_file_s_order():
-    words = ("-o", "/work/it's here.yaml")
+    words = ("-o", "/train/it's here.yaml")
     pods = probe_pods(read_text(FLEET), settings(), words)
     specs, table, _ = read_back(manifests_text(manifests(pods, {}, settings())))
     found = ranks_of(specs, table)
@@ -286,7 +286,7 @@ def test_hosts_and_labels_choose_nodes():
     chosen = settings(
         labels=read_labels(["l40s:pool=slow", "l40s:zone=z1"], ["l40s"]),
         resources=read_resources(["rdma/hca=1", "a100:rdma/hca=4", "memory=1Ti"], ["a100"]),
-        volumes=(read_volume("work:/work"), read_volume("/data/sets:/data:ro")),
+        volumes=(read_volume("train:/train"), read_volume("/data/sets:/data:ro")),
     )
     objects = manifests(training_pods(plan_for(range(GPUS)), read_text(text), chosen), {}, chosen)
     specs, _, _ = read_back(manifests_text(objects))
@@ -304,11 +304,11 @@ def test_hosts_and_labels_choose_nodes():
     assert limits["l40s"] == {"nvidia.com/gpu": "2", "rdma/hca": "1", "memory": "1Ti"}
     assert pods["a100"]["containers"][0]["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert pods["a100"]["volumes"][2:] == [
-        {"name": "volume-0", "persistentVolumeClaim": {"claimName": "work"}},
+        {"name": "volume-0", "persistentVolumeClaim": {"claimName": "train"}},
         {"name": "volume-1", "hostPath": {"path": "/data/sets", "type": "Directory"}},
     ]
     assert pods["a100"]["containers"][0]["volumeMounts"][2:] == [
-        {"name": "volume-0", "mountPath": "/work"},
+        {"name": "volume-0", "mountPath": "/train"},
         {"name": "volume-1", "mountPath": "/data", "readOnly": True},
     ]
 
@@ -476,8 +476,8 @@ LAUNCH = "launch plan.yaml --cluster cluster.yaml --model job.args --kubernetes"
 
 @pytest.mark.parametrize("form", ["job", "jobset"])
 def test_launch_writes_manifests(folder, monkeypatch, capsys, form):
-    words = f"{LAUNCH} {form} --image hexi:1 --volume work:/work -o job.yaml -- --save /work/x"
-    said = call_hexi(monkeypatch, capsys, [*words.split(), "--data-path", "/work/it's $HOME"])
+    words = f"{LAUNCH} {form} --image hexi:1 --volume train:/train -o job.yaml -- --save /train/x"
+    said = call_hexi(monkeypatch, capsys, [*words.split(), "--data-path", "/train/it's $HOME"])
     assert (said.code, said.err) == (0, "wrote job.yaml\n")
     specs, _, _ = read_back(Path("job.yaml").read_text())
     assert set(specs) == set(KINDS)
@@ -487,8 +487,8 @@ def test_launch_writes_manifests(folder, monkeypatch, capsys, form):
     assert read_plan("back.yaml") == read_plan("plan.yaml")
     given = read_words(Path("back.args"))
     assert given[:2] == ["--hexi-plan", "/etc/hexi/plan.yaml"]
-    assert given[given.index("--data-path") + 1] == "/work/it's $HOME"
-    assert given[-4:] == ["--load", "/work/x", "--ckpt-format", "torch_dist"]
+    assert given[given.index("--data-path") + 1] == "/train/it's $HOME"
+    assert given[-4:] == ["--load", "/train/x", "--ckpt-format", "torch_dist"]
     printed = call_hexi(monkeypatch, capsys, f"{LAUNCH} {form} --image hexi:1 --json".split())
     document = json.loads(printed.out)
     check_schema(document["manifests"])

@@ -50,7 +50,7 @@ def _of_a_sequence(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _over_the_job(original: Callable[..., None]) -> Callable[..., None]:
-    """What is logged is a sum over all ranks: each has a part of a micro-batch's value."""
+    """Sum logged values over all ranks, as each has a part of a micro-batch's value."""
 
     @functools.wraps(original)
     def _sync_metrics(self: Any, metric_names: list[str], pg_collection: Any = None) -> None:

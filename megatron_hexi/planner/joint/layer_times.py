@@ -18,7 +18,8 @@ from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds, ceiling_token
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
 from megatron_hexi.cost.layer_bytes import border_bytes
-from megatron_hexi.cost.memory import FRAGMENTATION, Holdings, ModelPart, part_memory, sum_terms
+from megatron_hexi.cost.memory import FRAGMENTATION, Holdings, ModelPart, part_memory
+from megatron_hexi.cost.memory_terms import sum_terms
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.pools import Pools, Shape

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.cost.memory import FRAGMENTATION, sum_terms
+from megatron_hexi.cost.memory import FRAGMENTATION
+from megatron_hexi.cost.memory_terms import sum_terms
 from megatron_hexi.planner.layouts.layout import units_by_rank
 from megatron_hexi.planner.layouts.trial import Trial
 

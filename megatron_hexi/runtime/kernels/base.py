@@ -51,7 +51,7 @@ class Sequences:
 
 
 class BlockKind(NamedTuple):
-    """What a kernel can be chosen by: no values, so that nothing waits for the device.
+    """The properties of a block that a kernel is chosen by: no values, so that nothing waits for the device.
 
     Args:
         query: shape of the query, [B, H, Q, D].
