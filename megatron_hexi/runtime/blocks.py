@@ -112,8 +112,6 @@ class BlockAttention:
                 heads = queries.within(span.queries)
                 own_grad, own_q, own_out, own_lse = (part.cut(None, heads) for part in (grad, q, out, lse))
                 own_k, own_v = (part.cut(None, span.kv) for part in (k, v))
-                if self.recorder.device.type == "cuda":
-                    own_lse = self.recorder.make(aligned_log_sum_exp, own_lse.shape, own_lse)
                 shapes = [part.shape for part in (own_q, own_k, own_v)]
                 run = self._run("backward", own_q, own_k, rows)
                 tensors = own_grad, own_q, own_k, own_v, own_out, own_lse
@@ -141,6 +139,8 @@ class BlockAttention:
         block = BlockKind(query.shape, key.shape, rows.causal, self.recorder.device, rows.sequences)
         mode: Any = {"causal": rows.causal, "scale": self.scale, "sequences": rows.sequences}
         run = partial(getattr(self.kernel.choose(block), way), **mode)
+        if way == "backward" and self.recorder.device.type == "cuda":
+            run = partial(_with_aligned_log_sum_exp, run)
         return run if rows.sequences is None or query.shape[0] == 1 else partial(_each_batch, run)
 
 
@@ -153,17 +153,13 @@ def take(rows: Rows, value: Value, recorder: Recorder) -> Value:
     return recorder.make(partial(torch.index_select, dim=2, index=rows.index), shape, value)
 
 
+def _with_aligned_log_sum_exp(run: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> Sequence[Tensor]:
+    """Run a kernel whose last tensor is a log-sum-exp, which may be a slice that begins anywhere."""
+    *others, log_sum_exp = tensors
+    return run(*others, aligned_log_sum_exp(log_sum_exp))
+
+
 def _each_batch(run: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
     """Run a kernel for each batch entry by itself."""
-    each = [
-        run(*map(_aligned, parts)) for parts in zip(*(tensor.split(1) for tensor in tensors), strict=True)
-    ]
+    each = [run(*parts) for parts in zip(*(tensor.split(1) for tensor in tensors), strict=True)]
     return [torch.cat(parts) for parts in zip(*each, strict=True)]
-
-
-def _aligned(part: Tensor) -> Tensor:
-    """Return a batch entry's tensor where kernels may read it.
-
-    Rows [..., D] are aligned in all entries if they are in one; log-sum-exps [1, heads, rows] may not be.
-    """
-    return aligned_log_sum_exp(part) if part.is_cuda and part.dim() == 3 else part
