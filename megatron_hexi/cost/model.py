@@ -1,10 +1,13 @@
-"""The model as far as time and memory depend on it: the shapes of a dense decoder-only transformer."""
+"""The shapes of a model, as far as time and memory depend on them: a decoder, whose layers may differ."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from megatron_hexi.cost.layer_kinds import LARGEST, Experts, Latent, Window, built
 from megatron_hexi.errors import HexiError
 from megatron_hexi.yaml_schema import short
 
@@ -14,15 +17,16 @@ VOCAB_MULTIPLE = 128
 
 _SIZES = (
     *("layers", "hidden_size", "heads", "kv_heads", "head_dim", "ffn_hidden_size", "vocab_size"),
-    *("learned_positions", "vocab_multiple"),
+    *("learned_positions", "vocab_multiple", "mtp_layers"),
 )
-#: Far above any model, and small enough that weights can be counted.
-_MOST = 2**32
+_MAY_BE_NONE = ("learned_positions", "mtp_layers")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A dense decoder.
+    """A decoder.
+
+    Its layers are of one kind, or of a few (`kinds`): with experts or a dense MLP, with a window or without.
 
     Args:
         name: for people.
@@ -31,7 +35,7 @@ class Model:
         heads: query heads of a layer.
         kv_heads: key and value heads of a layer; divides `heads`.
         head_dim: size of one head.
-        ffn_hidden_size: width inside the MLP.
+        ffn_hidden_size: width inside the MLP of layers without experts.
         gated: whether the MLP has a gate beside its first matrix (SwiGLU), so three matrices instead of two.
         vocab_size: tokens of the vocabulary, without padding.
         tied_embeddings: whether input and output embedding are the same weights.
@@ -44,9 +48,16 @@ class Model:
         sinks: whether each head has a learned offset in its softmax.
         vocab_multiple: what Megatron pads the vocabulary to a multiple of, times the tensor-parallel size.
         source: where the shape comes from.
+        experts: in place of a dense MLP, in all layers or some.
+        window: of attention, in all layers or some.
+        latent: in place of a key and a value for each KV head; `head_dim` then is the size of a head's
+            query and key, rotary columns included.
+        post_norms: whether attention and MLP have norms behind them too (Gemma).
+        mtp_layers: blocks of multi-token prediction behind the last layer: --mtp-num-layers.
 
     Raises:
-        HexiError: a size that is no whole number above 0, or heads that KV heads do not divide.
+        HexiError: a size that is no whole number above 0, heads that KV heads do not divide, or kinds
+            that are not given for each layer.
     """
 
     name: str
@@ -68,21 +79,94 @@ class Model:
     sinks: bool = False
     vocab_multiple: int = VOCAB_MULTIPLE
     source: str = ""
+    experts: Experts | None = None
+    window: Window | None = None
+    latent: Latent | None = None
+    post_norms: bool = False
+    mtp_layers: int = 0
 
     def __post_init__(self) -> None:
         for field in _SIZES:
             value = getattr(self, field)
-            least = 0 if field == "learned_positions" else 1
-            if type(value) is not int or not least <= value <= _MOST:
+            least = 0 if field in _MAY_BE_NONE else 1
+            if type(value) is not int or not least <= value <= LARGEST:
                 raise HexiError(
                     f"model {self.name}: {field} = {short(value)}; write a whole number from {least} to "
-                    f"{_MOST}"
+                    f"{LARGEST}"
                 )
         if self.heads % self.kv_heads:
             raise HexiError(
                 f"model {self.name}: kv_heads = {self.kv_heads} does not divide the {self.heads} heads; "
                 "give a number that does"
             )
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        for field, kind in (("experts", Experts), ("window", Window), ("latent", Latent)):
+            object.__setattr__(self, field, built(kind, getattr(self, field)))
+        for field, of_layers in (("experts", self.experts), ("window", self.window)):
+            given = len(of_layers.layers) if of_layers is not None else 0
+            if given not in (0, self.layers):
+                raise HexiError(
+                    f"model {self.name}: {field}: layers has {given} entries, the model has {self.layers} "
+                    "layers; give one for each, or none"
+                )
+        if self.latent is not None and self.kv_heads != self.heads:
+            raise HexiError(
+                f"model {self.name}: kv_heads = {self.kv_heads}: in latent attention each of the "
+                f"{self.heads} heads has a key; give {self.heads}"
+            )
+        if self.latent is not None and self.latent.rotary_dim >= self.head_dim:
+            raise HexiError(
+                f"model {self.name}: head_dim = {self.head_dim} with {self.latent.rotary_dim} rotary "
+                "columns; give the size of a whole query, rotary columns included"
+            )
+
+    @cached_property
+    def kinds(self) -> tuple[Model, ...]:
+        """A model of one kind of layer for each kind there is, with as many layers, in order of the first."""
+        return tuple(
+            self._of_kind(*kind, layers=self._kind_of_layers.count(kind))
+            for kind in dict.fromkeys(self._kind_of_layers)
+        )
+
+    @cached_property
+    def layers_before(self) -> tuple[tuple[int, ...], ...]:
+        """For each kind, how many of its layers stand before each layer, and in all: `layers` + 1 numbers."""
+        return tuple(
+            tuple(itertools.accumulate((other == kind for other in self._kind_of_layers), initial=0))
+            for kind in dict.fromkeys(self._kind_of_layers)
+        )
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are of one kind."""
+        return len(set(self._kind_of_layers)) == 1
+
+    @cached_property
+    def _kind_of_layers(self) -> list[tuple[bool, bool]]:
+        """Whether each layer has experts, and a window."""
+        has_experts, has_window = (
+            (False,) * self.layers if of_layers is None else of_layers.layers or (True,) * self.layers
+            for of_layers in (self.experts, self.window)
+        )
+        return list(zip(has_experts, has_window, strict=True))
+
+    def _of_kind(self, has_experts: bool, has_window: bool, layers: int) -> Model:
+        if layers == self.layers and not self.mtp_layers:
+            return self
+        return replace(
+            self,
+            layers=layers,
+            experts=replace(self.experts, layers=()) if has_experts and self.experts else None,
+            window=replace(self.window, layers=()) if has_window and self.window else None,
+            mtp_layers=0,
+        )
+
+    @property
+    def value_dim(self) -> int:
+        """Size of one head's value."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     def padded_vocab(self, tensor_parallel: int = 1) -> int:
         """The vocabulary as Megatron pads it."""
@@ -90,31 +174,72 @@ class Model:
         return math.ceil(self.vocab_size / multiple) * multiple
 
     def matrix_params(self, tensor_parallel: int = 1) -> int:
-        """Weights of one layer's matrices on one tensor-parallel rank.
+        """Weights of one layer's matrices on one tensor-parallel rank, without those of routed experts.
 
         QKV: hidden x (heads + 2 kv) x D, and a gate of the output as much as the queries; projection: heads x
-        D x hidden; MLP: 2 (gated: 3) x hidden x ffn. Megatron gives every rank at least one KV head.
+        D x hidden; MLP: 2 (gated: 3) x hidden x ffn; with experts the shared ones, and the router, hidden x
+        experts. Megatron gives every rank at least one KV head, and the whole router.
+
+        Raises:
+            ValueError: the layers are of several kinds; see `kinds`.
         """
+        self._require_uniform()
+        return self._attention_matrices(tensor_parallel) + self._mlp_matrices(tensor_parallel)
+
+    def _attention_matrices(self, tensor_parallel: int) -> int:
         heads, kv_heads = self.heads // tensor_parallel, max(1, self.kv_heads // tensor_parallel)
-        attention = self.hidden_size * self.head_dim * ((2 + self.output_gate) * heads + 2 * kv_heads)
-        mlp = (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size // tensor_parallel
-        return attention + mlp
+        if self.latent is None:
+            return self.hidden_size * self.head_dim * ((2 + self.output_gate) * heads + 2 * kv_heads)
+        # Megatron's MLASelfAttention: every rank has the matrices down to the latent columns, and of those up
+        # from there the part of its heads.
+        latent = self.latent
+        down = latent.kv_rank + latent.rotary_dim + (latent.query_rank or 0)
+        up = heads * (
+            (latent.query_rank or self.hidden_size) * self.head_dim
+            + latent.kv_rank * (self.head_dim - latent.rotary_dim + latent.value_dim)
+        )
+        return self.hidden_size * (down + heads * latent.value_dim) + up
+
+    def _mlp_matrices(self, tensor_parallel: int) -> int:
+        matrices = 3 if self.gated else 2
+        if self.experts is None:
+            return matrices * self.hidden_size * self.ffn_hidden_size // tensor_parallel
+        shared = matrices * self.hidden_size * self.experts.shared_ffn_hidden_size // tensor_parallel
+        return shared + self.hidden_size * self.experts.count
 
     def vector_params(self, tensor_parallel: int = 1) -> int:
-        """Weights of one layer's norms and biases on one tensor-parallel rank.
+        """Weights of one layer's norms and biases on one tensor-parallel rank, without routed experts.
 
         Norms and the biases of row-parallel layers (projection, second of the MLP) are on every rank.
         """
-        vectors = 2 * self.norm_params(self.hidden_size)
+        vectors = (4 if self.post_norms else 2) * self.norm_params(self.hidden_size)
+        if self.latent is not None:
+            vectors += self.norm_params(self.latent.kv_rank) + self.norm_params(self.latent.query_rank or 0)
         if self.qk_norm:
             vectors += 2 * self.norm_params(self.head_dim)
         heads, kv_heads = self.heads // tensor_parallel, max(1, self.kv_heads // tensor_parallel)
         if self.biases or self.qkv_bias:
             vectors += self.head_dim * ((1 + self.output_gate) * heads + 2 * kv_heads)
         if self.biases:
-            vectors += (2 if self.gated else 1) * self.ffn_hidden_size // tensor_parallel
-            vectors += 2 * self.hidden_size
+            vectors += self.hidden_size + self._mlp_biases(tensor_parallel)
+        if self.experts is not None and self.experts.score_bias:
+            vectors += self.experts.count
         return vectors + (heads if self.sinks else 0)
+
+    def _mlp_biases(self, tensor_parallel: int) -> int:
+        first = 2 if self.gated else 1
+        if self.experts is None:
+            return first * self.ffn_hidden_size // tensor_parallel + self.hidden_size
+        width = self.experts.shared_ffn_hidden_size
+        return self.experts.count + (first * width // tensor_parallel + self.hidden_size if width else 0)
+
+    def expert_params(self, parts: int = 1) -> int:
+        """Weights of one routed expert, or of one of so many slices of it; 0 in layers without experts."""
+        if self.experts is None:
+            return 0
+        width, first = self.experts.ffn_hidden_size, 2 if self.gated else 1
+        biases = first * width // parts + self.hidden_size if self.biases else 0
+        return (first + 1) * self.hidden_size * width // parts + biases
 
     def norm_params(self, width: int) -> int:
         """Weights of a norm over so many values: a scale, and a bias with LayerNorm."""
@@ -122,7 +247,7 @@ class Model:
         return width * (2 if has_bias else 1)
 
     def layer_params(self, tensor_parallel: int = 1) -> int:
-        """Weights of one layer on one tensor-parallel rank."""
+        """Weights of one layer on one tensor-parallel rank, without those of routed experts."""
         return self.matrix_params(tensor_parallel) + self.vector_params(tensor_parallel)
 
     def vocab_params(self, tensor_parallel: int = 1) -> int:
@@ -131,8 +256,39 @@ class Model:
 
     @property
     def total_params(self) -> int:
-        """Weights of the whole model."""
+        """Weights of the whole model, without multi-token prediction."""
+        routed = sum(
+            kind.layers * kind.experts.count * kind.expert_params() for kind in self.kinds if kind.experts
+        )
+        return self._params_without_experts + routed
+
+    @property
+    def active_params(self) -> int:
+        """Weights that a token goes through, its row of the input embedding not counted."""
+        routed = sum(
+            kind.layers * kind.experts.active * kind.expert_params() for kind in self.kinds if kind.experts
+        )
+        embedding = self.vocab_params() + self.learned_positions * self.hidden_size
+        tied = self.vocab_params() * self.tied_embeddings
+        return self._params_without_experts - embedding + tied + routed
+
+    @property
+    def _params_without_experts(self) -> int:
         embeddings = self.vocab_params() * (1 if self.tied_embeddings else 2)
         positions = self.learned_positions * self.hidden_size
-        last_norm = self.norm_params(self.hidden_size)
-        return self.layers * self.layer_params() + embeddings + positions + last_norm
+        layers = sum(kind.layers * kind.layer_params() for kind in self.kinds)
+        return layers + embeddings + positions + self.norm_params(self.hidden_size)
+
+    @property
+    def mtp_params(self) -> int:
+        """Weights of all blocks of multi-token prediction: each a layer, a 2h x h projection, three norms."""
+        if not self.mtp_layers:
+            return 0
+        last = self._of_kind(*self._kind_of_layers[-1], layers=1)
+        routed = last.experts.count * last.expert_params() if last.experts else 0
+        block = 2 * self.hidden_size**2 + 3 * self.norm_params(self.hidden_size)
+        return self.mtp_layers * (last.layer_params() + routed + block)
+
+    def _require_uniform(self) -> None:
+        if not self.is_uniform:
+            raise ValueError(f"the layers of {self.name} are of {len(self.kinds)} kinds; ask each of `kinds`")

@@ -1,0 +1,117 @@
+"""Shapes of layers that are not plain: routed experts, attention in a window, latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_hexi.errors import HexiError
+from megatron_hexi.yaml_schema import short
+
+#: Far above any model, and small enough that weights can be counted.
+LARGEST = 2**32
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed MLPs, of which each token goes to a few.
+
+    Args:
+        count: experts of a layer: --num-experts.
+        active: experts that a token goes to: --moe-router-topk.
+        ffn_hidden_size: width inside an expert: --moe-ffn-hidden-size.
+        shared_ffn_hidden_size: width inside the experts that see every token, all together; 0: there are none
+            (--moe-shared-expert-intermediate-size).
+        score_bias: whether the router adds a bias to each expert's score that evens their loads
+            (--moe-router-enable-expert-bias).
+        layers: whether each layer has experts (--moe-layer-freq); empty: every layer has.
+
+    Raises:
+        HexiError: a size that is no whole number above 0, or more active experts than there are.
+    """
+
+    count: int
+    active: int
+    ffn_hidden_size: int
+    shared_ffn_hidden_size: int = 0
+    score_bias: bool = False
+    layers: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_sizes("experts", self, {"shared_ffn_hidden_size": 0})
+        _freeze_layers("experts", self)
+        if self.active > self.count:
+            raise HexiError(
+                f"experts: active = {self.active} of {self.count} experts; give a number up to {self.count}"
+            )
+
+
+@dataclass(frozen=True)
+class Window:
+    """Attention to the latest keys only.
+
+    Args:
+        size: keys that a query sees, its own among them: one more than Megatron's --window-size.
+        layers: whether each layer has the window (--window-attn-skip-freq); empty: every layer has.
+        in_chunks: whether the window begins anew at each multiple of `size` (Llama 4), instead of sliding.
+
+    Raises:
+        HexiError: a size that is no whole number above 0.
+    """
+
+    size: int
+    layers: tuple[bool, ...] = ()
+    in_chunks: bool = False
+
+    def __post_init__(self) -> None:
+        _check_sizes("window", self, {})
+        _freeze_layers("window", self)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-latent attention: heads are made of a few columns that all of them share.
+
+    Args:
+        kv_rank: columns that keys and values are made of: --kv-lora-rank.
+        rotary_dim: columns of a key with rotary positions, equal in all heads: --qk-pos-emb-head-dim.
+        value_dim: size of one head's value: --v-head-dim.
+        query_rank: columns that queries are made of (--q-lora-rank); ``None``: of the hidden state itself.
+
+    Raises:
+        HexiError: a size that is no whole number above 0.
+    """
+
+    kv_rank: int
+    rotary_dim: int
+    value_dim: int
+    query_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_sizes("latent", self, {})
+
+
+def built[T](kind: type[T], value: T | Mapping[str, Any] | None) -> T | None:
+    """The value as an object of one of these classes, of which a file of presets gives the fields."""
+    return kind(**value) if isinstance(value, Mapping) else value
+
+
+def _check_sizes(name: str, kind: Any, least: Mapping[str, int]) -> None:
+    for size in (field.name for field in fields(kind) if field.type in ("int", "int | None")):
+        value, smallest = getattr(kind, size), least.get(size, 1)
+        if value is None and size == "query_rank":
+            continue
+        if type(value) is not int or not smallest <= value <= LARGEST:
+            raise HexiError(
+                f"{name}: {size} = {short(value)}; write a whole number from {smallest} to {LARGEST}"
+            )
+
+
+def _freeze_layers(name: str, kind: Experts | Window) -> None:
+    layers = tuple(kind.layers)
+    if any(type(has) is not bool for has in layers):
+        raise HexiError(f"{name}: layers = {short(list(layers))}; write true or false for each layer")
+    if layers and not any(layers):
+        raise HexiError(f"{name}: layers: no layer has any; leave {name} out")
+    object.__setattr__(kind, "layers", () if all(layers) else layers)
