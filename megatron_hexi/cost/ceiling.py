@@ -16,6 +16,7 @@ from megatron_hexi.cost.compute import (
     token_times,
 )
 from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.model import Model
 
 #: Rows at which a phase that reads the best rate anyhow is timed.
 _ROWS = 2.0**20
@@ -48,22 +49,30 @@ def token_seconds(speeds: Speeds, job: Job) -> float:
     """Everything but attention, of one token through the whole model, on one GPU."""
     rows = np.array([_ROWS])
     best = replace(speeds, matmul=_best(speeds.matmul), output=_best(speeds.output))
-    layer, logits = token_times(best, job, rows), logits_times(best, job, rows)
-    again = float(layer.forward[0]) if job.mode == "full" else 0.0
-    layers = job.model.layers * (float(layer.forward[0] + layer.backward[0]) + again)
+    logits, layers = logits_times(best, job, rows), 0.0
+    for kind in job.kinds:
+        layer = token_times(best, kind, rows)
+        again = float(layer.forward[0]) if job.mode == "full" else 0.0
+        layers += kind.model.layers * (float(layer.forward[0] + layer.backward[0]) + again)
     return (layers + float(logits.forward[0] + logits.backward[0])) / _ROWS * job.tensor_parallel
 
 
 def attention_seconds(speeds: Speeds, job: Job, causal: bool) -> float:
-    """Attention of one token through the whole model, on one GPU: 4 D H S / 2 FLOPs a layer forward."""
-    seen = job.seq_length / 2 if causal else job.seq_length
-    flops = 4 * job.model.head_dim * job.model.heads * seen * job.model.layers
+    """Attention of one token through the whole model, on one GPU: 2 (D + V) H S / 2 FLOPs a layer forward."""
+    seen = sum(kind.layers * _keys_seen(kind, job.seq_length, causal) for kind in job.model.kinds)
+    flops = 2 * (job.model.head_dim + job.model.value_dim) * job.model.heads * seen
     forward, backward = (
         max(max(getattr(passes, way).rates) for passes in (speeds.causal, speeds.full)) * 1e12
         for way in ("forward", "backward")
     )
     passes = 1 if job.mode == "none" else 2
     return flops * (passes / forward + ATTENTION_BACKWARD / backward)
+
+
+def _keys_seen(model: Model, context: int, causal: bool) -> float:
+    if not causal:
+        return context
+    return context / 2 if model.window is None else model.window.keys_seen(context)
 
 
 def _best(curve: Curve) -> Curve:

@@ -32,26 +32,28 @@ class AllToAll(NamedTuple):
 def all_to_all_bytes(plan: PlanArrays, job: Job) -> list[AllToAll]:
     """All of a layer.
 
-    forward in:    T_i (h_j + 2 k_j) B D e    query, key and value
-    forward out:   T_i h_j B D e              output
-    backward in:   T_i h_j B D e              its gradient
-    backward out:  T_i (h_j + 2 k_j) B D e    three gradients
+    forward in:    T_i (h_j D + k_j (D + V)) B e    query, key and value
+    forward out:   T_i h_j V B e                    output
+    backward in:   T_i h_j V B e                    its gradient
+    backward out:  T_i (h_j D + k_j (D + V)) B e    three gradients
+
+    D is the size of a head's query and key, V that of its value.
 
     In halves, query heads travel in two; keys and values with the first, their gradients with the last.
     """
     holder, taker = plan.all_to_all_pairs
-    element = job.micro_batch_size * job.model.head_dim * job.element_bytes
-    tokens = plan.tokens[holder].astype(float) * element
-    keys = tokens * 2 * plan.kv[taker]
-    heads = [plan.heads_first, plan.heads - plan.heads_first] if plan.in_halves else [plan.heads]
-    queries = [tokens * half[taker] for half in heads]
+    tokens = plan.tokens[holder].astype(float) * (job.micro_batch_size * job.element_bytes)
+    keys = tokens * (job.model.head_dim + job.model.value_dim) * plan.kv[taker]
+    halves = [plan.heads_first, plan.heads - plan.heads_first] if plan.in_halves else [plan.heads]
+    queries = [tokens * job.model.head_dim * half[taker] for half in halves]
+    outputs = [tokens * job.model.value_dim * half[taker] for half in halves]
     ways: list[tuple[Literal["forward", "backward"], bool, int | None]]
     ways = [("forward", True, 0), ("forward", False, None), ("backward", True, None)]
-    ways.append(("backward", False, len(queries) - 1))
+    ways.append(("backward", False, len(halves) - 1))
     return [
         AllToAll(way, inward, half, size + keys if half == with_keys else size)
         for way, inward, with_keys in ways
-        for half, size in enumerate(queries)
+        for half, size in enumerate(outputs if with_keys is None else queries)
     ]
 
 

@@ -1,7 +1,8 @@
 """How long a GPU computes, phase by phase. Times are seconds of one micro-batch, sizes may be arrays.
 
 Each phase is matrix or attention work over an achieved rate, plus bytes over the bandwidth of the GPU's
-memory. Nothing overlaps inside a GPU: kernels run one after the other.
+memory. Nothing overlaps inside a GPU: kernels run one after the other. D is the size of a head's query and
+key, V that of its value.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     forward:  two norms 4 h, two residual additions 6 h, activation 2 f (gated 3 f), rotary 2 (H + K) D
     backward: norms 6 h, gradients of residuals 6 h, activation 3 f (gated 5 f), rotary 2 (H + K) D
     a gate of attention's output: 3 H D forward, 5 H D backward, as that of the activation
+    norms behind attention and MLP: 4 h more each way
     (h hidden, f MLP width; kernels fused as in Megatron, no dropout). Tensor-parallel ranks share f, H
     and K, and with sequence parallelism h.
 
@@ -130,33 +132,55 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     hidden, mlp = model.hidden_size / job.row_parts, model.ffn_hidden_size / tp
     heads, kv = model.head_dim * model.heads / tp, model.head_dim * max(1, model.kv_heads / tp)
     gate = heads * model.output_gate
-    forward = 10 * hidden + (3 if model.gated else 2) * mlp + 2 * (heads + kv) + 3 * gate
-    backward = 12 * hidden + (5 if model.gated else 3) * mlp + 2 * (heads + kv) + 5 * gate
+    norms = 4 * hidden * model.post_norms
+    forward = norms + 10 * hidden + (3 if model.gated else 2) * mlp + 2 * (heads + kv) + 3 * gate
+    backward = norms + 12 * hidden + (5 if model.gated else 3) * mlp + 2 * (heads + kv) + 5 * gate
     if job.precision == "fp8":
         cast = 4 / job.element_bytes
         return forward + cast * heads, backward + cast * (heads + 2 * kv + 2 * hidden)
     return forward, backward
 
 
-def own_block_times(speeds: Speeds, job: Job, tokens: Floats, causal: bool) -> Times:
-    """One head's attention over its own group's G tokens: area G^2 / 2 causal, G^2 full, at size G."""
+def own_block_times(
+    speeds: Speeds, job: Job, tokens: Floats, causal: bool, pairs: Floats | None = None
+) -> Times:
+    """One head's attention over its own group's G tokens: area G^2 / 2 causal, G^2 full, at size G.
+
+    In a window of w keys: area w G - w^2 / 2, at size w, whose squares the kernel calls are made of.
+
+    Args:
+        speeds: of the GPU.
+        job: the job, with layers of one kind.
+        tokens: G.
+        causal: whether a token sees earlier tokens only.
+        pairs: the area, where segments of the group are known to lie apart.
+    """
     area = tokens**2 / 2 if causal else tokens**2
-    return _attention(speeds.causal if causal else speeds.full, job, area, tokens)
+    window = job.model.window
+    if window is not None and causal:
+        size = np.minimum(tokens, window.size)
+        area = size * tokens - size**2 / 2
+        tokens = size
+    return _attention(speeds.causal if causal else speeds.full, job, area if pairs is None else pairs, tokens)
 
 
 def rectangle_times(speeds: Speeds, job: Job, queries: Floats, keys: Floats) -> Times:
     """One head's attention of queries against a prefix of another group's keys: area q k, no mask.
 
     A curve knows squares only; a rectangle is taken to run as the square of the same area, at size
-    sqrt(q k).
+    sqrt(q k), or in a window at its size if that is less.
     """
     area = queries * keys
-    return _attention(speeds.full, job, area, np.sqrt(area))
+    size = np.sqrt(area)
+    if job.model.window is not None:
+        size = np.minimum(size, job.model.window.size)
+    return _attention(speeds.full, job, area, size)
 
 
 def _attention(curves: Passes, job: Job, area: Floats, size: Floats) -> Times:
-    """4 B D area FLOPs forward (two products of 2 FLOPs each), 2.5 times that backward."""
-    flops, logs = 4 * job.micro_batch_size * job.model.head_dim * area, _logs(size)
+    """2 B (D + V) area FLOPs forward, two products of 2 FLOPs each, 2.5 times that backward."""
+    columns = job.model.head_dim + job.model.value_dim
+    flops, logs = 2 * job.micro_batch_size * columns * area, _logs(size)
     return Times(
         flops / _rates(curves.forward, logs), ATTENTION_BACKWARD * flops / _rates(curves.backward, logs)
     )
@@ -166,21 +190,24 @@ def merge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
     """Adding one exchange step's parts up in fp32: bytes of one query head.
 
     As runtime/blocks.py and runtime/attention.py do it, e bytes an element:
-    forward:  output scaled 8, its new part scaled and added 8 + e: (16 + e) B D q
+    forward:  output scaled 8, its new part scaled and added 8 + e: (16 + e) B V q
     backward: query gradient added (8 + e) B D q
     `keys_merge_times` has what goes by KV heads.
     """
-    element, per_token = job.element_bytes, job.micro_batch_size * job.model.head_dim / speeds.memory
-    return Times((16 + element) * queries * per_token, (8 + element) * queries * per_token)
+    element, model = job.element_bytes, job.model
+    outputs, gradients = (
+        job.micro_batch_size * columns / speeds.memory for columns in (model.value_dim, model.head_dim)
+    )
+    return Times((16 + element) * queries * outputs, (8 + element) * queries * gradients)
 
 
 def keys_merge_times(speeds: Speeds, job: Job, keys: Floats) -> Floats:
     """Backward of one exchange step, one KV head: the gradients of the keys and values received.
 
-    Per element of 2 B D keys: zeroed 4, added 8 + e, cast 4 + e, added at the owner 8 + e.
+    Per element of B (D + V) keys: zeroed 4, added 8 + e, cast 4 + e, added at the owner 8 + e.
     """
-    bytes_per_element = 24 + 3 * job.element_bytes
-    return bytes_per_element * 2 * job.micro_batch_size * job.model.head_dim * keys / speeds.memory
+    columns = job.model.head_dim + job.model.value_dim
+    return (24 + 3 * job.element_bytes) * job.micro_batch_size * columns * keys / speeds.memory
 
 
 def logits_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None = None) -> Times:

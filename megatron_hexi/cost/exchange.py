@@ -17,9 +17,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Bools, Ints
+from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.plan_arrays import Grouping, PlanArrays
 from megatron_hexi.cost.serving import serving_in_parts
+from megatron_hexi.cost.windows import far_window
 
 #: Entries of a chunk's arrays, about.
 CHUNK = 2**17
@@ -34,7 +35,9 @@ class Chunk:
     Args:
         parts: of each step, how many parts it has; their sum is C.
         queries: of each rectangle, [C, N, J]; 0 where there is none.
-        keys: prefix of the source's tokens that it sees, [C, N, J].
+        keys: prefix of the source's tokens that it sees, [C, N, J]; in a window how many a query sees in the
+            mean.
+        received: tokens that each group is sent of each KV head, [C, N].
         heads: query heads that each unit computes, [C, U].
         kv_heads: KV heads that these read, [C, U].
         part: the part of each message within the chunk, ascending, [M].
@@ -46,7 +49,8 @@ class Chunk:
 
     parts: tuple[int, ...]
     queries: Ints
-    keys: Ints
+    keys: Ints | Floats
+    received: Ints
     heads: Ints
     kv_heads: Ints
     part: Ints
@@ -54,11 +58,6 @@ class Chunk:
     user: Ints
     kv: Ints
     sent: Ints
-
-    @cached_property
-    def received(self) -> Ints:
-        """Tokens that each group is sent of each KV head, [C, N]."""
-        return self.keys.max(axis=2)
 
     def messages(self, part: int) -> slice:
         """Where those of a part are."""
@@ -75,30 +74,41 @@ class Chunk:
         return (range(*pair) for pair in itertools.pairwise(ends))
 
 
-def exchange_chunks(plan: PlanArrays) -> Iterator[Chunk]:
-    """All steps of the exchange, in order."""
+def exchange_chunks(plan: PlanArrays, window: int | None = None) -> Iterator[Chunk]:
+    """All steps of the exchange, in order.
+
+    Args:
+        plan: the plan.
+        window: keys that a query sees, its own among them; ``None``: all before it.
+    """
     groups, most = plan.starts.shape
     steps = int(plan.groups_beside.max()) - 1
     length = max(1, CHUNK // max(len(plan.tokens), groups * most))
     for first in range(1, steps + 1, length):
-        yield _chunk(plan, first, min(length, steps + 1 - first))
+        yield _chunk(plan, first, min(length, steps + 1 - first), window)
 
 
-def _chunk(plan: PlanArrays, first: int, count: int) -> Chunk:
-    queries, keys = _rectangles(plan, *_sources(plan.grouping, first, count))
-    received = keys.max(axis=2)
+def _chunk(plan: PlanArrays, first: int, count: int, window: int | None) -> Chunk:
+    source, active = _sources(plan.grouping, first, count)
+    keys: Ints | Floats
+    if window is None:
+        queries, keys = _rectangles(plan, source, active)
+        received = keys.max(axis=2)
+    else:
+        queries, keys, received = far_window(plan, source, active, window)
     uses = (received > 0).tobytes()
     # Of small plans a search asks for few, over and over; those of large ones are too much to keep.
     find = _messages if received.size <= KEPT else _messages.__wrapped__
     part, owner, user, kv, place = find(plan.grouping, first, count, uses)
     heads, kv_heads = (np.broadcast_to(held, (count, len(held))) for held in (plan.heads, plan.kv))
-    parts = (len(plan.part_heads) if first == 1 else 1, *(1,) * (count - 1))
+    parts, received_of = (len(plan.part_heads) if first == 1 else 1, *(1,) * (count - 1)), received
     if parts[0] > 1:
         rows = np.repeat(np.arange(count), parts)
-        queries, keys = queries[rows], keys[rows]
+        queries, keys, received_of = queries[rows], keys[rows], received[rows]
         heads = np.concatenate([plan.part_heads, heads[1:]])
         kv_heads = np.concatenate([plan.part_kv, kv_heads[1:]])
-    return Chunk(parts, queries, keys, heads, kv_heads, part, owner, user, kv, received.ravel()[place])
+    sent = received.ravel()[place]
+    return Chunk(parts, queries, keys, received_of, heads, kv_heads, part, owner, user, kv, sent)
 
 
 @lru_cache(maxsize=64)

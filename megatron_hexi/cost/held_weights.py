@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.model import Model
 from megatron_hexi.mesh import Box, Bucket, Mesh, cell_size, cut_pieces, make_buckets
 from megatron_hexi.plan.units import Unit
 
@@ -46,7 +47,8 @@ class HeldWeights:
         self.density: dict[tuple[str, int], float] = {}
         self._elements: dict[str, int] = {}
         widest = max(self.width)
-        for key in ("layers", "embedding", "output", "positions", "norm"):
+        layers = [key for key, *_ in _layer_boxes(job.model, (0, job.model.layers))]
+        for key in (*layers, "embedding", "output", "positions", "norm"):
             self._elements[key] = max(1, self._params(key, widest) * widest // self._chunks)
             for width in set(self.width):
                 chunks = self._chunks // width
@@ -86,8 +88,9 @@ class HeldWeights:
     def _params(self, key: str, width: int) -> int:
         """Weights of one row on one rank."""
         model = self._job.model
+        layers = {_layers_key(number): kind.layer_params(width) for number, kind in enumerate(model.kinds)}
         return {
-            "layers": model.layer_params(width),
+            **layers,
             "embedding": model.vocab_params(width),
             "output": model.vocab_params(width),
             "positions": model.learned_positions * model.hidden_size,
@@ -99,7 +102,8 @@ class HeldWeights:
         assert unit.layers is not None
         first, last = (None, None) if unit.ministages is None else (0, len(unit.ministages) - 1)
         for number, layers in enumerate(unit.ministages or (unit.layers,)):
-            yield _Held("layers", layers, model.layers, 1 + layers[0], None if first is None else number)
+            for key, rows, of in _layer_boxes(model, layers):
+                yield _Held(key, rows, of, 1 + layers[0], None if first is None else number)
         is_first, is_last, behind = unit.stage == 0, unit.is_last, 1 + model.layers
         if is_first or (is_last and model.tied_embeddings):
             both = is_first and is_last and model.tied_embeddings
@@ -119,6 +123,18 @@ class HeldWeights:
         cell = (0, elements), held.rows, (first, first + chunks)
         ministage = None if held.ministage is None else (unit.replica, unit.stage, held.ministage)
         return Box(held.key, cell, (elements, held.of, self._chunks), held.depth, ministage)
+
+
+def _layers_key(kind: int) -> str:
+    return f"layers.{kind}" if kind else "layers"
+
+
+def _layer_boxes(model: Model, layers: tuple[int, int]) -> Iterator[tuple[str, tuple[int, int], int]]:
+    """For each kind among these layers: its key, its rows among all layers of the kind, and these in all."""
+    for kind, before in enumerate(model.layers_before):
+        rows = before[layers[0]], before[layers[1]]
+        if rows[0] < rows[1]:
+            yield _layers_key(kind), rows, before[-1]
 
 
 @lru_cache(maxsize=4)

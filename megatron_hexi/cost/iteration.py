@@ -174,7 +174,7 @@ class CostModel:
             for section, owned, present in zip(sections, reductions.owned, reductions.present, strict=True)
         ]
         held = [
-            Holdings.of(section.arrays, section.turns(micro_batches), cost.layer.flights)
+            Holdings.of(section.arrays, section.turns(micro_batches), cost.flights)
             for section, cost in zip(sections, costs, strict=True)
         ]
         memory = [

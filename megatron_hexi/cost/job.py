@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NoReturn, get_args
 
 from megatron_hexi.cost.model import Model
@@ -102,6 +103,13 @@ class Job:
                 f"give a multiple of {spell_flag('micro_batch_size', self.micro_batch_size)}",
             )
 
+    @cached_property
+    def kinds(self) -> tuple[Job, ...]:
+        """For each kind of layer of the model, the job of a model that has only such layers, in one stage."""
+        if self.model.is_uniform:
+            return (self,)
+        return tuple(replace(self, model=kind, pipeline_parallel=1) for kind in self.model.kinds)
+
     @property
     def element_bytes(self) -> int:
         """Bytes of an activation's element."""
@@ -135,6 +143,7 @@ class Job:
             heads=model.heads,
             kv_heads=model.kv_heads,
             head_dim=model.head_dim,
+            value_dim=None if model.latent is None else model.value_dim,
             layers=model.layers,
             hidden_size=model.hidden_size,
             tensor_parallel=self.tensor_parallel,

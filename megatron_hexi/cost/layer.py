@@ -34,6 +34,7 @@ from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.overlap import Part, Start, pass_ends
 from megatron_hexi.cost.plan_arrays import PlanArrays
+from megatron_hexi.cost.windows import own_pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +139,7 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
     attention = own
     received, sent, wire = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(2)
     steps: list[list[Part]] = []
-    for chunk in exchange_chunks(plan):
+    for chunk in exchange_chunks(plan, None if job.model.window is None else job.model.window.size):
         work = chunk_times(plan, job, stage, chunk)
         there, home = _message_seconds(job, stage, links, chunk)
         steps += _parts(chunk, work, there, home)
@@ -206,10 +207,12 @@ def by_group(plan: PlanArrays, values: Floats) -> Floats:
 def unit_times(plan: PlanArrays, job: Job, stage: Stage) -> Floats:
     """Seconds of each unit's token work and of its own group's block, each in both directions, [2, 2, U]."""
     rows, group_tokens = job.micro_batch_size * plan.tokens.astype(float), plan.group_tokens[plan.group]
-    found = np.empty((2, 2, len(rows)))
+    found, window = np.empty((2, 2, len(rows))), job.model.window
+    pairs = None if window is None else own_pairs(plan, window.size)[plan.group]
     for speeds, units in stage.by_kind:
         found[0][:, units] = token_times(speeds, job, rows[units])
-        found[1][:, units] = own_block_times(speeds, job, group_tokens[units].astype(float), plan.causal)
+        sizes, own = group_tokens[units].astype(float), None if pairs is None else pairs[units]
+        found[1][:, units] = own_block_times(speeds, job, sizes, plan.causal, own)
     found[1] *= plan.heads
     return found
 
@@ -229,9 +232,9 @@ def chunk_times(plan: PlanArrays, job: Job, stage: Stage, chunk: Chunk) -> Float
 
 
 def message_bytes(job: Job, chunk: Chunk) -> Floats:
-    """Keys and values of each message: 2 x KV heads x tokens x B D e; their gradients are as many."""
-    element = job.micro_batch_size * job.model.head_dim * job.element_bytes
-    return (2 * element * chunk.kv * chunk.sent).astype(float)
+    """Keys and values of each message: KV heads x tokens x B (D + V) e; their gradients are as many."""
+    columns = job.model.head_dim + job.model.value_dim
+    return (job.micro_batch_size * columns * job.element_bytes * chunk.kv * chunk.sent).astype(float)
 
 
 def _message_seconds(job: Job, stage: Stage, links: LinkTable, chunk: Chunk) -> tuple[Floats, Floats]:

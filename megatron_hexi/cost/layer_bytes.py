@@ -1,7 +1,7 @@
 """What one layer keeps of a micro-batch, and what it needs while it is computed, in bytes on one GPU.
 
 Shape letters: B micro-batch, T tokens of the unit, G of its group, H and h heads (all, own), K and k KV
-heads, D size of a head, e bytes an element.
+heads, D size of a head's query and key, V of its value, e bytes an element.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def token_activation_bytes(job: Job) -> float:
     """
     model, tp = job.model, job.tensor_parallel
     hidden, width = 2 * model.hidden_size / job.row_parts, model.ffn_hidden_size / tp
-    heads = model.heads * model.head_dim / tp
+    heads = model.heads * model.value_dim / tp
     # A gate of attention's output: the gate, and the output before it.
     whole = hidden + (2 if model.gated else 1) * width + 2 * heads * model.output_gate
     inputs = hidden + heads + width
@@ -47,21 +47,23 @@ def token_activation_bytes(job: Job) -> float:
 def token_qkv_bytes(job: Job) -> float:
     """Bytes of one token's query, key and value on one GPU."""
     model, tp = job.model, job.tensor_parallel
-    return job.element_bytes * model.head_dim * (model.heads // tp + 2 * max(1, model.kv_heads // tp))
+    keys = max(1, model.kv_heads // tp) * (model.head_dim + model.value_dim)
+    return job.element_bytes * (model.heads // tp * model.head_dim + keys)
 
 
 def attention_bytes(
     job: Job, tokens: Floats | float, group_tokens: Floats, heads: Floats, kv: Floats
 ) -> Floats:
-    """What our autograd function keeps of one layer: B G D (2 h + 2 k) e and the log-sum-exp B G h 4.
+    """Bytes that our autograd function keeps of one layer: B G (D + V) (h + k) e, log-sum-exp B G h 4.
 
     Query, key, value and output in the heads' layout (runtime/attention.py). The output of a unit that is
     alone in its group goes into the projection as it is, with whose inputs it is counted.
     """
     is_alone = (tokens == group_tokens) & (heads == job.model.heads // job.tensor_parallel)
-    kept = np.where(is_alone, 1, 2) * heads + 2 * kv
+    query, value = job.model.head_dim, job.model.value_dim
+    kept = heads * query + np.where(is_alone, 0, heads) * value + kv * (query + value)
     sequence = job.micro_batch_size * group_tokens
-    return sequence * (job.model.head_dim * kept * job.element_bytes + 4 * heads)
+    return sequence * (kept * job.element_bytes + 4 * heads)
 
 
 def working_set_bytes(
@@ -69,28 +71,28 @@ def working_set_bytes(
 ) -> Floats:
     """What one layer needs at its peak, in the backward pass: that of attention (runtime/attention.py).
 
-    All-to-all, there and back:  2 (T (H + 2 K) + G (h + 2 k)) B D e
-    Gradient of the output:      G h B D e
-    All gradients in their type: G (h + 2 k) B D e
+    All-to-all, there and back:  2 (T (H D + K (D + V)) + G (h D + k (D + V))) B e
+    Gradient of the output:      G h V B e
+    All gradients in their type: G (h D + k (D + V)) B e
     Only with other groups: three times as much of gradients that wait to be added up (runtime/sums.py); own
-    keys side by side and one prefix 4 G k B D e; `window` + 1 steps of keys and values 2 R e each, the
-    gradient of one twice;
-    gradients on their way home, `window` + 1 steps 2 S e each. R, S: tokens x KV heads
-    received and sent in a step.
+    keys side by side and one prefix 2 G k (D + V) B e; `window` + 1 steps of keys and values R (D + V) B e
+    each, the gradient of one twice;
+    gradients on their way home, `window` + 1 steps S (D + V) B e each. R, S: tokens x KV heads received and
+    sent in a step.
     Sequence parallelism brings the rows of all ranks of a unit together, and has the gradient of as many
     before it is cut: 2 T B hidden e.
     """
-    element = job.element_bytes
-    sequence = job.micro_batch_size * job.model.head_dim
-    own = group_tokens * (heads + 2 * kv)
-    qkv = tokens * token_qkv_bytes(job) / (element * job.model.head_dim)
-    inside = element * (2 * (qkv + own) + group_tokens * heads + own)
-    received = flights.received * (2 * (window + 1) * element + 4 * element)
-    sent = flights.sent * 2 * (window + 1) * element
-    between = 3 * element * own + 4 * element * group_tokens * kv + received + sent
+    element, query, value = job.element_bytes, job.model.head_dim, job.model.value_dim
+    both = query + value
+    own = group_tokens * (heads * query + kv * both)
+    qkv = tokens * token_qkv_bytes(job) / element
+    inside = element * (2 * (qkv + own) + group_tokens * heads * value + own)
+    received = flights.received * both * ((window + 1) * element + 2 * element)
+    sent = flights.sent * both * (window + 1) * element
+    between = 3 * element * own + 2 * element * group_tokens * kv * both + received + sent
     exchanges = (flights.received > 0) | (flights.sent > 0)
     whole = 2 * (job.row_parts > 1) * job.micro_batch_size * tokens * job.model.hidden_size * element
-    return whole + sequence * (inside + np.where(exchanges, between, 0.0))
+    return whole + job.micro_batch_size * (inside + np.where(exchanges, between, 0.0))
 
 
 def input_bytes(job: Job, tokens: Floats) -> Floats:

@@ -68,6 +68,15 @@ class Window:
         _check_sizes("window", self, {})
         _freeze_layers("window", self)
 
+    def keys_seen(self, context: int) -> float:
+        """Keys that a query of a causal sequence sees, in the mean over its tokens."""
+        size = min(self.size, context)
+        if self.in_chunks:
+            whole, rest = divmod(context, size)
+            return (whole * size * size + rest * rest) / (2 * context)
+        # Those from the window's size on see all of it, those before it half of it in the mean.
+        return size - size * size / (2 * context)
+
 
 @dataclass(frozen=True)
 class Latent:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Bools, Floats, Ints
+from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.cost.job import Job, layers_again
 from megatron_hexi.cost.layer_bytes import (
     Flights,
@@ -22,6 +23,7 @@ from megatron_hexi.cost.layer_bytes import (
 )
 from megatron_hexi.cost.library_bytes import workspace_bytes
 from megatron_hexi.cost.memory_terms import HostMemory, Memory
+from megatron_hexi.cost.model import Model
 from megatron_hexi.cost.plan_arrays import PlanArrays
 from megatron_hexi.mesh import ROWS_ON_DEVICE
 
@@ -79,19 +81,27 @@ class Present:
         return Present(**{field.name: getattr(self, field.name)[ranks].max(axis=1) for field in fields(self)})
 
 
+class KindLayers(NamedTuple):
+    """Layers of one kind: how many, and how many of them the backward pass computes again."""
+
+    layers: Counts
+    again: Counts
+
+
 @dataclass(frozen=True, eq=False)
 class ModelPart:
     """The part of the model that units have; numbers, or arrays over units, [U].
 
     Args:
         layers: how many.
-        again: those of them that the backward pass computes again.
+        again: how many of them the backward pass computes again: the first ones.
         is_first: whether with the embedding.
         is_last: whether with the last norm, the output matrix and the loss.
         ahead: micro-batches that 1F1B runs forward before the first backward pass, at most: stages from this
             one to the last.
         ministages: in how many parts they run; 0: whole, in 1F1B.
         rows_on_host: whether rows that entered ministages wait in host memory.
+        first_layer: the number of the first of the layers in the model; ``None``: they are a mean of all.
     """
 
     layers: Ints | int
@@ -101,6 +111,7 @@ class ModelPart:
     ahead: Ints | int
     ministages: Ints | int = 0
     rows_on_host: Bools | bool = False
+    first_layer: Ints | int | None = None
 
     @classmethod
     def of_job(cls, job: Job, stage: Ints | int) -> ModelPart:
@@ -111,7 +122,19 @@ class ModelPart:
             is_first=stage == 0,
             is_last=stage == job.pipeline_parallel - 1,
             ahead=job.pipeline_parallel - stage,
+            first_layer=stage * job.stage_layers,
         )
+
+    def of_kinds(self, model: Model) -> list[KindLayers]:
+        """The layers of each of the model's kinds that the part has."""
+        if model.is_uniform:
+            return [KindLayers(self.layers, self.again)]
+        if self.first_layer is None:
+            shares = [kind.layers / model.layers for kind in model.kinds]
+            return [KindLayers(self.layers * share, self.again * share) for share in shares]
+        before, first = np.array(model.layers_before), self.first_layer
+        counts = (before[:, first + count] - before[:, first] for count in (self.layers, self.again))
+        return [KindLayers(*both) for both in zip(*counts, strict=True)]
 
     @property
     def borders(self) -> Ints:
@@ -148,7 +171,7 @@ class ModelPart:
         return (self.layers - last) * np.minimum(self.ministages, 1)
 
 
-def part_params(job: Job, part: ModelPart) -> Ints | int:
+def part_params(job: Job, part: ModelPart) -> Counts:
     """Weights on one GPU: layers, and an embedding at either end.
 
     Tied embeddings are held twice where first and last stage differ.
@@ -157,8 +180,9 @@ def part_params(job: Job, part: ModelPart) -> Ints | int:
     first = model.vocab_params(tp) + model.learned_positions * model.hidden_size
     last_norm = model.norm_params(model.hidden_size)
     has_output = part.is_last * (1 - part.is_first * model.tied_embeddings)
-    params: Ints | int = (
-        part.layers * model.layer_params(tp)
+    kinds = zip(model.kinds, part.of_kinds(model), strict=True)
+    params: Counts = (
+        sum(held.layers * kind.layer_params(tp) for kind, held in kinds)
         + part.is_first * first
         + part.is_last * last_norm
         + has_output * model.vocab_params(tp)
@@ -200,20 +224,29 @@ class Holdings:
 
 
 def static_memory(
-    job: Job, layers: Ints | int, weights: Floats | float, gradients: Floats | float, state: Floats | float
+    job: Job,
+    part: ModelPart,
+    weights: Floats | float,
+    gradients: Floats | float,
+    state: Floats | float,
 ) -> dict[str, Floats]:
     """Bytes on a GPU that do not depend on the sequence, by the names of `Memory`'s terms.
 
     Args:
         job: the job.
-        layers: how many the GPU's stage has.
+        part: what the GPU has of the model.
         weights: how many are on the GPU.
         gradients: of how many weights there are gradients.
         state: of how many weights there is optimizer state.
     """
-    copied = FP8_COPIES * job.model.matrix_params(job.tensor_parallel) if job.precision == "fp8" else 0
+    copied: Counts = 0
+    if job.precision == "fp8":
+        kinds = zip(job.model.kinds, part.of_kinds(job.model), strict=True)
+        copied = sum(
+            held.layers * (FP8_COPIES * kind.matrix_params(job.tensor_parallel)) for kind, held in kinds
+        )
     return {
-        "weights": np.asarray(weights * float(job.element_bytes) + layers * copied),
+        "weights": np.asarray(weights * float(job.element_bytes) + copied),
         "gradients": np.asarray(gradients * float(GRADIENT_BYTES[job.precision])),
         "optimizer": np.asarray(state * float(OPTIMIZER_BYTES[job.precision])),
     }
@@ -249,25 +282,18 @@ def part_memory(
     here, added, state = params, params, owned
     if present is not None:
         here, added, state = present.weights, present.gradients, present.state
-    rows = job.micro_batch_size * held.tokens
-    outside = rows * token_activation_bytes(job)
-    inside = attention_bytes(job, held.tokens, held.group_tokens, held.heads, held.kv)
-    working = working_set_bytes(
-        job, held.tokens, held.group_tokens, held.heads, held.kv, held.flights, window
-    )
-    outside_again, inside_again = outside, inside
-    if job.mode == "full":
-        working = working + np.where(np.equal(part.again, part.layers), outside + inside, 0.0)
-        outside_again = input_bytes(job, held.tokens)
-        inside_again = np.zeros(inside.shape)
-    elif job.mode == "selective":
-        working = working + inside
-        inside_again = rows * token_qkv_bytes(job)
-    at_once = part.in_flight(held.micro_batches) * part.at_once
-    activations, attention = (
-        at_once * (part.again * kept + (part.layers - part.again) * whole)
-        for kept, whole in ((outside_again, outside), (inside_again, inside))
-    )
+    rows, at_once = job.micro_batch_size * held.tokens, part.in_flight(held.micro_batches) * part.at_once
+    working = activations = attention = np.zeros(held.tokens.shape)
+    for kind, count in zip(job.kinds, part.of_kinds(job.model), strict=True):
+        layer = _layer_memory(kind, held, window)
+        needed = layer.working
+        if job.mode == "full":
+            whole = layer.outside + layer.inside
+            needed = needed + np.where(np.equal(count.again, count.layers), whole, 0.0)
+        working = np.maximum(working, np.where(np.equal(count.layers, 0), 0.0, needed))
+        rest = count.layers - count.again
+        activations = activations + at_once * (count.again * layer.outside_again + rest * layer.outside)
+        attention = attention + at_once * (count.again * layer.inside_again + rest * layer.inside)
     if np.any(part.ministages):
         waiting = part.entered(held.micro_batches)
         waiting = np.where(part.rows_on_host, np.minimum(waiting, ROWS_ON_DEVICE), waiting)
@@ -277,7 +303,7 @@ def part_memory(
     logits = np.where(part.is_last, np.maximum(loss - working, 0.0), 0.0)
     working = working + part.borders * border_bytes(job, held.tokens)
     return {
-        **static_memory(job, part.layers, here, added, state + np.zeros(params.shape)),
+        **static_memory(job, part, here, added, state + np.zeros(params.shape)),
         "activations": activations,
         "attention": attention,
         "working_set": working,
@@ -290,6 +316,35 @@ def part_memory(
         )
         + FRAGMENTATION * (activations + attention + working + logits),
     }
+
+
+class _LayerMemory(NamedTuple):
+    """Bytes of a layer and micro-batch: kept outside attention and inside, and needed while it is computed.
+
+    Arrays over units, [U].
+    `outside_again` and `inside_again` are what a layer keeps that is computed again.
+    """
+
+    outside: Floats
+    inside: Floats
+    outside_again: Floats
+    inside_again: Floats
+    working: Floats
+
+
+def _layer_memory(job: Job, held: Holdings, window: int) -> _LayerMemory:
+    """The bytes of a layer of a job whose layers are of one kind."""
+    rows = job.micro_batch_size * held.tokens
+    outside = rows * token_activation_bytes(job)
+    inside = attention_bytes(job, held.tokens, held.group_tokens, held.heads, held.kv)
+    working = working_set_bytes(
+        job, held.tokens, held.group_tokens, held.heads, held.kv, held.flights, window
+    )
+    if job.mode == "full":
+        return _LayerMemory(outside, inside, input_bytes(job, held.tokens), np.zeros(inside.shape), working)
+    if job.mode == "selective":
+        return _LayerMemory(outside, inside, outside, rows * token_qkv_bytes(job), working + inside)
+    return _LayerMemory(outside, inside, outside, inside, working)
 
 
 def token_bytes(

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_hexi.cost.arrays import Ints
 from megatron_hexi.cost.job import Job, RecomputeMode, layers_again, recompute_mode
@@ -70,7 +71,7 @@ class Section:
         ]
         return np.array(taken)[self.arrays.unit_replica]
 
-    def by_domain(self, values: Ints | int) -> list[int]:
+    def by_domain[N: (int, float)](self, values: NDArray[Any] | N) -> list[N]:
         """Numbers of `parts`, one a domain."""
         return values.tolist() if isinstance(values, np.ndarray) else [values] * len(self.replicas)
 
@@ -150,9 +151,10 @@ def _ranks(rows: Sequence[DomainRow]) -> Ints:
 
 def _parts(rows: Sequence[DomainRow], job: Job) -> ModelPart:
     """Return the part of the model that each domain holds, [domains]."""
-    layers, again = [], []
+    layers, again, first_layers = [], [], []
     for row in rows:
         assert row.layers is not None, "the job says how many there are"
+        first_layers.append(row.layers[0])
         layers.append(row.layers[1] - row.layers[0])
         again.append(layers_again(layers[-1], job.recompute if row.recompute is None else row.recompute))
     return ModelPart(
@@ -163,4 +165,5 @@ def _parts(rows: Sequence[DomainRow], job: Job) -> ModelPart:
         ahead=np.array([row.depth - row.stage for row in rows]),
         ministages=np.array([len(row.ministages or ()) for row in rows]),
         rows_on_host=np.array(["activations" in row.offload for row in rows]),
+        first_layer=np.array(first_layers),
     )

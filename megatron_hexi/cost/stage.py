@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.cost.collectives import pipeline_seconds, tensor_parallel_seconds
 from megatron_hexi.cost.compute import logits_times, optimizer_seconds
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Layer, Pass, Stage, layer_times
+from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.phases import Phases
 from megatron_hexi.cost.plan_arrays import PlanArrays
@@ -24,8 +26,9 @@ class StageCost:
     """What the stages of a section do for one micro-batch.
 
     Args:
-        layer: one of their layers.
-        layers: how many they have, a number or [U].
+        kinds: a layer of each kind.
+        counts: how many of each kind they have, numbers or [domains].
+        layers: how many in all, a number or [U].
         passes: what they run of layers: forward, backward, and what recomputation repeats.
         repeats: of how many layers they run each pass, numbers or [U].
         logits: output matrix and loss of each unit, s, [U]; 0 but on a last stage.
@@ -35,15 +38,41 @@ class StageCost:
         forward_s: of that, one forward pass, s.
     """
 
-    layer: Layer
+    kinds: tuple[Layer, ...]
+    counts: tuple[Counts, ...]
     layers: Ints | int
     passes: tuple[Pass, ...]
-    repeats: tuple[Ints | int, ...]
+    repeats: tuple[Counts, ...]
     logits: Floats
     logits_sum: Floats
     pipeline_s: float
     replicas: tuple[Phases, ...]
     forward_s: tuple[float, ...]
+
+    @property
+    def layer(self) -> Layer:
+        """A layer, where all are of one kind."""
+        (layer,) = self.kinds
+        return layer
+
+    @property
+    def flights(self) -> Flights:
+        """The most that the exchange of any kind of layer has under way."""
+        first, *more = (layer.flights for layer in self.kinds)
+        for flights in more:
+            received, sent = (
+                np.maximum(first.received, flights.received),
+                np.maximum(first.sent, flights.sent),
+            )
+            first = Flights(received, sent)
+        return first
+
+    def mean(self, value: Callable[[Layer], float], domain: int = 0) -> float:
+        """The mean of a number over the layers of a domain."""
+        if len(self.kinds) == 1:
+            return value(self.layer)
+        counts = [float(held[domain]) if isinstance(held, np.ndarray) else held for held in self.counts]
+        return sum(n * value(layer) for n, layer in zip(counts, self.kinds, strict=True)) / sum(counts)
 
 
 def stage_cost(section: Section, links: LinkTable, following: Ints | None) -> StageCost:
@@ -56,35 +85,44 @@ def stage_cost(section: Section, links: LinkTable, following: Ints | None) -> St
             are none, or they are left under way.
     """
     plan, job, stage = section.arrays, section.job, section.placement.stage
-    layer = layer_times(plan, job, stage, links, section.window)
+    kinds = tuple(layer_times(plan, kind, stage, links, section.window) for kind in job.kinds)
     rows = job.micro_batch_size * plan.tokens.astype(float)
     logits, sums = np.zeros(len(rows)), np.zeros(len(rows))
     if np.any(section.parts.is_last):
         logits = section.part.is_last * _logits(job, stage, rows)
         sums = section.part.is_last * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
     parts = section.parts
-    passes: list[Pass] = [layer.forward, layer.backward]
-    repeats: list[Ints | int] = [parts.layers, parts.layers]
-    if job.mode != "none":
-        passes.append(layer.forward if layer.attention_again is None else layer.attention_again)
-        repeats.append(parts.again)
-    if np.any(parts.ministages):
-        passes.append(layer.forward)
-        repeats.append(parts.run_twice)
+    passes, repeats = list[Pass](), list[Counts]()
+    held = parts.of_kinds(job.model)
+    for layer, count in zip(kinds, held, strict=True):
+        passes += [layer.forward, layer.backward]
+        repeats += [count.layers, count.layers]
+        if job.mode != "none":
+            passes.append(layer.forward if layer.attention_again is None else layer.attention_again)
+            repeats.append(count.again)
+        if np.any(parts.ministages):
+            passes.append(layer.forward)
+            # Which ministages have which kinds does not matter: each runs as many as it has twice.
+            share = 1 if len(kinds) == 1 else count.layers / np.maximum(parts.layers, 1)
+            repeats.append(parts.run_twice * share)
     send = 0.0 if following is None else 2 * pipeline_seconds(links, job, rows, stage.gpus, following)
     by_domain = [section.by_domain(counts) for counts in repeats]
     replicas, forward = [], []
     for domain in range(len(section.replicas)):
         units = np.flatnonzero(plan.unit_replica == domain)
-        phases, once = Phases(pipeline=send), {one: _pass_phases(plan, one, units) for one in passes}
-        for one, counts in zip(passes, by_domain, strict=True):
-            phases += once[one] * counts[domain]
-        forward.append((once[layer.forward] * by_domain[0][domain]).total)
+        phases, ahead = Phases(pipeline=send), Phases()
+        once = {work: _pass_phases(plan, work, units) for work in passes}
+        for work, counts in zip(passes, by_domain, strict=True):
+            phases += once[work] * counts[domain]
+        for layer, counts in zip(kinds, by_domain[:: len(passes) // len(kinds)], strict=True):
+            ahead += once[layer.forward] * counts[domain]
+        forward.append(ahead.total)
         slowest = units[np.argmax((logits + sums)[units])]
         phases += Phases(logits=float(logits[slowest]), tensor_parallel=float(sums[slowest]))
         replicas.append(phases)
     return StageCost(
-        layer=layer,
+        kinds=kinds,
+        counts=tuple(count.layers for count in held),
         layers=section.part.layers,
         passes=tuple(passes),
         repeats=tuple(
@@ -142,14 +180,19 @@ def exposed_synchronisation(
             for one in reductions.turns:
                 cover = None
                 if one.hides_behind is not None:
-                    way: Pass = getattr(cost.layer, one.hides_behind)
-                    cover = max(0.0, float(way.finish[units].max()) - way.wire)
+                    cover = cost.mean(partial(_free_network, one.hides_behind, units), domain)
                 wait += float(exposed_seconds(one.seconds[number][domain], layers[domain], cover))
             waits[replica] = max(waits[replica], wait)
     return [float(wait) for wait in waits]
 
 
-def optimizer_times(section: Section, params: Ints | int, owned: Floats | float) -> Floats:
+def _free_network(way: str, units: Bools, layer: Layer) -> float:
+    """Seconds of a layer's pass on some units in which the network is free."""
+    one: Pass = getattr(layer, way)
+    return max(0.0, float(one.finish[units].max()) - one.wire)
+
+
+def optimizer_times(section: Section, params: Counts, owned: Floats | float) -> Floats:
     """The optimizer's step of each unit, s, [U].
 
     Args:

@@ -10,27 +10,40 @@ from megatron_hexi.cluster import Device
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.model import Model
 
-#: FLOPs of attention a token of context, a layer and a column of the heads: two products of 2 FLOPs in three
-#: passes, as if every token saw every token ("full"), or as a causal mask leaves them ("half").
-_ATTENTION = {"full": 12, "half": 6}
-
 
 def model_flops(model: Model, context: int, counting: Literal["full", "half"] = "half") -> float:
     """Return the FLOPs of one token that the model itself needs, forward and backward.
 
     As Megatron counts them: three products of 2 FLOPs a weight, forward and twice backward, and nothing for
-    what is computed again.
+    what is computed again. Of routed experts those count that a token goes to.
 
-        6 (layers x weights of a layer's matrices + hidden x vocabulary) + c x context x layers x heads x D
+        6 (layers x weights of a layer's matrices + hidden x vocabulary) + 12 x layers x heads x D x keys
+
+    where `keys` is how many a token sees: the context, or half of it, or the window.
 
     Args:
         model: the model; its vocabulary counts without padding.
         context: tokens of a sequence.
         counting: of attention. Half is Megatron's for causal attention since core 0.15.
     """
-    matrices = model.layers * model.matrix_params() + model.hidden_size * model.vocab_size
-    columns = model.layers * model.heads * model.head_dim
-    return float(6 * matrices + _ATTENTION[counting] * context * columns)
+    matrices = model.hidden_size * model.vocab_size + sum(
+        kind.layers * (kind.matrix_params() + _active_experts(kind)) for kind in model.kinds
+    )
+    # Of queries and keys, and of values: a product each. A window is as good as a shorter context.
+    columns = model.heads * (model.head_dim + model.value_dim) / 2
+    seen = sum(kind.layers * _seen(kind, context, counting) for kind in model.kinds)
+    return float(6 * matrices + 12 * seen * columns)
+
+
+def _active_experts(model: Model) -> int:
+    return model.experts.active * model.expert_params() if model.experts else 0
+
+
+def _seen(model: Model, context: int, counting: Literal["full", "half"]) -> float:
+    """Keys of a token, in the mean over a sequence."""
+    if counting == "full":
+        return context if model.window is None else min(context, model.window.size)
+    return context / 2 if model.window is None else model.window.keys_seen(context)
 
 
 @dataclass(frozen=True)

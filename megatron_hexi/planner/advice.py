@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost.memory import GIB, static_memory
+from megatron_hexi.cost.memory import GIB, ModelPart, static_memory
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.plan.flags import spell_flag
 from megatron_hexi.planner.bound import memory_fits
@@ -203,7 +203,8 @@ def _spell_memory(request: Request, cluster: Cluster) -> str:
     """What there must be before any activations, and what there is."""
     job = request.job
     params = job.model.total_params
-    terms = static_memory(replace(job, tensor_parallel=1), job.model.layers, params, params, params)
+    alone = replace(job, tensor_parallel=1, pipeline_parallel=1)
+    terms = static_memory(alone, ModelPart.of_job(alone, 0), params, params, params)
     least = float(sum(terms.values())) / GIB
     there = sum(rank.device.usable_gib for rank in cluster.ranks)
     return (

@@ -34,7 +34,7 @@ class LeastMemory:
     def __init__(self, base: Candidate, hosts: Hosts) -> None:
         timing, self._hosts, self._over = base.timing, hosts, cache(self._overfull)
         self._sections = [
-            (section, Holdings.of(section.arrays, section.turns(timing.micro_batches), cost.layer.flights))
+            (section, Holdings.of(section.arrays, section.turns(timing.micro_batches), cost.flights))
             for section, cost in zip(timing.sections, timing.stages, strict=True)
         ]
 
@@ -66,7 +66,9 @@ class LeastMemory:
         part = replace(section.part, again=again, ministages=ministages, rows_on_host=not with_rows)
         present = _present(part_params(job, part), part_params(job, part))
         if ministages:  # of two that follow one another, and both gradients where a third does
-            own = part.layers // ministages * job.model.layer_params(job.tensor_parallel)
+            own = part_params(
+                job, replace(part, layers=part.layers // ministages, is_first=False, is_last=False)
+            )
             present = _present(2 * own, own * min(ministages - 1, 2))
         terms = part_memory(job, part, held, section.window, 0.0, present)
         return np.sum(list(terms.values()), axis=0) > section.placement.usable

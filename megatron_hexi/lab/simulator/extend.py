@@ -156,4 +156,4 @@ def _simulated_cost(replay: Replay, cost: StageCost, durations: Floats) -> Stage
             finish=durations[last].mean(axis=0)[replay.plan.unit_replica],
             wire=float(wire[last].mean(axis=0).max()),
         )
-    return replace(cost, layer=replace(cost.layer, **passes))
+    return replace(cost, kinds=(replace(cost.layer, **passes),))

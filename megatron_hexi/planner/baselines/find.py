@@ -212,7 +212,9 @@ def _least_bytes(fleet: Fleet) -> float:
     job = fleet.job
     params = float(np.min(part_params(job, ModelPart.of_job(job, np.arange(job.pipeline_parallel)))))
     owned = params / (len(fleet.units) if job.distributed_optimizer else 1)
-    return float(sum(static_memory(job, job.stage_layers, params, params, owned).values()) + RESERVE_BYTES)
+    return float(
+        sum(static_memory(job, ModelPart.of_job(job, 0), params, params, owned).values()) + RESERVE_BYTES
+    )
 
 
 def _homogeneous_parts(fleet: Fleet) -> list[Fleet]:

@@ -17,6 +17,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.cost.layer import Layer
 from megatron_hexi.cost.layer_bytes import border_bytes
 from megatron_hexi.cost.memory import FRAGMENTATION, Holdings, ModelPart, part_memory
 from megatron_hexi.cost.memory_terms import sum_terms
@@ -207,11 +208,10 @@ class LayerTimer:
 
     def _read(self, shape: Shape, trial: Trial) -> LayerTimes:
         (section,), (stage,) = trial.timing.sections, trial.timing.stages
-        assert stage.layer.attention_again is not None, "core attention is timed again"
         pool_of_node = {node: pool for pool in shape.kinds for node in self.pools.pools[pool].nodes}
         nodes = [self.cluster.ranks[gpu].node for gpu in section.placement.gpus[:, 0].tolist()]
         pool = np.array([shape.kinds.index(pool_of_node[node]) for node in nodes])
-        held = Holdings.of(section.arrays, np.ones(1, dtype=np.int64), stage.layer.flights)
+        held = Holdings.of(section.arrays, np.ones(1, dtype=np.int64), stage.flights)
         memory = [
             part_memory(replace(section.job, recompute=mode), _ONE_LAYER, held, section.window, 0.0)
             for mode in RECOMPUTES
@@ -224,9 +224,9 @@ class LayerTimer:
 
         whole = 1 + FRAGMENTATION
         return LayerTimes(
-            forward=float(stage.layer.forward.finish.max()),
-            backward=float(stage.layer.backward.finish.max()),
-            again=float(stage.layer.attention_again.finish.max()),
+            forward=stage.mean(lambda layer: float(layer.forward.finish.max())),
+            backward=stage.mean(lambda layer: float(layer.backward.finish.max())),
+            again=stage.mean(_attention_again),
             logits=float((stage.logits + stage.logits_sum).max()),
             units=np.bincount(pool).astype(float),
             tokens=most(section.arrays.tokens.astype(float)),
@@ -270,8 +270,14 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
 
 
 def _layer_seconds(trial: Trial) -> float:
-    layer = trial.timing.stages[0].layer
-    return float(layer.forward.finish.max() + layer.backward.finish.max())
+    return trial.timing.stages[0].mean(
+        lambda layer: float(layer.forward.finish.max() + layer.backward.finish.max())
+    )
+
+
+def _attention_again(layer: Layer) -> float:
+    assert layer.attention_again is not None, "core attention is timed again"
+    return float(layer.attention_again.finish.max())
 
 
 def _spread_sizes(fleet: Fleet, best: Trial, heads: int) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from operator import truediv
 
-from megatron_hexi.cost.memory import GIB, static_memory
+from megatron_hexi.cost.memory import GIB, ModelPart, static_memory
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pipes import Pipe
@@ -83,8 +83,10 @@ class ReplicaColumns:
         self._sync = Synchronisation(timer)
         self._speeds = [1 / timer.seconds_alone(pool) for pool in range(len(pools.pools))]
         params = request.job.model.total_params
+        # A bound: without copies of matrices in fp8, and the optimizer's state, which other replicas share.
+        nothing = ModelPart(layers=0, again=0, is_first=False, is_last=False, ahead=1)
         self._choices = self._find_choices(
-            float(sum(static_memory(request.job, 0, params, params, 0).values()))
+            float(sum(static_memory(request.job, nothing, params, params, 0).values()))
         )
         self._least_alone = _LEAST_ALONE if len(self._choices) > _WITH_PIPELINES[0] else 0.0
         #: Whether each choice of GPUs gets pipelines.

@@ -100,7 +100,7 @@ class StageTables:
         part = ModelPart(layers=count, again=count, is_first=is_first, is_last=is_last, ahead=1)
         params = np.asarray(part_params(job, part), dtype=float)
         owners = shape.units * shards if job.distributed_optimizer else 1
-        static = sum(static_memory(job, count, params, params, params / owners).values())
+        static = sum(static_memory(job, part, params, params, params / owners).values())
         # Bytes left for activations.
         ends = is_last * layer.logits_bytes + part.borders * layer.border_bytes
         usable = GIB * np.array([self.pools.pools[kind].device.usable_gib for kind in shape.kinds])

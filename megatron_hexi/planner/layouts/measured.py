@@ -47,10 +47,16 @@ class Measured:
         inside, free, per_token = np.zeros(size), np.full(size, np.inf), 1.0
         for number, stage in enumerate(timing.stages):
             logits = (stage.logits + stage.logits_sum) / stage.layers
-            token = np.maximum(token, sum(one.token + one.tensor_parallel for one in stage.passes) + logits)
-            attention = np.maximum(attention, sum(one.attention for one in stage.passes))
-            moves = np.maximum(moves, sum(one.all_to_all_in + one.all_to_all_out for one in stage.passes))
-            busy = np.maximum(busy, sum(one.undisturbed for one in stage.passes) + logits)
+            shares = [1.0] * len(stage.passes)
+            if len(stage.kinds) > 1:  # of a mean layer
+                shares = [float(np.mean(repeat / stage.layers)) for repeat in stage.repeats]
+            passes = list(zip(shares, stage.passes, strict=True))
+            token = np.maximum(
+                token, sum(n * (one.token + one.tensor_parallel) for n, one in passes) + logits
+            )
+            attention = np.maximum(attention, sum(n * one.attention for n, one in passes))
+            moves = np.maximum(moves, sum(n * (one.all_to_all_in + one.all_to_all_out) for n, one in passes))
+            busy = np.maximum(busy, sum(n * one.undisturbed for n, one in passes) + logits)
             terms = timing.memory[number]
             # A layer grows with heads, the loss with tokens; the larger of the two is there.
             loss, layer = sum_terms(terms, "loss"), sum_terms(terms, "layer")

@@ -1,0 +1,74 @@
+"""Pairs, queries and keys of attention in a window, for all groups of all replicas at once.
+
+A query at position q sees the keys at positions k with q - w < k <= q. Shape letters: C steps, N groups,
+J segments.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Bools, Floats, Ints
+from megatron_hexi.cost.plan_arrays import PlanArrays
+
+
+def own_pairs(plan: PlanArrays, window: int) -> Floats:
+    """Pairs that the queries of each group see of its own keys, [N]."""
+    pairs = np.zeros(len(plan.starts))
+    for key in range(plan.starts.shape[1]):
+        keys = plan.starts[:, key, None], plan.stops[:, key, None]
+        pairs += _pairs(plan.starts, plan.stops, *keys, window).sum(axis=1)
+    return pairs
+
+
+def far_window(plan: PlanArrays, source: Ints, active: Bools, window: int) -> tuple[Ints, Floats, Ints]:
+    """The part of other groups' keys that each group sees.
+
+    Args:
+        plan: the plan.
+        source: the group whose keys each group uses, [C, N].
+        active: whether its replica has such a step, [C, N].
+        window: keys that a query sees, its own among them (w).
+
+    Returns:
+        queries: of each segment those that see any of the source's keys, [C, N, J].
+        keys: how many each of them sees, in the mean, [C, N, J].
+        received: keys that the group is sent: from the first that a query sees to the last of each segment of
+            the source, [C, N].
+    """
+    shape = *source.shape, plan.starts.shape[1]
+    pairs, queries = np.zeros(shape), np.zeros(shape, dtype=np.int64)
+    received = np.zeros(source.shape, dtype=np.int64)
+    size = plan.stops - plan.starts
+    for place in range(shape[2]):
+        start, stop = plan.starts[source, place][..., None], plan.stops[source, place][..., None]
+        there = active[..., None] & (stop > start)
+        pairs += np.where(there, _pairs(plan.starts, plan.stops, start, stop, window), 0.0)
+        # Segments lie apart: keys before a segment of queries are seen up to w - 1 behind its first one.
+        is_before = there & (stop <= plan.starts) & (size > 0)
+        near = np.clip(stop - 1 + window - plan.starts, 0, size)
+        queries += np.where(is_before, near, 0)
+        kept = np.where(is_before, np.clip(stop - np.maximum(start, plan.starts - window + 1), 0, None), 0)
+        received += kept.max(axis=2)
+    queries = np.minimum(queries, size)
+    keys = pairs / np.maximum(queries, 1)
+    return queries, keys, received
+
+
+def _pairs(first: Ints, last: Ints, start: Ints, stop: Ints, window: int) -> Floats:
+    """Visible pairs of queries in [first, last) and keys in [start, stop)."""
+    visible: Floats = _up_to(first, last, start, stop, 0) - _up_to(first, last, start, stop, window)
+    return visible
+
+
+def _up_to(first: Ints, last: Ints, start: Ints, stop: Ints, behind: int) -> Floats:
+    """Pairs whose key is at least so many positions behind the query."""
+    size = np.maximum(stop - start, 0).astype(float)
+    return _stairs(last - behind - start, size) - _stairs(first - behind - start, size)
+
+
+def _stairs(steps: Ints, size: Floats) -> Floats:
+    """The sum of min(x, size) over x = 1 to `steps`."""
+    rising = np.clip(steps, 0, size)
+    level: Floats = rising * (rising + 1) / 2 + (np.maximum(steps, 0) - rising) * size
+    return level
