@@ -129,7 +129,7 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     residual additions 2 h backward (Transformer Engine: norms and activations cast their own output).
     """
     model, tp = job.model, job.tensor_parallel
-    hidden, mlp = model.hidden_size / job.row_parts, model.ffn_hidden_size / tp
+    hidden, mlp = model.hidden_size / job.row_parts, model.mlp_width / tp
     heads, kv = model.head_dim * model.heads / tp, model.head_dim * max(1, model.kv_heads / tp)
     gate = heads * model.output_gate
     norms = 4 * hidden * model.post_norms
