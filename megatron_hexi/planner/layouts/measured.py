@@ -1,4 +1,4 @@
-"""What a trial took, unit by unit: what balancing goes by."""
+"""Times and memory of a trial by unit, from which balancing starts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _FULL = 0.995
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
-    """A trial's figures by unit of the fleet, the slowest pipeline stage's, seconds of all passes of a layer.
+class UnitTimes:
+    """Times and memory by unit of the fleet, of the slowest pipeline stage; seconds of a layer's passes.
 
     Args:
         token: token work, with its share of the vocabulary.
@@ -39,18 +39,22 @@ class Measured:
     token_bytes: float
 
     @classmethod
-    def of(cls, trial: Trial) -> Measured:
-        """Those of a trial."""
+    def of(cls, trial: Trial) -> UnitTimes:
+        """Read them from a trial."""
         timing, used = trial.timing, units_by_rank(trial.fleet, trial.layouts)
         size, group = len(used), timing.arrays.group
         token, attention, moves, busy = (np.zeros(size) for _ in range(4))
         inside, free, per_token = np.zeros(size), np.full(size, np.inf), 1.0
         for number, stage in enumerate(timing.stages):
             logits = (stage.logits + stage.logits_sum) / stage.layers
-            token = np.maximum(token, sum(one.token + one.tensor_parallel for one in stage.passes) + logits)
-            attention = np.maximum(attention, sum(one.attention for one in stage.passes))
-            moves = np.maximum(moves, sum(one.all_to_all_in + one.all_to_all_out for one in stage.passes))
-            busy = np.maximum(busy, sum(one.undisturbed for one in stage.passes) + logits)
+            token = np.maximum(
+                token, sum(times.token + times.tensor_parallel for times in stage.passes) + logits
+            )
+            attention = np.maximum(attention, sum(times.attention for times in stage.passes))
+            moves = np.maximum(
+                moves, sum(times.all_to_all_in + times.all_to_all_out for times in stage.passes)
+            )
+            busy = np.maximum(busy, sum(times.undisturbed for times in stage.passes) + logits)
             terms = timing.memory[number]
             # A layer grows with heads, the loss with tokens; the larger of the two is there.
             loss, layer = sum_terms(terms, "loss"), sum_terms(terms, "layer")
