@@ -45,15 +45,26 @@ def ceiling_tokens_per_s(job: Job, devices: Sequence[Device], causal: bool = Tru
     return 1 / (1 / token + 1 / attention)
 
 
-def token_seconds(speeds: Speeds, job: Job) -> float:
-    """Everything but attention, of one token through the whole model, on one GPU."""
+def token_seconds(speeds: Speeds, job: Job, with_experts: bool = True) -> float:
+    """Everything but attention, of one token through the whole model, on one GPU.
+
+    Args:
+        speeds: of the GPU.
+        job: the job.
+        with_experts: whether it computes all the routed experts that the token goes to.
+    """
     rows = np.array([_ROWS])
     best = replace(speeds, matmul=_best(speeds.matmul), output=_best(speeds.output))
     logits, layers = logits_times(best, job, rows), 0.0
     for kind in job.kinds:
         layer = token_times(best, kind, rows)
-        again = float(layer.forward[0]) if job.mode == "full" else 0.0
-        layers += kind.model.layers * (float(layer.forward[0] + layer.backward[0]) + again)
+        forward, backward = float(layer.forward[0]), float(layer.backward[0])
+        if with_experts and kind.model.experts is not None:
+            active = kind.model.experts.active * kind.model.expert_matrices / job.tensor_parallel
+            routed = 2 * _ROWS * active / float(best.matmul.rates[0] * 1e12)
+            forward, backward = forward + routed, backward + 2 * routed
+        again = forward if job.mode == "full" else 0.0
+        layers += kind.model.layers * (forward + backward + again)
     return (layers + float(logits.forward[0] + logits.backward[0])) / _ROWS * job.tensor_parallel
 
 

@@ -134,7 +134,7 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     residual additions 2 h backward (Transformer Engine: norms and activations cast their own output).
     """
     model, tp = job.model, job.tensor_parallel
-    hidden, mlp = model.hidden_size / job.row_parts, model.ffn_hidden_size / tp
+    hidden, mlp = model.hidden_size / job.row_parts, model.mlp_width / tp
     heads, kv = model.head_dim * model.heads / tp, model.head_dim * max(1, model.kv_heads / tp)
     gate, output, values = heads * model.output_gate, model.value_dim * model.heads / tp, kv
     norms, around = 2 * (1 + model.post_norms) * hidden, 2 * (heads + kv)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.model import Model
 from megatron_hexi.mesh import Box, Bucket, Mesh, cell_size, cut_pieces, make_buckets
+from megatron_hexi.mesh.experts import job_experts
+from megatron_hexi.plan.experts import HeldExperts
 from megatron_hexi.plan.units import Unit
 
 
@@ -47,7 +49,17 @@ class HeldWeights:
         self.density: dict[tuple[str, int], float] = {}
         self._elements: dict[str, int] = {}
         widest = max(self.width)
-        layers = [key for key, *_ in _layer_boxes(job.model, (0, job.model.layers))]
+        experts = job.model.experts
+        self._experts = {} if experts is None else job_experts(mesh.plan, experts.count)
+        slices = math.lcm(*(held.parts for _, held in self._experts.values()))
+        for kind, model in enumerate(job.model.kinds):
+            if model.experts is not None:
+                key = _experts_key(kind)
+                # An expert's weights, in as many parts as all slices divide.
+                self._elements[key] = -(-model.expert_params() // slices) * slices
+                for width in set(self.width):
+                    self.density[key, width] = model.expert_params() / self._elements[key]
+        layers = map(_layers_key, range(len(job.model.kinds)))
         for key in (*layers, "embedding", "output", "positions", "norm"):
             self._elements[key] = max(1, self._params(key, widest) * widest // self._chunks)
             for width in set(self.width):
@@ -57,12 +69,17 @@ class HeldWeights:
     def buckets(self) -> tuple[tuple[Bucket, float], ...]:
         """The buckets in the order in which ranks reduce them, each with its smallest owner's part of it."""
         # Ranks of a stage that hold the same part of each box are many.
-        found: dict[tuple[int, int, int, int], tuple[Box, ...]] = {}
+        found: dict[tuple[object, ...], tuple[Box, ...]] = {}
         boxes, state = [], []
         for rank, unit in enumerate(self._mesh.units):
-            name = unit.replica, unit.stage, unit.ranks.index(rank), unit.width
+            _, experts = self._experts.get(rank, (None, None))
+            tp_rank = unit.ranks.index(rank)
+            name = unit.replica, unit.stage, tp_rank, unit.width, experts and (experts.experts, experts.part)
             if name not in found:
-                found[name] = tuple(self._box(unit, name[2], held) for held in self._held(unit))
+                boxes_of = [self._box(unit, tp_rank, held) for held in self._held(unit)]
+                if experts is not None:
+                    boxes_of += self._expert_boxes(unit, experts)
+                found[name] = tuple(boxes_of)
             boxes.append(found[name])
             state.append(unit.state)
         return _buckets(tuple(boxes), tuple(state))
@@ -102,8 +119,8 @@ class HeldWeights:
         assert unit.layers is not None
         first, last = (None, None) if unit.ministages is None else (0, len(unit.ministages) - 1)
         for number, layers in enumerate(unit.ministages or (unit.layers,)):
-            for key, rows, of in _layer_boxes(model, layers):
-                yield _Held(key, rows, of, 1 + layers[0], None if first is None else number)
+            for kind, rows, of in _layer_boxes(model, layers):
+                yield _Held(_layers_key(kind), rows, of, 1 + layers[0], None if first is None else number)
         is_first, is_last, behind = unit.stage == 0, unit.is_last, 1 + model.layers
         if is_first or (is_last and model.tied_embeddings):
             both = is_first and is_last and model.tied_embeddings
@@ -115,6 +132,22 @@ class HeldWeights:
             yield _Held("norm", (0, 1), 1, behind, last)
         if is_last and not model.tied_embeddings:
             yield _Held("output", (0, 1), 1, behind, last)
+
+    def _expert_boxes(self, unit: Unit, experts: HeldExperts) -> Iterator[Box]:
+        """The experts of a rank: a part of the elements of each, in each layer that has some."""
+        model = self._job.model
+        assert unit.layers is not None
+        for number, layers in enumerate(unit.ministages or (unit.layers,)):
+            ministage = None if unit.ministages is None else (unit.replica, unit.stage, number)
+            for kind, rows, of in _layer_boxes(model, layers):
+                total = model.kinds[kind].experts
+                if total is None or not experts.count:
+                    continue
+                key = _experts_key(kind)
+                elements = self._elements[key]
+                part = elements // experts.parts
+                cell = (experts.part * part, (experts.part + 1) * part), rows, experts.experts
+                yield Box(key, cell, (elements, of, total.count), 1 + layers[0], ministage)
 
     def _box(self, unit: Unit, tp_rank: int, held: _Held) -> Box:
         """Its elements come first, so that shares are cut along them."""
@@ -129,12 +162,16 @@ def _layers_key(kind: int) -> str:
     return f"layers.{kind}" if kind else "layers"
 
 
-def _layer_boxes(model: Model, layers: tuple[int, int]) -> Iterator[tuple[str, tuple[int, int], int]]:
-    """For each kind among these layers: its key, its rows among all layers of the kind, and these in all."""
+def _experts_key(kind: int) -> str:
+    return f"experts.{kind}"
+
+
+def _layer_boxes(model: Model, layers: tuple[int, int]) -> Iterator[tuple[int, tuple[int, int], int]]:
+    """For each kind among these layers: its number, its rows among all of it, and how many these are."""
     for kind, before in enumerate(model.layers_before):
         rows = before[layers[0]], before[layers[1]]
         if rows[0] < rows[1]:
-            yield _layers_key(kind), rows, before[-1]
+            yield kind, rows, before[-1]
 
 
 @lru_cache(maxsize=4)

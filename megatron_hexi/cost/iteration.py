@@ -18,13 +18,13 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.borders import border_seconds
 from megatron_hexi.cost.ceiling import ceiling_tokens_per_s
+from megatron_hexi.cost.experts import ExpertsOnRanks, expert_cycles, place_experts, section_holdings
 from megatron_hexi.cost.hosts import Hosts, NodeLoad
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.job_check import check_job
 from megatron_hexi.cost.layer_bytes import input_bytes
 from megatron_hexi.cost.library_bytes import message_buffer_bytes, message_channels
 from megatron_hexi.cost.memory import (
-    Holdings,
     ModelPart,
     Present,
     part_host_memory,
@@ -152,16 +152,21 @@ class CostModel:
         job = self.job
         micro_batches = check_job(plan, job)
         sections = plan_sections(plan, job, self._placer, gpus, self.part)
+        experts = place_experts(plan, job, sections)
+        cycles = expert_cycles(sections, experts, self.links)
         if plan.is_repeated:
             following = [section.placement.stage.gpus for section in sections[1:]]
             costs = [
-                stage_cost(section, self.links, behind)
-                for section, behind in zip(sections, [*following, None], strict=True)
+                stage_cost(section, self.links, behind, cycle)
+                for section, behind, cycle in zip(sections, [*following, None], cycles, strict=True)
             ]
             borders = None
-            reductions = repeated_reductions(job, sections, self.rings, self.shards)
+            reductions = repeated_reductions(job, sections, self.rings, self.shards, experts)
         else:
-            costs = [stage_cost(section, self.links, None) for section in sections]
+            costs = [
+                stage_cost(section, self.links, None, cycle)
+                for section, cycle in zip(sections, cycles, strict=True)
+            ]
             mesh = Mesh(plan, job.micro_batch_size, job.sequence_parallel)
             borders = border_seconds(mesh, job, sections, self.links, micro_batches)
             reductions = uneven_reductions(mesh, job, sections, self.rings, self.hosts)
@@ -170,12 +175,14 @@ class CostModel:
         pipelines = replica_pipelines(plan, replica_lanes(sections, times, micro_batches), borders, passing)
         waits = exposed_synchronisation(sections, costs, reductions)
         optimizer = [
-            self._optimizer_times(section, owned, present)
-            for section, owned, present in zip(sections, reductions.owned, reductions.present, strict=True)
+            self._optimizer_times(section, held_experts, owned, present)
+            for section, held_experts, owned, present in zip(
+                sections, experts, reductions.owned, reductions.present, strict=True
+            )
         ]
         held = [
-            Holdings.of(section.arrays, section.turns(micro_batches), cost.flights)
-            for section, cost in zip(sections, costs, strict=True)
+            section_holdings(section, micro_batches, cost.flights, held_experts)
+            for section, cost, held_experts in zip(sections, costs, experts, strict=True)
         ]
         memory = [
             part_memory(
@@ -197,6 +204,7 @@ class CostModel:
             synchronisation=waits,
             optimizer=optimizer,
             micro_batches=micro_batches,
+            experts=experts,
             memory=memory,
             host_memory=host_memory,
             host_loads=self.hosts.loads(
@@ -222,9 +230,15 @@ class CostModel:
                     found[stage] = replace(found[stage], rows=max(found[stage].rows, one))
         return found
 
-    def _optimizer_times(self, section: Section, owned: Floats | float, present: Present | None) -> Floats:
+    def _optimizer_times(
+        self,
+        section: Section,
+        experts: ExpertsOnRanks | None,
+        owned: Floats | float,
+        present: Present | None,
+    ) -> Floats:
         """The optimizer's step of each unit, on its GPU and for what waits in host memory there, s, [U]."""
-        params = part_params(section.job, section.part)
+        params = part_params(section.job, section.part, 0 if experts is None else experts.whole)
         if present is None or not present.host_state.any():
             return optimizer_times(section, params, owned)
         gpus = section.placement.stage.gpus

@@ -17,11 +17,7 @@ def check_job(plan: Plan, job: Job) -> Ints:
     Raises:
         PlanError: they differ; with both values.
     """
-    if plan.workload.experts is not None:
-        raise PlanError(
-            f"workload.experts is {plan.workload.experts}: their time and memory are not modelled yet; "
-            "give a plan without them"
-        )
+    _check_experts(plan, job)
     wanted = job.workload()
     fields = ["seq_length", "heads", "kv_heads", "head_dim", "layers", "hidden_size"]
     if plan.is_repeated:
@@ -50,6 +46,20 @@ def check_job(plan: Plan, job: Job) -> Ints:
         require_repeated(plan, "time")
     shares = deal_micro_batches(plan, job.global_batch_size, job.micro_batch_size)
     return np.array([share.count for share in shares])
+
+
+def _check_experts(plan: Plan, job: Job) -> None:
+    planned, there = plan.workload.experts, 0 if job.model.experts is None else job.model.experts.count
+    if planned is not None and planned != there:
+        raise PlanError(
+            f"workload.experts: the plan is for {planned}, the job has {there} (model {job.model.name}); "
+            "give the job that the plan was made for, or make a plan for this one"
+        )
+    if there and planned is None and plan.is_repeated:
+        raise PlanError(
+            f"the {there} experts of {job.model.name} lie where --expert-model-parallel-size puts them, "
+            "which the plan does not say; give its stages layers, and its units experts"
+        )
 
 
 def _check_stages(plan: Plan, job: Job) -> None:

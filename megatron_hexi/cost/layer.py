@@ -29,6 +29,7 @@ from megatron_hexi.cost.compute import (
     token_times,
 )
 from megatron_hexi.cost.exchange import Chunk, exchange_chunks
+from megatron_hexi.cost.expert_cycle import ExpertCycle
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.network import LinkTable
@@ -50,6 +51,9 @@ class Pass:
         end: when it is done with the exchange.
         all_to_all_out: exposed time of its group's all-to-all after attention.
         finish: when its group is done with the layer.
+        experts: its own routed experts.
+        expert_exchange: their all-to-alls.
+        expert_wait: for the rank of the expert domain that computes longest.
         wire: how long its messages keep the network busy, the longest of each step, one number.
     """
 
@@ -61,6 +65,9 @@ class Pass:
     end: Floats
     all_to_all_out: Floats
     finish: Floats
+    experts: Floats
+    expert_exchange: Floats
+    expert_wait: Floats
     wire: float
 
     @property
@@ -115,7 +122,14 @@ class Stage:
         return [(self.speeds[kind], np.flatnonzero(self.kinds == kind)) for kind in used]
 
 
-def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, window: int) -> Layer:
+def layer_times(
+    plan: PlanArrays,
+    job: Job,
+    stage: Stage,
+    links: LinkTable,
+    window: int,
+    experts: ExpertCycle | None = None,
+) -> Layer:
     """Time one layer.
 
     Args:
@@ -124,14 +138,19 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
         stage: where its units are.
         links: the cluster's.
         window: exchange steps under way ahead of the one in use.
+        experts: the cycle of its routed experts; ``None``: it has none.
     """
     rows = job.micro_batch_size * plan.tokens.astype(float)
     token, own = unit_times(plan, job, stage)
+    if experts is None:
+        experts = ExpertCycle(*np.zeros((3, *token.shape)))
     sums = 2 * tensor_parallel_seconds(job, rows, stage.bandwidth, stage.latency)
     inward, outward = all_to_alls(plan, job, links, stage.gpus)
     share = plan.heads_first / np.maximum(plan.heads, 1)
     first = own * share
-    shown, hidden, ready = by_group(plan, np.stack([inward.shown, inward.hidden, token + sums]))
+    shown, hidden, ready = by_group(
+        plan, np.stack([inward.shown, inward.hidden, token + sums + experts.total])
+    )
     # What of the second half's way in does not hide behind the own block of the first half.
     late = np.maximum(hidden - first, 0.0)
     enter = shown + late
@@ -152,6 +171,7 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
     leaving = by_group(plan, np.stack(outward))
     for halves in (inward, outward):
         wire += (halves.shown + halves.hidden).max(axis=1)
+    wire += experts.exchange.max(axis=1)
 
     def assemble(way: int, whole: bool = True) -> Pass:
         start, (out, out_first) = begin[way] if whole else enter[way], leaving[:, way]
@@ -169,6 +189,9 @@ def layer_times(plan: PlanArrays, job: Job, stage: Stage, links: LinkTable, wind
             end=ends.whole,
             all_to_all_out=leave,
             finish=end + leave,
+            experts=experts.compute[way] if whole else nothing,
+            expert_exchange=experts.exchange[way] if whole else nothing,
+            expert_wait=experts.wait[way] if whole else nothing,
             wire=float(wire[way]),
         )
 

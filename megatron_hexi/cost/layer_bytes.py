@@ -40,7 +40,7 @@ def token_activation_bytes(job: Job) -> float:
     are counted inside attention.
     """
     model, tp = job.model, job.tensor_parallel
-    hidden, width = 2 * model.hidden_size / job.row_parts, model.ffn_hidden_size / tp
+    hidden, width = 2 * model.hidden_size / job.row_parts, model.mlp_width / tp
     heads = model.heads * model.value_dim / tp
     # A gate of attention's output: the gate, and the output before it.
     whole = hidden + (2 if model.gated else 1) * width + 2 * heads * model.output_gate
@@ -52,6 +52,25 @@ def token_activation_bytes(job: Job) -> float:
         whole += columns + model.latent.rotary_dim / job.row_parts
         inputs += columns
     return job.element_bytes * whole + (1 if job.precision == "fp8" else job.element_bytes) * inputs
+
+
+def routed_row_bytes(job: Job) -> float:
+    """Bytes that one layer keeps of a row of its routed experts: input h, first output 2 f, activation f.
+
+    Not the second output: Megatron weighs the activation by the router's probability before it.
+    """
+    model, experts = job.model, job.model.experts
+    assert experts is not None
+    width = (3 if model.gated else 2) * experts.ffn_hidden_size
+    return job.element_bytes * (model.hidden_size + width)
+
+
+def routed_working_bytes(job: Job) -> float:
+    """Bytes that one row of the routed experts needs while they are computed, in the backward pass.
+
+    Gradients of what is kept, and the gradient of the output as it arrives and sorted by expert, 2 h.
+    """
+    return routed_row_bytes(job) + 2 * job.element_bytes * job.model.hidden_size
 
 
 def token_qkv_bytes(job: Job) -> float:

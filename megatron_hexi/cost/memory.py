@@ -17,6 +17,8 @@ from megatron_hexi.cost.layer_bytes import (
     input_bytes,
     logit_bytes,
     logits_bytes,
+    routed_row_bytes,
+    routed_working_bytes,
     token_activation_bytes,
     token_qkv_bytes,
     working_set_bytes,
@@ -171,10 +173,15 @@ class ModelPart:
         return (self.layers - last) * np.minimum(self.ministages, 1)
 
 
-def part_params(job: Job, part: ModelPart) -> Counts:
+def part_params(job: Job, part: ModelPart, experts: Floats | float = 0) -> Counts:
     """Weights on one GPU: layers, and an embedding at either end.
 
     Tied embeddings are held twice where first and last stage differ.
+
+    Args:
+        job: the job.
+        part: what the GPU has of the model.
+        experts: routed experts that it holds of each layer with some, slices counted as parts of one.
     """
     model, tp = job.model, job.tensor_parallel
     first = model.vocab_params(tp) + model.learned_positions * model.hidden_size
@@ -182,7 +189,7 @@ def part_params(job: Job, part: ModelPart) -> Counts:
     has_output = part.is_last * (1 - part.is_first * model.tied_embeddings)
     kinds = zip(model.kinds, part.of_kinds(model), strict=True)
     params: Counts = (
-        sum(held.layers * kind.layer_params(tp) for kind, held in kinds)
+        sum(held.layers * (kind.layer_params(tp) + experts * kind.expert_params()) for kind, held in kinds)
         + part.is_first * first
         + part.is_last * last_norm
         + has_output * model.vocab_params(tp)
@@ -206,6 +213,8 @@ class Holdings:
         kv: KV heads that these read.
         micro_batches: that it takes.
         flights: of its exchange.
+        experts: routed experts of each layer with some, slices counted as parts of one.
+        routed_rows: rows of a micro-batch that these compute, a slice's counted as parts of one.
     """
 
     tokens: Floats
@@ -214,13 +223,22 @@ class Holdings:
     kv: Floats
     micro_batches: Ints
     flights: Flights
+    experts: Floats | float = 0
+    routed_rows: Floats | float = 0
 
     @classmethod
-    def of(cls, plan: PlanArrays, micro_batches: Ints, flights: Flights) -> Holdings:
+    def of(
+        cls,
+        plan: PlanArrays,
+        micro_batches: Ints,
+        flights: Flights,
+        experts: Floats | float = 0,
+        routed_rows: Floats | float = 0,
+    ) -> Holdings:
         """The holdings of units, [U], of which each takes so many `micro_batches`."""
         tokens, heads, kv = (held.astype(float) for held in (plan.tokens, plan.heads, plan.kv))
         group_tokens = plan.group_tokens[plan.group].astype(float)
-        return cls(tokens, group_tokens, heads, kv, micro_batches, flights)
+        return cls(tokens, group_tokens, heads, kv, micro_batches, flights, experts, routed_rows)
 
 
 def static_memory(
@@ -278,7 +296,7 @@ def part_memory(
         present: what is on a GPU at the peak; ``None``: all of its part.
         message_buffers: NCCL's (`message_buffer_bytes`), where it is known which units meet.
     """
-    params = part_params(job, part) + np.zeros(held.tokens.shape)
+    params = part_params(job, part, held.experts) + np.zeros(held.tokens.shape)
     here, added, state = params, params, owned
     if present is not None:
         here, added, state = present.weights, present.gradients, present.state
@@ -287,6 +305,8 @@ def part_memory(
     for kind, count in zip(job.kinds, part.of_kinds(job.model), strict=True):
         layer = _layer_memory(kind, held, window)
         needed = layer.working
+        if kind.model.experts is not None:
+            needed = np.maximum(needed, held.routed_rows * routed_working_bytes(kind))
         if job.mode == "full":
             whole = layer.outside + layer.inside
             needed = needed + np.where(np.equal(count.again, count.layers), whole, 0.0)
@@ -336,6 +356,8 @@ def _layer_memory(job: Job, held: Holdings, window: int) -> _LayerMemory:
     """The bytes of a layer of a job whose layers are of one kind."""
     rows = job.micro_batch_size * held.tokens
     outside = rows * token_activation_bytes(job)
+    if job.model.experts is not None:
+        outside = outside + held.routed_rows * routed_row_bytes(job)
     inside = attention_bytes(job, held.tokens, held.group_tokens, held.heads, held.kv)
     working = working_set_bytes(
         job, held.tokens, held.group_tokens, held.heads, held.kv, held.flights, window
@@ -366,7 +388,10 @@ def token_bytes(
     heads = np.full(3, float(job.workload().local_heads))
     keys = heads / job.workload().queries_per_kv
     flights = Flights(attended * keys, attended * keys)
-    held = Holdings(tokens, attended, heads, keys, np.full(3, micro_batches), flights)
+    experts = job.model.experts
+    # Where experts and tokens are in proportion, as many rows come to a rank as leave it.
+    routed = 0.0 if experts is None else experts.active * job.micro_batch_size * tokens / job.tensor_parallel
+    held = Holdings(tokens, attended, heads, keys, np.full(3, micro_batches), flights, routed_rows=routed)
     owned = part_params(job, part) / (shards if job.distributed_optimizer else 1)
     alone, *more = np.sum(list(part_memory(job, part, held, window, owned).values()), axis=0).tolist()
     return alone, (more[0] - alone) / _MANY, (more[1] - alone) / _MANY

@@ -253,7 +253,18 @@ class Model:
             return 0
         width, first = self.experts.ffn_hidden_size, 2 if self.gated else 1
         biases = first * width // parts + self.hidden_size if self.biases else 0
-        return (first + 1) * self.hidden_size * width // parts + biases
+        return self.expert_matrices // parts + biases
+
+    @property
+    def mlp_width(self) -> int:
+        """Width inside the MLP that every token goes through: the dense one, or that of shared experts."""
+        return self.ffn_hidden_size if self.experts is None else self.experts.shared_ffn_hidden_size
+
+    @property
+    def expert_matrices(self) -> int:
+        """Weights of the matrices of one routed expert."""
+        width = 0 if self.experts is None else self.experts.ffn_hidden_size
+        return (3 if self.gated else 2) * self.hidden_size * width
 
     def norm_params(self, width: int) -> int:
         """Weights of a norm over so many values: a scale, and a bias with LayerNorm."""

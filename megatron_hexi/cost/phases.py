@@ -13,7 +13,8 @@ class Phases:
     Args:
         token: matrices and norms on tokens, vocabulary aside.
         attention: attention on heads.
-        all_to_all: between the layouts of tokens and of heads.
+        all_to_all: between the layouts of tokens and of heads; to routed experts and back, with the wait for
+            the slowest of them.
         exchange: waiting for keys, values and their gradients of other groups; what overlap does not hide.
         tensor_parallel: sums inside a unit.
         logits: output matrix and loss.

@@ -101,7 +101,7 @@ def rank_costs(cluster: Cluster, timing: Timing) -> tuple[RankCost, ...]:
         passes = list(zip(cost.repeats, cost.passes, strict=True))
         waits = sum(times * _own_communication(plan, one) for times, one in passes)
         times = {
-            "token_s": turns * sum(times * one.token for times, one in passes),
+            "token_s": turns * sum(times * (one.token + one.experts) for times, one in passes),
             "attention_s": turns * sum(times * one.attention for times, one in passes),
             "logits_s": turns * cost.logits,
             "optimizer_s": optimizer,
@@ -136,4 +136,4 @@ def _own_communication(plan: PlanArrays, one: Pass) -> Floats:
     for replica in np.unique(plan.unit_replica):
         units = np.flatnonzero(plan.unit_replica == replica)
         exchange[units] = np.minimum(one.exchange[units], one.exposed_exchange(units))
-    return one.tensor_parallel + one.all_to_all_in + exchange + one.all_to_all_out
+    return one.tensor_parallel + one.all_to_all_in + exchange + one.all_to_all_out + one.expert_exchange

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.held_weights import HeldWeights
 from megatron_hexi.cost.hosts import Hosts
 from megatron_hexi.cost.job import Job
@@ -52,7 +53,11 @@ class Reductions:
 
 
 def repeated_reductions(
-    job: Job, sections: Sequence[Section], rings: Rings, shards: int | None
+    job: Job,
+    sections: Sequence[Section],
+    rings: Rings,
+    shards: int | None,
+    experts: Sequence[ExpertsOnRanks | None],
 ) -> Reductions:
     """Collectives of alike pipeline stages, each over all ranks of a stage, as Megatron's are.
 
@@ -64,15 +69,20 @@ def repeated_reductions(
         sections: its pipeline stages.
         rings: of the cluster.
         shards: units that share the optimizer's state; ``None``: those of the plan.
+        experts: of each section's units, whose state the expert domains share; ``None``: there are none.
     """
     held = [
         (section.parts.of(np.int64(0)), section.placement.stage.gpus, len(section.replicas))
         for section in sections
     ]
-    owned: list[Floats | float] = [
-        part_params(job, part) / ((shards or len(gpus)) if job.distributed_optimizer else 1)
-        for part, gpus, _ in held
-    ]
+    owned: list[Floats | float] = []
+    for (part, gpus, _), placed in zip(held, experts, strict=True):
+        owners = (shards or len(gpus)) if job.distributed_optimizer else 1
+        owned.append(part_params(job, part) / owners)
+        if placed is not None:
+            copies = len(np.unique(placed.domain)) * owners / len(gpus) if job.distributed_optimizer else 1
+            routed = part_params(job, part, placed.whole) - part_params(job, part)
+            owned[-1] = owned[-1] + routed / max(copies, 1)
     return Reductions(repeated_turns(job, held, rings), owned, [None] * len(owned))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Bools, Counts, Floats, Ints
 from megatron_hexi.cost.collectives import pipeline_seconds, tensor_parallel_seconds
 from megatron_hexi.cost.compute import logits_times, optimizer_seconds
+from megatron_hexi.cost.expert_cycle import ExpertCycle
 from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer import Layer, Pass, Stage, layer_times
 from megatron_hexi.cost.layer_bytes import Flights
@@ -75,7 +76,9 @@ class StageCost:
         return sum(n * value(layer) for n, layer in zip(counts, self.kinds, strict=True)) / sum(counts)
 
 
-def stage_cost(section: Section, links: LinkTable, following: Ints | None) -> StageCost:
+def stage_cost(
+    section: Section, links: LinkTable, following: Ints | None, experts: ExpertCycle | None = None
+) -> StageCost:
     """Time a section.
 
     Args:
@@ -83,9 +86,13 @@ def stage_cost(section: Section, links: LinkTable, following: Ints | None) -> St
         links: the cluster's.
         following: first GPU of each unit of the next stage, [U], where sends are waited for; ``None``: there
             are none, or they are left under way.
+        experts: the cycle of layers that have some; ``None``: the model has none.
     """
     plan, job, stage = section.arrays, section.job, section.placement.stage
-    kinds = tuple(layer_times(plan, kind, stage, links, section.window) for kind in job.kinds)
+    kinds = tuple(
+        layer_times(plan, kind, stage, links, section.window, experts if kind.model.experts else None)
+        for kind in job.kinds
+    )
     rows = job.micro_batch_size * plan.tokens.astype(float)
     logits, sums = np.zeros(len(rows)), np.zeros(len(rows))
     if np.any(section.parts.is_last):
@@ -143,11 +150,13 @@ def _pass_phases(plan: PlanArrays, one: Pass, units: Ints) -> Phases:
     """
     busiest = units[np.argmax(one.undisturbed[units])]
     members = plan.slots[plan.first_slot[plan.group[busiest]] : plan.first_slot[plan.group[busiest] + 1]]
-    first = members[np.argmax((one.token + one.tensor_parallel)[members])]
+    experts = one.experts + one.expert_exchange + one.expert_wait
+    first = members[np.argmax((one.token + one.tensor_parallel + experts)[members])]
+    moves = float((one.expert_exchange + one.expert_wait)[first])
     return Phases(
-        token=float(one.token[first]),
+        token=float((one.token + one.experts)[first]),
         tensor_parallel=float(one.tensor_parallel[first]),
-        all_to_all=float(one.all_to_all_in[busiest] + one.all_to_all_out[busiest]),
+        all_to_all=float(one.all_to_all_in[busiest] + one.all_to_all_out[busiest]) + moves,
         attention=float(one.attention[busiest]),
         exchange=one.exposed_exchange(units),
     )

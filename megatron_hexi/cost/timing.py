@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.experts import ExpertsOnRanks
 from megatron_hexi.cost.hosts import NodeLoad
 from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.cost.phases import Phases
@@ -32,6 +33,7 @@ class Timing:
         synchronisation: what each replica waits for gradients and weights, s.
         optimizer: the optimizer's step of each section's units, s, [U].
         micro_batches: of each replica.
+        experts: routed experts of each section's units; ``None``: the model has none.
         memory: bytes on one GPU of each unit by term, [U].
         host_memory: bytes in host memory for one GPU of each unit by term, [U].
         host_loads: nodes in whose memory something lies.
@@ -44,6 +46,7 @@ class Timing:
     synchronisation: list[float]
     optimizer: list[Floats]
     micro_batches: Ints
+    experts: list[ExpertsOnRanks | None]
     memory: list[dict[str, Floats]]
     host_memory: list[dict[str, Floats]]
     host_loads: tuple[NodeLoad, ...]

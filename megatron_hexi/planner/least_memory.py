@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
+from megatron_hexi.cost.experts import section_holdings
 from megatron_hexi.cost.hosts import Hosts
-from megatron_hexi.cost.memory import Holdings, Present, part_host_memory, part_memory, part_params
+from megatron_hexi.cost.memory import Present, part_host_memory, part_memory, part_params
 from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.planner.joint import Candidate
 
@@ -34,8 +35,8 @@ class LeastMemory:
     def __init__(self, base: Candidate, hosts: Hosts) -> None:
         timing, self._hosts, self._over = base.timing, hosts, cache(self._overfull)
         self._sections = [
-            (section, Holdings.of(section.arrays, section.turns(timing.micro_batches), cost.flights))
-            for section, cost in zip(timing.sections, timing.stages, strict=True)
+            (section, section_holdings(section, timing.micro_batches, cost.flights, experts))
+            for section, cost, experts in zip(timing.sections, timing.stages, timing.experts, strict=True)
         ]
 
     def may_fit(self, ministages: int, rungs: Sequence[Rung]) -> list[set[tuple[int, int]]]:
@@ -64,7 +65,8 @@ class LeastMemory:
         section, held = self._sections[number]
         job, again = replace(section.job, recompute=recompute), section.part.layers * (recompute != "none")
         part = replace(section.part, again=again, ministages=ministages, rows_on_host=not with_rows)
-        present = _present(part_params(job, part), part_params(job, part))
+        params = part_params(job, part, held.experts)
+        present = _present(params, params)
         if ministages:  # of two that follow one another, and both gradients where a third does
             own = part_params(
                 job, replace(part, layers=part.layers // ministages, is_first=False, is_last=False)

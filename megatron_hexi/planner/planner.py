@@ -18,6 +18,7 @@ from megatron_hexi.planner.advice import nothing_fits
 from megatron_hexi.planner.baselines import Baseline, find_baselines, find_faster
 from megatron_hexi.planner.bound import Bound, joint_bound, memory_fits
 from megatron_hexi.planner.joint import DEEPEST, Candidate, JointSearches
+from megatron_hexi.planner.layouts.experts import expert_rules
 from megatron_hexi.planner.layouts.trial import Progress, order_of
 from megatron_hexi.planner.notes import left_out, margin_note, why_saved
 from megatron_hexi.planner.request import Request
@@ -57,7 +58,7 @@ def find_plan(
     _check_fixed(request, cluster)
     if not memory_fits(request, cluster):
         raise nothing_fits(request, cluster, partial(first_plan, searches), proven=True)
-    found = _search(request, cluster, searches, tell)
+    found, request = _search_experts(request, cluster, searches, tell)
     best = found.best
     if best is None:
         raise nothing_fits(request, cluster, partial(first_plan, searches), proven=False)
@@ -99,6 +100,18 @@ class _Found:
     unsaved_s: float
     memory: float
     trials: int
+
+
+def _search_experts(
+    request: Request, cluster: Cluster, searches: JointSearches, tell: Progress
+) -> tuple[_Found, Request]:
+    """Search with each choice of where experts are; the best of all, and the request with its choice."""
+    found = [
+        (_search(choice, cluster, searches, tell), choice)
+        for choice in (replace(request, experts=rule) for rule in expert_rules(request.job, cluster))
+    ]
+    fastest = min(found, key=lambda pair: math.inf if pair[0].best is None else pair[0].best.iteration_s)
+    return fastest
 
 
 def _search(request: Request, cluster: Cluster, searches: JointSearches, tell: Progress) -> _Found:

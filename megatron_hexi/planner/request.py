@@ -9,6 +9,7 @@ from megatron_hexi.cluster import ANYTHING, PlannerRules
 from megatron_hexi.cost import Job
 from megatron_hexi.errors import HexiError
 from megatron_hexi.plan.flags import spell_flag
+from megatron_hexi.planner.layouts.experts import IN_WHOLE_STAGES, ExpertRule
 
 #: Terms of a job that the planner chooses where they are not fixed.
 CHOSEN: Final = ("tensor_parallel", "pipeline_parallel", "data_parallel", "micro_batch_size", "recompute")
@@ -29,6 +30,7 @@ class Request:
         memory_margin: share of usable memory that plans keep free, where some plan does; from 0 to below 1.
         rules: what plans may use; what they leave open, the cluster file decides.
         context_parallel: tensor-parallel units that share each sequence, in every stage; ``None``: chosen.
+        experts: where the experts of a stage are, if the model has some.
 
     Raises:
         HexiError: a name that is none of `CHOSEN`, or a size below 1.
@@ -39,6 +41,7 @@ class Request:
     memory_margin: float = 0.0
     rules: PlannerRules = ANYTHING
     context_parallel: int | None = None
+    experts: ExpertRule = IN_WHOLE_STAGES
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.difference(CHOSEN))

@@ -27,6 +27,7 @@ from megatron_hexi.planner.joint.placing import Place, find_gpus, number_ranks
 from megatron_hexi.planner.joint.pools import Pools, Shape
 from megatron_hexi.planner.joint.replica_columns import Column
 from megatron_hexi.planner.joint.synchronisation import Synchronisation
+from megatron_hexi.planner.layouts.experts import IN_WHOLE_STAGES
 from megatron_hexi.planner.request import Request
 from tests.support.costs import TINY, cluster, tiny_job
 
@@ -155,7 +156,7 @@ def test_replicas_with_other_layers_wait_for_each_other_as_in_the_cost_model():
     model = dataclasses.replace(DEEP, vocab_size=128, tied_embeddings=False)
     job = tiny_job(model=model, global_batch_size=4)
     one = dataclasses.replace(job, global_batch_size=1, recompute="selective")
-    sync, shape = Synchronisation(LayerTimer(one, known, [1])), Shape((1,), 1)
+    sync, shape = Synchronisation(LayerTimer(one, known, [1], IN_WHOLE_STAGES)), Shape((1,), 1)
 
     def waiting(*layers):
         """Seconds of gradients in a plan of replicas whose stages have so many layers, and as expected."""

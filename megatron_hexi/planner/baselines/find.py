@@ -23,6 +23,7 @@ from megatron_hexi.cost.memory import (
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
 from megatron_hexi.errors import HexiError
+from megatron_hexi.planner.baselines.expert_parallel import best_equal, spell_equal
 from megatron_hexi.planner.baselines.floor import Floor
 from megatron_hexi.planner.baselines.hexiscale import hexiscale
 from megatron_hexi.planner.baselines.race import Entry, Race
@@ -48,6 +49,8 @@ from megatron_hexi.planner.request import Request
 PUBLISHED = {"hexiscale": hexiscale, "zorse": zorse}
 #: Megatron's pipelines whose stages have other numbers of layers.
 UNEVEN = "uneven-layers"
+#: Megatron's flags with expert parallelism, for models with experts.
+EQUAL_EXPERTS = "expert-parallel"
 #: All equal layouts as one.
 _ANY = "any"
 #: Pipelines of stages that are alike.
@@ -62,7 +65,7 @@ class Baseline:
 
     Args:
         name: ``ring``, ``ulysses``, ``usp``, ``te-a2a+p2p``, ``proportion``, ``homogeneous``,
-            ``uneven-layers``, ``hexiscale`` or ``zorse``.
+            ``uneven-layers``, ``hexiscale`` or ``zorse``; for models with experts ``expert-parallel``.
         trial: the best layout that its rules allow; ``None`` where there is none, or none fits.
         why_not: then the reason, one sentence with numbers.
         layout: what the layout is (or the one that fits best), for people.
@@ -97,6 +100,9 @@ def find_baselines(
     Returns:
         The baselines, and how many layouts were timed.
     """
+    if request.job.model.experts is not None:
+        equal, timed = best_equal(request, cluster, progress)
+        return (_equal_experts(equal),), timed
     replicas = _fixed_replicas(request)
     fleets = _fleets(request, cluster)
     race = Race(inf, progress)
@@ -124,6 +130,9 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
         cluster: where.
         faster_than: seconds of an iteration; infinite: whatever fits.
     """
+    if request.job.model.experts is not None:
+        best, trials = best_equal(request, cluster)
+        return (best if best is not None and best.iteration_s < faster_than else None), trials
     heats = _heats(_fleets(request, cluster), request, faster_than)
     race = Race(min(faster_than, float_info.max), None)
     equal = not request.rules.allow("unequal_replicas")
@@ -143,6 +152,11 @@ def find_faster(request: Request, cluster: Cluster, faster_than: float) -> tuple
     allowed = (one for one in found if keeps_to(one.plan, request))
     faster = (one for one in allowed if one.fits and one.iteration_s < faster_than)
     return min(faster, key=order_of, default=None), trials
+
+
+def _equal_experts(best: Candidate | None) -> Baseline:
+    why = "" if best is not None else "no equal layout of Megatron's flags fits in memory"
+    return Baseline(EQUAL_EXPERTS, best, why, "" if best is None else spell_equal(best), True)
 
 
 def _fixed_replicas(request: Request) -> int | None:

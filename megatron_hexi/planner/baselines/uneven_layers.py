@@ -198,7 +198,7 @@ class UnevenLayers:
                     heads = (job.workload().local_heads // len(places),) * len(places)
                     parts.append(Part(members, tuple(tokens[place] for place in places), heads))
                 ranks = {number[unit]: tuple(rank[gpu] for gpu in unit) for unit in own}
-                domain = build_domain(fleet, Layout(tuple(parts), 1), ranks)
+                domain = build_domain(fleet, Layout(tuple(parts), 1), ranks, gpus)
                 stages.append(Stage((domain,), (first, first + layers), job.recompute))
                 first += layers
             replicas.append(Replica(tuple(stages), self._micro_batches // choice.replicas))

@@ -45,6 +45,8 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import ceiling_tokens_per_s
+from megatron_hexi.cost.memory import GIB, ModelPart, static_memory
 from megatron_hexi.planner.bound.options import ranges
 from megatron_hexi.planner.bound.program import MARGIN, SHARES_STEP, Program
 from megatron_hexi.planner.request import Request
@@ -83,6 +85,12 @@ def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
     Raises:
         ClusterError: a GPU cannot do the job.
     """
+    if request.job.model.experts is not None:
+        # Any rank may compute experts of other ranks' tokens, which the program does not know.
+        devices = [rank.device for rank in cluster.ranks]
+        tokens = request.job.global_batch_size * request.job.seq_length
+        least_s = tokens / ceiling_tokens_per_s(replace(request.job, recompute="none"), devices)
+        return Bound(min(least_s, found_s), f"all GPUs at their best rates take {least_s:.4g} s")
     nothing = "no layout fits in memory" if math.isinf(found_s) else "no layout is faster than the one found"
     least = Bound(found_s, nothing)
     program, sizes = None, _sizes(request)
@@ -114,6 +122,14 @@ def memory_fits(request: Request, cluster: Cluster) -> bool:
     Raises:
         ClusterError: a GPU cannot do the job.
     """
+    if request.job.model.experts is not None:
+        job, params = (
+            replace(request.job, pipeline_parallel=1, tensor_parallel=1),
+            request.job.model.total_params,
+        )
+        needed = sum(static_memory(job, ModelPart.of_job(job, 0), params, params, params).values())
+        host = math.inf if request.rules.allow("offload") else 0.0
+        return float(needed) <= GIB * sum(rank.device.usable_gib for rank in cluster.ranks) + host
     programs = (Program(request, cluster, sizes) for sizes in _sizes(request))
     return any(program.carries(_LONG * program.ceiling_s) for program in programs)
 

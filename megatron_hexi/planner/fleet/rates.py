@@ -30,7 +30,7 @@ class Rates:
         job, kinds = fleet.job, np.array([unit.kind for unit in fleet.units])
         self.local_heads = job.workload().local_heads
         speeds = [[device_speeds(device, job) for device in kind.devices] for kind in fleet.kinds]
-        token = [[token_seconds(one, job) for one in stages] for stages in speeds]
+        token = [[token_seconds(one, job, with_experts=False) for one in stages] for stages in speeds]
         #: Tokens a second of everything but attention.
         self.token = (job.tensor_parallel / np.max(token, axis=1))[kinds]
         attention = [[attention_seconds(one, job, causal=True) for one in stages] for stages in speeds]

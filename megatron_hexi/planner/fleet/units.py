@@ -17,6 +17,7 @@ from megatron_hexi.cost import Job, ceiling_tokens_per_s
 from megatron_hexi.cost.memory import ModelPart
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.plan.flags import spell_flag
+from megatron_hexi.planner.layouts.experts import IN_WHOLE_STAGES, ExpertRule
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Fleet:
         units: in canonical order: units of a site follow each other.
         part: what units have of the model, where they are one stage of several that differ; ``None``: what
             the job says.
+        experts: where the experts of a stage are, if the model has some.
     """
 
     cluster: Cluster
@@ -70,6 +72,12 @@ class Fleet:
     kinds: tuple[Kind, ...]
     units: tuple[Unit, ...]
     part: ModelPart | None = None
+    experts: ExpertRule = IN_WHOLE_STAGES
+
+    def expert_weight(self, gpu: int) -> float:
+        """What the number of experts of one of the cluster's GPUs is in proportion to."""
+        device = self.cluster.ranks[gpu].device
+        return device.usable_gib if self.experts.by == "memory" else max(device.layer_matmul.rates)
 
     @cached_property
     def sites(self) -> tuple[tuple[int, ...], ...]:

@@ -23,7 +23,7 @@ from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
 from megatron_hexi.planner.joint.pipes import Pipe, Stage
 from megatron_hexi.planner.joint.placing import Place, Placed, find_gpus, number_ranks
 from megatron_hexi.planner.joint.pools import Pools
-from megatron_hexi.planner.layouts.layout import Layout, build_domain
+from megatron_hexi.planner.layouts.layout import Layout, build_domain, with_experts
 from megatron_hexi.planner.layouts.trial import Candidate, Judge, Trial, order_of
 from megatron_hexi.planner.request import Request
 from megatron_hexi.planner.search.domain import DomainSearch
@@ -63,7 +63,10 @@ class Assembly:
             return None
         widths = {place: pipes[place.replica].shapes[place.stage].width for place in placed}
         fleets = {
-            place: find_units(self._timer.job(widths[place]), self._cluster, set(gpus))
+            place: replace(
+                find_units(self._timer.job(widths[place]), self._cluster, set(gpus)),
+                experts=self._timer.experts,
+            )
             for place, gpus in placed.items()
         }
         best = self._assemble(pipes, packed.micro_batches, placed, fleets)
@@ -87,7 +90,9 @@ class Assembly:
             trials[place] = self._domain(
                 fleets[place], place, stage, micro_batches[place.replica], len(pipes)
             )
-        build = self._repeated if _is_repeated(pipes) else self._staged
+        # Megatron's flags put experts elsewhere than a plan does.
+        is_repeated = _is_repeated(pipes) and self._job.model.experts is None
+        build = self._repeated if is_repeated else self._staged
         return build(pipes, micro_batches, placed, trials), trials
 
     def _domain(self, fleet: Fleet, place: Place, stage: Stage, micro_batches: int, replicas: int) -> Trial:
@@ -175,7 +180,7 @@ class Assembly:
                     unit: tuple(sorted(rank[gpu] for gpu in one.gpus[0]))
                     for unit, one in enumerate(trial.fleet.units)
                 }
-                domain = build_domain(trial.fleet, trial.layouts[0], ranks)
+                domain = build_domain(trial.fleet, trial.layouts[0], ranks, gpus)
                 alone = Replica((PlanStage((domain,)),))
                 layers = first, first + stage.layers
                 exchange = Exchange(trial.window, worthwhile_parts([alone]))
@@ -184,7 +189,7 @@ class Assembly:
             replicas.append(Replica(tuple(stages), count))
         widths = {stage.shape.width for pipe in pipes for stage in pipe.stages}
         width = widths.pop() if len(widths) == 1 else 0
-        workload = replace(self._job.workload(), tensor_parallel=width)
+        workload = replace(with_experts(self._job.workload(), self._job), tensor_parallel=width)
         everything = gpus == list(range(len(self._cluster.ranks)))
         plan = Plan(workload, tuple(replicas), gpus=None if everything else tuple(gpus))
         job = replace(

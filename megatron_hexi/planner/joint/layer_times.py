@@ -17,13 +17,15 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import RECOMPUTES, Job, attention_seconds, ceiling_tokens_per_s, token_seconds
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.compute import device_speeds
+from megatron_hexi.cost.experts import section_holdings
 from megatron_hexi.cost.layer import Layer
 from megatron_hexi.cost.layer_bytes import border_bytes
-from megatron_hexi.cost.memory import FRAGMENTATION, Holdings, ModelPart, part_memory
+from megatron_hexi.cost.memory import FRAGMENTATION, ModelPart, part_memory
 from megatron_hexi.cost.memory_terms import sum_terms
 from megatron_hexi.planner.fleet.rates import Rates
 from megatron_hexi.planner.fleet.units import Fleet, find_units
 from megatron_hexi.planner.joint.pools import Pools, Shape
+from megatron_hexi.planner.layouts.experts import ExpertRule
 from megatron_hexi.planner.layouts.layout import Grouping
 from megatron_hexi.planner.layouts.trial import Judge, Trial
 from megatron_hexi.planner.search.balance import rebalanced
@@ -56,6 +58,8 @@ class LayerTimes:
         working: bytes of the layer at work, likewise.
         logits_bytes: of the loss.
         border_bytes: of each border between stages.
+        experts: routed experts on a GPU of each pool, at most, in each layer that has some.
+        expert_copies: expert domains of the stage.
     """
 
     forward: float
@@ -68,6 +72,8 @@ class LayerTimes:
     working: Floats
     logits_bytes: Floats
     border_bytes: Floats
+    experts: Floats
+    expert_copies: int
 
     def slower(self, factor: float) -> LayerTimes:
         """The same with longer times."""
@@ -93,15 +99,19 @@ class LayerTimer:
         job: of one micro-batch, with core attention computed again.
         cluster: where. Layers are timed as if its GPUs had room for any; whether they do, tables say.
         widths: tensor-parallel sizes.
+        experts: where the experts of a stage are, if the model has some.
     """
 
-    def __init__(self, job: Job, cluster: Cluster, widths: Sequence[int]) -> None:
+    def __init__(self, job: Job, cluster: Cluster, widths: Sequence[int], experts: ExpertRule) -> None:
+        self.experts = experts
         self.cluster, self.widths, self.micro_batch_size = cluster, widths, job.micro_batch_size
         speeds = {id(node.device): ceiling_tokens_per_s(job, [node.device]) for node in cluster.nodes}
         self.pools = Pools.of(cluster, [speeds[id(node.device)] for node in cluster.nodes])
         roomy = cluster.with_memory_margin(1 - _ROOM)
         self._fleets = {
-            width: replace(find_units(replace(job, tensor_parallel=width), roomy), part=_ONE_LAYER)
+            width: replace(
+                find_units(replace(job, tensor_parallel=width), roomy), part=_ONE_LAYER, experts=experts
+            )
             for width in widths
         }
         self._judges = {width: Judge(fleet) for width, fleet in self._fleets.items()}
@@ -211,7 +221,8 @@ class LayerTimer:
         pool_of_node = {node: pool for pool in shape.kinds for node in self.pools.pools[pool].nodes}
         nodes = [self.cluster.ranks[gpu].node for gpu in section.placement.gpus[:, 0].tolist()]
         pool = np.array([shape.kinds.index(pool_of_node[node]) for node in nodes])
-        held = Holdings.of(section.arrays, np.ones(1, dtype=np.int64), stage.flights)
+        (placed,) = trial.timing.experts
+        held = section_holdings(section, np.ones(1, dtype=np.int64), stage.flights, placed)
         memory = [
             part_memory(replace(section.job, recompute=mode), _ONE_LAYER, held, section.window, 0.0)
             for mode in RECOMPUTES
@@ -234,6 +245,8 @@ class LayerTimer:
             working=np.array([most(whole * sum_terms(terms, "layer")) for terms in memory]),
             logits_bytes=most(whole * sum_terms(memory[0], "loss")),
             border_bytes=most(whole * border_bytes(section.job, held.tokens)),
+            experts=most(held.experts + np.zeros(len(pool))),
+            expert_copies=1 if placed is None else len(np.unique(placed.domain)),
         )
 
 
@@ -266,6 +279,8 @@ def _side_by_side(layers: Sequence[LayerTimes]) -> LayerTimes:
         working=joined("working"),
         logits_bytes=joined("logits_bytes"),
         border_bytes=joined("border_bytes"),
+        experts=joined("experts"),
+        expert_copies=min(layer.expert_copies for layer in layers),
     )
 
 

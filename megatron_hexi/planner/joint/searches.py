@@ -15,6 +15,7 @@ from megatron_hexi.cost import Job
 from megatron_hexi.planner.features import keeps_to
 from megatron_hexi.planner.joint.joint_search import JointSearch
 from megatron_hexi.planner.joint.layer_times import LayerTimer
+from megatron_hexi.planner.layouts.experts import ExpertRule
 from megatron_hexi.planner.layouts.trial import Candidate, Progress
 from megatron_hexi.planner.request import Request
 
@@ -28,7 +29,7 @@ class JointSearches:
 
     def __init__(self, tell: Progress) -> None:
         self._tell = tell
-        self._timers: dict[tuple[int, Job, tuple[int, ...]], LayerTimer] = {}
+        self._timers: dict[tuple[int, Job, tuple[int, ...], ExpertRule], LayerTimer] = {}
         self._assembled = 0
 
     @property
@@ -69,7 +70,7 @@ class JointSearches:
             global_batch_size=micro_batch_size,
             recompute="selective",
         )
-        key = id(cluster), job, widths
-        if key not in self._timers:
-            self._timers[key] = LayerTimer(job, cluster, widths)  # it keeps the cluster, and so its id
+        key = id(cluster), job, widths, request.experts
+        if key not in self._timers:  # a timer keeps the cluster, and so its id
+            self._timers[key] = LayerTimer(job, cluster, widths, request.experts)
         return self._timers[key]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -105,6 +106,12 @@ class StageTables:
         ends = is_last * layer.logits_bytes + part.borders * layer.border_bytes
         usable = GIB * np.array([self.pools.pools[kind].device.usable_gib for kind in shape.kinds])
         room = (usable - RESERVE_BYTES - ends)[:, None, None] - static
+        if job.model.experts is not None:
+            routed = part_params(job, part, layer.experts[:, None, None]) - params
+            # The state of an expert is shared by those that hold it.
+            owned = routed / (layer.expert_copies * shards if job.distributed_optimizer else 1)
+            nothing = replace(part, layers=0)  # copies in fp8 are counted above
+            room = room - sum(static_memory(job, nothing, routed, routed, owned).values())
         base = layer.seconds * count + is_last * layer.logits
         best = np.full((len(under_way), len(count)), np.inf)
         modes = np.zeros(best.shape, dtype=np.int64)

@@ -80,7 +80,8 @@ class Synchronisation:
 
     def _layer_seconds(self, shape: Shape, shards: int) -> list[tuple[float, float]]:
         """Of one layer's gradients and weights, and of the pass that may hide them."""
-        params = self._timer.job(shape.width).model.layer_params(shape.width)
+        mean_layer = ModelPart(1, 0, is_first=False, is_last=False, ahead=1)
+        params = float(part_params(self._timer.job(shape.width), mean_layer))
         return [
             (self._ring(shape, shards, float(params * size)), cover) for size, cover in self._turns(shape)
         ]

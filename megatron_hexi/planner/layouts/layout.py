@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, unit_ranks
+from megatron_hexi.cost import Job
+from megatron_hexi.plan import Domain, Exchange, Group, Member, Plan, Replica, Stage, Workload, unit_ranks
 from megatron_hexi.plan.layout import causal_segments, consecutive, full_segments
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.planner.fleet.units import Fleet
 from megatron_hexi.planner.layouts.deal import deal_tokens
+from megatron_hexi.planner.layouts.experts import spread_experts
 
 #: Units of each group, the outermost group first.
 Grouping = tuple[tuple[int, ...], ...]
@@ -77,11 +79,13 @@ def build_plan(fleet: Fleet, layouts: Sequence[Layout], window: int) -> Plan:
     rank = {unit: number for number, unit in enumerate(used)}
     gpus = fleet.gpus(used)
     ranks = {unit: unit_ranks(workload, number) for unit, number in rank.items()}
+    gpu = dict(zip((each for unit in used for each in ranks[unit]), gpus, strict=False))
     replicas = tuple(
-        Replica((Stage((build_domain(fleet, layout, ranks),)),), layout.micro_batches) for layout in layouts
+        Replica((Stage((build_domain(fleet, layout, ranks, gpu),)),), layout.micro_batches)
+        for layout in layouts
     )
     return Plan(
-        workload=workload,
+        workload=with_experts(workload, fleet.job),
         replicas=replicas,
         exchange=Exchange(window, worthwhile_parts(replicas)),
         gpus=None if gpus == tuple(range(len(fleet.cluster.ranks))) else gpus,
@@ -94,13 +98,22 @@ def units_by_rank(fleet: Fleet, layouts: Sequence[Layout]) -> list[int]:
     return sorted(units, key=lambda unit: fleet.units[unit].gpus[0][0])
 
 
-def build_domain(fleet: Fleet, layout: Layout, ranks: Mapping[int, tuple[int, ...]]) -> Domain:
+def with_experts(workload: Workload, job: Job) -> Workload:
+    """A plan's workload, whose units say which experts they hold where the model has some."""
+    experts = job.model.experts
+    return workload if experts is None else replace(workload, experts=experts.count)
+
+
+def build_domain(
+    fleet: Fleet, layout: Layout, ranks: Mapping[int, tuple[int, ...]], gpu: Mapping[int, int] | Sequence[int]
+) -> Domain:
     """The domain of a layout.
 
     Args:
         fleet: the units that the layout's numbers mean.
         layout: the layout.
         ranks: of each unit.
+        gpu: the cluster's GPU of each rank.
     """
     workload = fleet.job.workload()
     segments = (causal_segments if workload.causal else full_segments)([part.total for part in layout.parts])
@@ -114,7 +127,13 @@ def build_domain(fleet: Fleet, layout: Layout, ranks: Mapping[int, tuple[int, ..
             key=lambda member: member.lead,
         )
         groups.append(Group(held, tuple(members), name=_name(fleet, part)))
-    return Domain(tuple(groups))
+    domain, experts = Domain(tuple(groups)), fleet.job.model.experts
+    if experts is None:
+        return domain
+    (domain,) = spread_experts(
+        [domain], experts.count, fleet.experts.ranks, lambda rank: fleet.expert_weight(gpu[rank])
+    )
+    return domain
 
 
 def _name(fleet: Fleet, part: Part) -> str:

@@ -90,7 +90,12 @@ def _stage(stage: Stage, plan: Plan, number: int, job: Job, cluster: Cluster) ->
     trial = balance(judge, Rates(fleet, window, plan.units, micro_batches), trial, _ROUNDS)
     trial = polish(judge, trial, _BUDGET)
     ranks = {unit: member.ranks for unit, member in enumerate(stage.domain.members)}
-    domain = build_domain(fleet, trial.layouts[0], ranks)
+    gpus = {
+        rank: gpu
+        for unit, own in ranks.items()
+        for rank, gpu in zip(own, fleet.units[unit].gpus[0], strict=True)
+    }
+    domain = build_domain(fleet, trial.layouts[0], ranks, gpus)
     names = {frozenset(m.lead for m in group.members): group.name for group in stage.domain.groups}
     groups = tuple(
         replace(group, name=names[frozenset(m.lead for m in group.members)]) for group in domain.groups

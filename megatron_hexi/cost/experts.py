@@ -1,0 +1,256 @@
+"""Routed experts: where they are, how long a layer's expert cycle takes, and what it keeps.
+
+Between attention and the next layer the ranks of an expert domain (`plan.experts`) send each token to the
+ranks that hold its experts, compute these, and send the results back. All of them wait for each other at both
+all-to-alls. Assumed: a token is sent to each of its experts, also where several are on one rank (Megatron's
+alltoall dispatcher); all expert domains of a stage exchange at the same time.
+
+Shape letters: U units, R ranks, M messages, E experts of a layer, k experts of a token, h hidden size,
+f width of an expert, n rows that a rank's experts compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_hexi.cost.arrays import Floats, Ints
+from megatron_hexi.cost.compute import Speeds, Times, rates
+from megatron_hexi.cost.expert_cycle import ExpertCycle
+from megatron_hexi.cost.job import Job
+from megatron_hexi.cost.layer_bytes import Flights
+from megatron_hexi.cost.memory import Holdings
+from megatron_hexi.cost.network import LinkTable
+from megatron_hexi.cost.sections import Section
+from megatron_hexi.mesh.experts import ExpertDomain, job_experts
+from megatron_hexi.plan import Plan
+from megatron_hexi.plan.experts import HeldExperts
+
+#: Variation of the loads of experts: standard deviation over mean of the rows of an expert. The rank whose
+#: experts are busiest is taken to lie two deviations above the mean of as many. An estimate for a trained
+#: router with a balancing loss.
+LOAD_VARIATION = 0.2
+#: Part of a single product's rate, at the rows of an expert, that grouped products reach. An estimate.
+GROUPED_SHARE = 0.85
+#: Elements that a routed row reads and writes outside the products, in units of h: gathered by destination,
+#: sorted by expert, and both undone (forward as backward).
+_PERMUTED = 8
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertsOnRanks:
+    """Routed experts of the units of a section, in each layer that has some.
+
+    Args:
+        count: experts that each rank holds, or slices of experts, [U, tensor_parallel].
+        parts: slices into which each of a unit's experts is cut; 1: they are whole, [U].
+        domain: number of each unit's expert domain, the same in all sections of a stage, [U].
+        domain_rows: rows of a micro-batch in that domain, [U].
+    """
+
+    count: Ints
+    parts: Ints
+    domain: Ints
+    domain_rows: Floats
+
+    @property
+    def whole(self) -> Floats:
+        """Experts on the fullest rank of each unit, slices counted as parts of one, [U]."""
+        return self.count.max(axis=1) / self.parts
+
+    def rows(self, job: Job) -> Floats:
+        """Rows that the experts of each unit's fullest rank compute, slices counted whole, [U].
+
+        k D e / E of the D rows of the domain, and more where the busiest experts are: 1 + 2 c / sqrt(e).
+        """
+        return _busiest_rows(job, self.count.max(axis=1), self.domain_rows)
+
+
+def place_experts(plan: Plan, job: Job, sections: Sequence[Section]) -> list[ExpertsOnRanks | None]:
+    """The experts of each section's units; ``None``: the model has none.
+
+    Args:
+        plan: a plan whose units hold experts; those that say nothing hold all of a layer's.
+        job: the job.
+        sections: of the plan.
+    """
+    if job.model.experts is None:
+        return [None] * len(sections)
+    held = job_experts(plan, job.model.experts.count)
+    stage_ranks = plan.ranks
+    rows: dict[tuple[int, int], float] = {}
+    numbers: list[list[tuple[int, int]]] = []
+    for section in sections:
+        domains = [held[ranks[0] % stage_ranks][0] for ranks in section.ranks.tolist()]
+        numbers.append([(section.number, domain.ranks[0]) for domain in domains])
+        units = section.job.micro_batch_size * section.arrays.tokens
+        for number, more in zip(numbers[-1], units.tolist(), strict=True):
+            rows[number] = rows.get(number, 0.0) + more
+    order = {number: place for place, number in enumerate(rows)}
+    return [
+        ExpertsOnRanks(
+            count=np.array(
+                [[_held(held, rank, stage_ranks).count for rank in ranks] for ranks in section.ranks]
+            ),
+            parts=np.array([_held(held, ranks[0], stage_ranks).parts for ranks in section.ranks]),
+            domain=np.array([order[number] for number in of_units]),
+            domain_rows=np.array([rows[number] for number in of_units]),
+        )
+        for section, of_units in zip(sections, numbers, strict=True)
+    ]
+
+
+def section_holdings(
+    section: Section, micro_batches: Ints, flights: Flights, experts: ExpertsOnRanks | None
+) -> Holdings:
+    """The holdings of a section's units, [U].
+
+    Args:
+        section: the units.
+        micro_batches: of each replica of the plan.
+        flights: of their exchange.
+        experts: of their ranks; ``None``: the model has none.
+    """
+    turns = section.turns(micro_batches)
+    if experts is None:
+        return Holdings.of(section.arrays, turns, flights)
+    rows = experts.rows(section.job) / experts.parts
+    return Holdings.of(section.arrays, turns, flights, experts.whole, rows)
+
+
+def expert_cycles(
+    sections: Sequence[Section], experts: Sequence[ExpertsOnRanks | None], links: LinkTable
+) -> list[ExpertCycle | None]:
+    """The cycle of each section's units, of one layer with experts; ``None``: the model has none.
+
+    Args:
+        sections: of a plan.
+        experts: of their ranks.
+        links: the cluster's.
+    """
+    placed = [held for held in experts if held is not None]
+    if not placed:
+        return [None] * len(sections)
+    job = sections[0].job
+    compute = [np.array(expert_times(section, held)) for section, held in zip(sections, placed, strict=True)]
+    slowest = _by_domain(placed, compute)
+    # There and back, in both directions.
+    seconds = [np.stack([2 * way, 2 * way]) for way in _exchange_seconds(job, sections, placed, links)]
+    exchange = _by_domain(placed, seconds)
+    return [
+        ExpertCycle(own, moves, longest - own)
+        for own, moves, longest in zip(compute, exchange, slowest, strict=True)
+    ]
+
+
+def expert_times(section: Section, held: ExpertsOnRanks) -> Times:
+    """Seconds of each unit's own experts in one layer, forward and backward, [U].
+
+    forward: the larger of 6 n h f / rate(n / e), for three matrices, and the bytes of the weights / memory;
+    backward twice that; and in both directions rows that are permuted, and the activation.
+    """
+    job, stage = section.job, section.placement.stage
+    times = np.zeros((2, len(held.parts)))
+    for speeds, units in stage.by_kind:
+        times[:, units] = _times(
+            speeds, job, held.count.max(axis=1)[units], held.parts[units], held.rows(job)[units]
+        )
+    return Times(times[0], times[1])
+
+
+def _times(speeds: Speeds, job: Job, count: Ints, parts: Ints, rows: Floats) -> Times:
+    model, experts = job.model, job.model.experts
+    assert experts is not None
+    matrices = model.expert_matrices / parts
+    reached = GROUPED_SHARE * rates(speeds.matmul, rows / np.maximum(count, 1))
+    read = count * matrices * job.element_bytes / speeds.memory
+    forward = np.maximum(2 * rows * matrices / reached, read)
+    width = experts.ffn_hidden_size / parts
+    element = rows * job.element_bytes / speeds.memory
+    moved = _PERMUTED * job.model.hidden_size * element
+    gate = 3 if model.gated else 2
+    return Times(
+        forward + moved + gate * width * element, 2 * forward + moved + (2 * gate - 1) * width * element
+    )
+
+
+def _exchange_seconds(
+    job: Job, sections: Sequence[Section], placed: Sequence[ExpertsOnRanks], links: LinkTable
+) -> list[Floats]:
+    """Seconds of each unit's longest message in one all-to-all of a layer, [U]; the same in all of them.
+
+    A rank sends k T h elements of its T tokens, e / E of them to each rank: to every slice of a cut expert.
+    """
+    experts = job.model.experts
+    assert experts is not None
+    element = job.model.hidden_size * job.element_bytes * experts.active / experts.count
+    found = []
+    for stage in sorted({section.number for section in sections}):
+        own = [number for number, section in enumerate(sections) if section.number == stage]
+        gpus = np.concatenate([sections[number].placement.gpus.ravel() for number in own])
+        count = np.concatenate([placed[number].count.ravel() for number in own])
+        rows = np.concatenate([_rank_rows(sections[number]) for number in own])
+        domain = np.concatenate(
+            [np.repeat(placed[number].domain, placed[number].count.shape[1]) for number in own]
+        )
+        seconds = _message_seconds(gpus, domain, element * rows, count, links)
+        first = 0
+        for number in own:
+            shape = placed[number].count.shape
+            size = shape[0] * shape[1]
+            found.append((number, seconds[first : first + size].reshape(shape).max(axis=1)))
+            first += size
+    return [seconds for _, seconds in sorted(found, key=lambda pair: pair[0])]
+
+
+def _message_seconds(gpus: Ints, domain: Ints, sent: Floats, count: Ints, links: LinkTable) -> Floats:
+    """Seconds of each rank's longest message, [R].
+
+    Args:
+        gpus: of each rank, [R].
+        domain: its expert domain, [R].
+        sent: bytes that it sends for each expert of a layer, [R].
+        count: experts that it holds, [R].
+        links: the cluster's.
+    """
+    longest = np.zeros(len(gpus))
+    ends = []
+    for number in np.unique(domain).tolist():
+        ranks = np.flatnonzero(domain == number)
+        src, dst = (axis.ravel() for axis in np.meshgrid(ranks, ranks, indexing="ij"))
+        moves = (src != dst) & (sent[src] > 0) & (count[dst] > 0)
+        ends.append((src[moves], dst[moves]))
+    src, dst = (np.concatenate(side) for side in zip(*ends, strict=True))
+    seconds = links.message_seconds(gpus[src], gpus[dst], sent[src] * count[dst])
+    np.maximum.at(longest, src, seconds)
+    np.maximum.at(longest, dst, seconds)
+    return longest
+
+
+def _by_domain(placed: Sequence[ExpertsOnRanks], values: Sequence[Floats]) -> list[Floats]:
+    """The largest value of each unit's expert domain, [..., U] of each section."""
+    most = np.zeros((1 + max(int(held.domain.max()) for held in placed), *values[0].shape[:-1]))
+    for held, own in zip(placed, values, strict=True):
+        np.maximum.at(most, held.domain, own.T)
+    return [most[held.domain].T for held in placed]
+
+
+def _rank_rows(section: Section) -> Floats:
+    """Rows of a micro-batch on each rank: units of several ranks cut theirs (sequence parallelism), [R]."""
+    width = section.ranks.shape[1]
+    rows = section.job.micro_batch_size * section.arrays.tokens.astype(float) / width
+    return np.repeat(rows, width)
+
+
+def _busiest_rows(job: Job, count: Ints, domain_rows: Floats) -> Floats:
+    experts = job.model.experts
+    assert experts is not None
+    mean = experts.active * domain_rows * count / experts.count
+    spread = 2 * LOAD_VARIATION / np.sqrt(np.maximum(count, 1)) * (count < experts.count)
+    return np.minimum(mean * (1 + spread), experts.active * domain_rows)
+
+
+def _held(held: Mapping[int, tuple[ExpertDomain, HeldExperts]], rank: int, stage_ranks: int) -> HeldExperts:
+    return held[rank % stage_ranks][1]

@@ -1,0 +1,231 @@
+"""The best layout of Megatron's flags for a model with experts: all GPUs alike, experts in equal parts.
+
+Flags are tensor-, pipeline-, context- and expert-parallel size, and recomputation; experts are whole
+(--expert-tensor-parallel-size 1). Each layout is written out as a plan, which costs what Megatron's own
+would: expert-parallel ranks of several replicas are one replica there, whose domains take a sample each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_hexi.cluster import Cluster
+from megatron_hexi.cost import RECOMPUTES, CostModel, Job
+from megatron_hexi.cost.memory import GIB, ModelPart, part_params, static_memory
+from megatron_hexi.errors import HexiError
+from megatron_hexi.plan import Domain, Exchange, Group, JobTerms, Member, Plan, Replica, Stage
+from megatron_hexi.plan.layout import apportion, causal_segments, consecutive
+from megatron_hexi.plan.parts import worthwhile_parts
+from megatron_hexi.planner.features import keeps_to
+from megatron_hexi.planner.joint import Candidate
+from megatron_hexi.planner.layouts.experts import spread_experts
+from megatron_hexi.planner.layouts.layout import with_experts
+from megatron_hexi.planner.layouts.trial import Progress, order_of
+from megatron_hexi.planner.request import Request
+
+#: Pipelines whose stages have as many layers each.
+_DEPTHS = (1, 2, 4, 8, 16)
+#: Exchange steps whose keys are under way.
+_WINDOW = 1
+
+
+@dataclass(frozen=True)
+class ExpertFlags:
+    """Sizes of Megatron's flags.
+
+    Args:
+        tensor: --tensor-model-parallel-size.
+        pipeline: --pipeline-model-parallel-size.
+        context: --context-parallel-size.
+        expert: --expert-model-parallel-size.
+        group: units of an all-to-all group (--hierarchical-context-parallel-sizes); 1: a ring.
+    """
+
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    group: int
+
+    @property
+    def merged(self) -> int:
+        """Replicas whose ranks hold the experts together."""
+        return max(1, self.expert // (self.tensor * self.context))
+
+    def __str__(self) -> str:
+        return f"TP {self.tensor}, PP {self.pipeline}, CP {self.context}, EP {self.expert}"
+
+
+def best_equal(
+    request: Request, cluster: Cluster, progress: Progress | None = None
+) -> tuple[Candidate | None, int]:
+    """The fastest equal layout that fits, and how many were timed; ``None``: none fits.
+
+    Args:
+        request: the job; what it fixes stays.
+        cluster: where, on all GPUs.
+        progress: told how far it is.
+    """
+    choices = list(_choices(request, cluster))
+    best: Candidate | None = None
+    trials = 0
+    for number, flags in enumerate(choices):
+        if progress is not None:
+            progress("Megatron's flags", number, len(choices))
+        for candidate in _in_modes(flags, request, cluster):
+            trials += 1
+            if candidate.fits:  # more recomputation only takes longer
+                if keeps_to(candidate.plan, request):
+                    best = candidate if best is None else min(best, candidate, key=order_of)
+                break
+    return best, trials
+
+
+def _choices(request: Request, cluster: Cluster) -> Iterator[ExpertFlags]:
+    """The flags that fill the cluster and that some GPU has memory for."""
+    job, gpus = request.job, len(cluster.ranks)
+    experts = job.model.experts
+    assert experts is not None
+    smallest = min(len(node.ranks) for node in cluster.nodes)
+    depths = [job.pipeline_parallel] if "pipeline_parallel" in request.fixed else _DEPTHS
+    for width, depth in itertools.product(request.widths(smallest), depths):
+        if gpus % (width * depth) or job.model.layers % depth:
+            continue
+        units = gpus // (width * depth)
+        for context in [n for n in range(1, units + 1) if units % n == 0]:
+            if request.context_parallel not in (None, context):
+                continue
+            replicas = units // context
+            if "data_parallel" in request.fixed and replicas != job.data_parallel:
+                continue
+            if job.global_batch_size % (replicas * request.micro_batch_sizes()[0]) or any(
+                len(node.ranks) % width for node in cluster.nodes
+            ):
+                continue
+            for size in _expert_sizes(experts.count, width * context, replicas):
+                for group in _groups(request.with_width(width), context):
+                    flags = ExpertFlags(width, depth, context, size, group)
+                    if _may_fit(flags, request, cluster):
+                        yield flags
+
+
+def _expert_sizes(count: int, inside: int, replicas: int) -> list[int]:
+    """Expert-parallel sizes: whole parts of a replica's ranks, or the ranks of several replicas."""
+    sizes = [n for n in range(1, inside + 1) if inside % n == 0]
+    sizes += [inside * n for n in range(2, replicas + 1) if replicas % n == 0]
+    return [size for size in sizes if count % size == 0]
+
+
+def _groups(job: Job, context: int) -> list[int]:
+    """Sizes of all-to-all groups: a ring, and the largest that has a KV head for each unit."""
+    heads = job.workload().local_kv_heads
+    return sorted({1, max(n for n in range(1, context + 1) if context % n == 0 and heads % n == 0)})
+
+
+def _may_fit(flags: ExpertFlags, request: Request, cluster: Cluster) -> bool:
+    """Whether weights, gradients and state of a stage without embeddings fit on the largest GPU."""
+    job = replace(request.with_width(flags.tensor), pipeline_parallel=1)
+    experts = job.model.experts
+    assert experts is not None
+    layers = job.model.layers // flags.pipeline
+    part = ModelPart(layers, 0, is_first=False, is_last=False, ahead=1)
+    params = float(part_params(job, part, experts.count / flags.expert))
+    owned = params * flags.pipeline / len(cluster.ranks)
+    needed = float(sum(static_memory(job, part, params, params, owned).values()))
+    return needed <= GIB * max(node.device.usable_gib for node in cluster.nodes)
+
+
+def _in_modes(flags: ExpertFlags, request: Request, cluster: Cluster) -> Iterator[Candidate]:
+    """The layout with ever more recomputation."""
+    fixed = "recompute" in request.fixed
+    for recompute in [request.job.recompute] if fixed else RECOMPUTES:
+        job = replace(
+            request.with_width(flags.tensor),
+            pipeline_parallel=1,
+            micro_batch_size=flags.merged * request.micro_batch_sizes()[0],
+            recompute="none",
+        )
+        try:
+            plan = equal_plan(flags, replace(job, recompute=recompute), len(cluster.ranks))
+            job = replace(job, data_parallel=len(plan.replicas))
+            yield Candidate(plan, job, CostModel(job, cluster).timing(plan))
+        except HexiError:  # a size that the model cannot be cut into
+            return
+
+
+def spell_equal(found: Candidate) -> str:
+    """Megatron's flags of a layout of `best_equal`, for people."""
+    replica = found.plan.replicas[0]
+    domain = replica.stages[0].domains[0]
+    width = len(domain.members[0].ranks)
+    held = [member.experts for stage in replica.stages for member in stage.members]
+    fewest = min(stop - start for ranges in held for start, stop in ranges or ())
+    total = found.job.model.experts.count if found.job.model.experts else 1
+    recompute = replica.stages[0].recompute
+    again = "" if recompute in (None, "none") else f", recompute {recompute}"
+    return (
+        f"TP {width}, PP {len(replica.stages)}, CP {len(domain.members)}, EP {total // max(1, fewest)}{again}"
+    )
+
+
+def equal_plan(flags: ExpertFlags, job: Job, gpus: int) -> Plan:
+    """Megatron's layout of these flags, written out.
+
+    Args:
+        flags: the sizes; they divide each other.
+        job: the job, with its recomputation; a micro-batch has a sample of each merged replica.
+        gpus: of the cluster, in whose order ranks are.
+    """
+    per_stage = gpus // flags.pipeline
+    per_replica = flags.tensor * flags.context * flags.merged
+    replicas = []
+    for first in range(0, per_stage, per_replica):
+        stages = []
+        for stage in range(flags.pipeline):
+            begin = stage * per_stage + first
+            layers = (
+                stage * job.model.layers // flags.pipeline,
+                (stage + 1) * job.model.layers // flags.pipeline,
+            )
+            domains = _domains(flags, job, begin)
+            alone = [Replica((Stage((domain,)),)) for domain in domains]
+            exchange = Exchange(_WINDOW, worthwhile_parts(alone))
+            stages.append(Stage(domains, layers, job.recompute, exchange))
+        share = job.global_batch_size // job.micro_batch_size * per_replica // per_stage
+        replicas.append(Replica(tuple(stages), share))
+    workload = replace(with_experts(job.workload(), job), tensor_parallel=flags.tensor)
+    return Plan(workload, tuple(replicas), job=JobTerms(micro_batch_size=job.micro_batch_size))
+
+
+def _domains(flags: ExpertFlags, job: Job, first: int) -> tuple[Domain, ...]:
+    """The domains of a stage whose ranks begin at `first`: one for each sample."""
+    domains = []
+    for sample in range(flags.merged):
+        ranks = [
+            tuple(range(begin, begin + flags.tensor))
+            for begin in itertools.islice(
+                itertools.count(first + sample * flags.tensor * flags.context, flags.tensor), flags.context
+            )
+        ]
+        groups = _groups_of(ranks, flags.group, job)
+        domains.append(
+            Domain(groups, samples=job.micro_batch_size // flags.merged if flags.merged > 1 else None)
+        )
+    experts = job.model.experts
+    assert experts is not None
+    return spread_experts(domains, experts.count, flags.expert, lambda _: 1.0)
+
+
+def _groups_of(ranks: Sequence[tuple[int, ...]], size: int, job: Job) -> tuple[Group, ...]:
+    count = len(ranks) // size
+    totals = apportion(job.seq_length, [1.0] * count)
+    heads = consecutive([job.workload().local_heads // size] * size)
+    groups = []
+    for number, (total, segments) in enumerate(zip(totals, causal_segments(totals), strict=True)):
+        tokens = apportion(total, [1.0] * size)
+        own = ranks[number * size : (number + 1) * size]
+        members = (Member(*each) for each in zip(own, tokens, heads, strict=True))
+        groups.append(Group(segments, tuple(members)))
+    return tuple(groups)
