@@ -164,14 +164,15 @@ def own_block_times(
         job: the job, with layers of one kind.
         tokens: G.
         causal: whether a token sees earlier tokens only.
-        pairs: the area, where segments of the group are known to lie apart.
+        pairs: visible ones, where segments of the group are known to lie apart. Areas count half of each
+            query's pair with itself, as long as it sees fewer than w keys.
     """
     area = tokens**2 / 2 if causal else tokens**2
     curves, window = speeds.causal if causal else speeds.full, job.model.window
     if window is None or not causal:
         return _attention(curves, job, area, tokens)
     size = np.minimum(tokens, window.size)
-    area = size * tokens - size**2 / 2 if pairs is None else pairs
+    area = size * tokens - size**2 / 2 if pairs is None else pairs - size / 2
     blocks, edges = _attention(curves, job, area, size), edge_times(speeds, job, tokens - size)
     return Times(blocks.forward + edges.forward, blocks.backward + edges.backward)
 

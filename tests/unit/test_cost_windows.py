@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_hexi.cost import exchange
+from megatron_hexi.cost.compute import device_speeds, own_block_times
 from megatron_hexi.cost.exchange import exchange_chunks
 from megatron_hexi.cost.layer import message_bytes
+from megatron_hexi.cost.layer_bytes import Flights, working_set_bytes
 from megatron_hexi.cost.layer_kinds import Window
 from megatron_hexi.cost.windows import own_pairs
 from megatron_hexi.plan import Mask, Workload, backward_traffic, build_schedule, forward_traffic
-from tests.support.costs import TINY, plan_arrays, tiny_job
+from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.plans import RAGGED, RANDOMS, SPARSE, TORN, examples, plans, workloads
 
 
@@ -157,3 +159,32 @@ def test_keys_seen_by_hand(context, size, in_chunks):
 def triangles(context, size, in_chunks):
     """Rows of triangles, each of which counts half a pair less."""
     return context if in_chunks else min(context, size)
+
+
+def test_a_window_s_edge_by_hand():
+    (node,) = cluster([("a", "PLAIN", 1)]).nodes
+    plain = tiny_job(model=dataclasses.replace(TINY, kv_heads=2))
+    job = dataclasses.replace(plain, model=dataclasses.replace(plain.model, window=Window(100)))
+    speeds, tokens = device_speeds(node.device, job), np.array([60.0, 100.0, 1000.0])
+    times = own_block_times(speeds, job, tokens, True)
+    areas = np.array([60**2 / 2, 100**2 / 2, 100 * 1000 - 100**2 / 2])
+    # Of 900 queries: two outputs added up, a copied query; half of a copied key and value.
+    edge = np.array([0, 0, 900 * 2 * 128 * (3 + 2 + 2)]) / 900e9
+    assert times.forward == pytest.approx(4 * 128 * areas / 100e12 + edge)
+    edge = np.array([0, 0, 900 * 2 * 128 * (5 + 4 + 5)]) / 900e9
+    assert times.backward == pytest.approx(2.5 * 4 * 128 * areas / 100e12 + edge)
+
+
+def test_what_a_window_s_edge_needs_by_hand():
+    plain = tiny_job()
+    job = dataclasses.replace(plain, model=dataclasses.replace(TINY, window=Window(100)))
+    none = Flights(np.zeros(2), np.zeros(2))
+    tokens, heads, kv = np.array([100.0, 200.0]), np.array([3.0, 3.0]), np.array([2.0, 2.0])
+    sizes = (tokens, tokens, heads, kv, none, 1)
+    more = working_set_bytes(job, *sizes) - working_set_bytes(plain, *sizes)
+    # Gradients of 3 + 4 heads that wait, three times; rows of query, output and gradient, keys and values.
+    assert list(more) == [0, 2 * 128 * 200 * (3 * 7 + 9 + 4)]
+    exchanging = Flights(np.array([0.0, 50.0]), np.array([0.0, 50.0]))
+    sizes = (tokens, tokens, heads, kv, exchanging, 1)
+    more = working_set_bytes(job, *sizes) - working_set_bytes(plain, *sizes)
+    assert list(more) == [0, 2 * 128 * 200 * (9 + 4)]
