@@ -156,23 +156,24 @@ def own_block_times(
 ) -> Times:
     """One head's attention over its own group's G tokens: area G^2 / 2 causal, G^2 full, at size G.
 
-    In a window of w keys: area w G - w^2 / 2, at size w, whose squares the kernel calls are made of; and what
-    `edge_times` says of all queries but w.
+    In a window of w keys: area (w - 1/2) G - w (w - 1) / 2, at size w, whose squares the kernel calls are
+    made of; and what `edge_times` says of all queries but w.
 
     Args:
         speeds: of the GPU.
         job: the job, with layers of one kind.
         tokens: G.
         causal: whether a token sees earlier tokens only.
-        pairs: visible ones, where segments of the group are known to lie apart. Areas count half of each
-            query's pair with itself, as long as it sees fewer than w keys.
+        pairs: visible ones, where segments of the group are known to lie apart; an area has half of each
+            query's pair with itself.
     """
     area = tokens**2 / 2 if causal else tokens**2
     curves, window = speeds.causal if causal else speeds.full, job.model.window
     if window is None or not causal:
         return _attention(curves, job, area, tokens)
     size = np.minimum(tokens, window.size)
-    area = size * tokens - size**2 / 2 if pairs is None else pairs - size / 2
+    visible = size * tokens - size * (size - 1) / 2 if pairs is None else pairs
+    area = visible - tokens / 2
     blocks, edges = _attention(curves, job, area, size), edge_times(speeds, job, tokens - size)
     return Times(blocks.forward + edges.forward, blocks.backward + edges.backward)
 

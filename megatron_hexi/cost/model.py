@@ -170,7 +170,7 @@ class Model:
 
     @property
     def kernel_dim(self) -> int:
-        """Size at which kernels compute a head: query, key and value are padded to one (runtime/blocks.py)."""
+        """Size at which kernels compute a head: query, key and value are padded to it (runtime/blocks.py)."""
         return max(self.head_dim, self.value_dim)
 
     def padded_vocab(self, tensor_parallel: int = 1) -> int:

@@ -1,6 +1,7 @@
 """Layers of several kinds cost what each kind costs, wherever they stand."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def one_stage(job, weights=((1.0, 2.0), (2.0, 1.0))):
 def staged(job, cuts, recompute=None):
     """One replica, a stage for each two ranks, with the layers between cuts."""
     stages = []
-    for number, layers in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for number, layers in enumerate(itertools.pairwise(cuts)):
         domain = proportional_plan(job.workload(), [[[1.0], [2.0]]]).replicas[0].domain
         groups = tuple(
             dataclasses.replace(

@@ -14,7 +14,7 @@ from megatron_hexi.cost.layer import message_bytes
 from megatron_hexi.cost.layer_bytes import Flights, working_set_bytes
 from megatron_hexi.cost.layer_kinds import Window
 from megatron_hexi.cost.windows import own_pairs
-from megatron_hexi.plan import Mask, Workload, backward_traffic, build_schedule, forward_traffic
+from megatron_hexi.plan import Mask, backward_traffic, build_schedule, forward_traffic
 from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
 from tests.support.plans import RAGGED, RANDOMS, SPARSE, TORN, examples, plans, workloads
 
@@ -152,13 +152,7 @@ def test_keys_seen_by_hand(context, size, in_chunks):
     queries = np.arange(context)
     first = queries - queries % size if in_chunks else np.maximum(0, queries - size + 1)
     # As elsewhere a query sees half of itself: areas of triangles are n^2 / 2.
-    pairs = (queries - first + 1).sum()
-    assert seen * context == pytest.approx(pairs - triangles(context, size, in_chunks) / 2)
-
-
-def triangles(context, size, in_chunks):
-    """Rows of triangles, each of which counts half a pair less."""
-    return context if in_chunks else min(context, size)
+    assert seen * context == pytest.approx((queries - first + 0.5).sum())
 
 
 def test_a_window_s_edge_by_hand():
@@ -167,7 +161,7 @@ def test_a_window_s_edge_by_hand():
     job = dataclasses.replace(plain, model=dataclasses.replace(plain.model, window=Window(100)))
     speeds, tokens = device_speeds(node.device, job), np.array([60.0, 100.0, 1000.0])
     times = own_block_times(speeds, job, tokens, True)
-    areas = np.array([60**2 / 2, 100**2 / 2, 100 * 1000 - 100**2 / 2])
+    areas = np.array([60**2 / 2, 100**2 / 2, 99.5 * 1000 - 100 * 99 / 2])
     # Of 900 queries: two outputs added up, a copied query; half of a copied key and value.
     edge = np.array([0, 0, 900 * 2 * 128 * (3 + 2 + 2)]) / 900e9
     assert times.forward == pytest.approx(4 * 128 * areas / 100e12 + edge)

@@ -10,20 +10,26 @@ Computing, tensor-parallel sums, sends, gradients, weights and the optimizer are
 layout's own sizes, but for the keys' gradients. Keys of groups without a member on a node cross that node's
 links, in the backward pass their gradients too. Other messages, the smaller one of a pass's two all-to-alls,
 and waits inside the exchange are left out. Jobs are causal, and layouts take all units of a fleet.
+
+In a window a group's queries see as many keys as if its tokens were the sequence's first, or more, at the best
+rates of blocks up to the window's size; keys of other groups take no time. Layers of several kinds are counted
+each at its own times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hexi.cluster import Cluster, LinkId
+from megatron_hexi.cluster import Cluster, LinkId, Passes
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.collectives import pipeline_seconds, tensor_parallel_seconds
 from megatron_hexi.cost.compute import (
+    Speeds,
     device_speeds,
     logits_times,
     merge_times,
@@ -32,7 +38,7 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
-from megatron_hexi.cost.job import layers_again
+from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, part_params
 from megatron_hexi.cost.reductions import repeated_turns
@@ -168,28 +174,32 @@ class Floor:
         device, slots = self._device[:, one.units], np.arange(len(rows))
         sums = tensor_parallel_seconds(job, rows, *self._inside[:, self._nodes[:, one.units]])
         # All by stage, then unit, group or replica, then pass.
-        token = np.array([token_times(speeds, job, rows) for speeds in self._speeds])[device, :, slots]
-        heads = one.heads[:, None] * self._attention(one)[device, :, one.group]
-        token = np.maximum.reduceat(token + 2 * sums[..., None], one.first, axis=1)
-        attention = np.maximum.reduceat(heads, one.first, axis=1)
-        attention = np.maximum(attention, self._from_other_nodes(one))
-        passes = np.maximum.reduceat(token + attention, one.begin, axis=1)
-        again = passes
-        if job.mode == "selective":
-            again = np.maximum.reduceat(attention, one.begin, axis=1)
-        repeated = layers_again(job.stage_layers, job.recompute)
-        stages = job.stage_layers * passes.sum(axis=2) + repeated * again[..., 0]
+        part, mean, stages = ModelPart.of_job(job, np.arange(job.pipeline_parallel)), 0.0, 0.0
+        for kind, held in zip(job.kinds, part.of_kinds(job.model), strict=True):
+            token = np.array([token_times(speeds, kind, rows) for speeds in self._speeds])[device, :, slots]
+            heads = one.heads[:, None] * self._attention(one, kind)[device, :, one.group]
+            token = np.maximum.reduceat(token + 2 * sums[..., None], one.first, axis=1)
+            attention = np.maximum.reduceat(heads, one.first, axis=1)
+            attention = np.maximum(attention, self._from_other_nodes(one, kind))
+            passes = np.maximum.reduceat(token + attention, one.begin, axis=1)
+            again = passes
+            if job.mode == "selective":
+                again = np.maximum.reduceat(attention, one.begin, axis=1)
+            count, repeated = np.reshape(held.layers, (-1, 1)), np.reshape(held.again, (-1, 1))
+            stages = stages + count * passes.sum(axis=2) + repeated * again[..., 0]
+            mean = mean + count[..., None] / job.stage_layers * passes
         logits = np.array([sum(logits_times(speeds, job, rows)) for speeds in self._speeds])
         logits = logits[device[-1], slots] + sums[-1]
         stages[-1] += np.maximum.reduceat(logits, one.first[one.begin])
         stages[:-1] += self._sends(one, rows)
         replicas = stages.sum(axis=0) + (one.micro_batches - 1) * stages.max(axis=0)
-        replicas += self._shown(passes[..., 0], passes[..., 1]).max(axis=0)
+        replicas += self._shown(mean[..., 0], mean[..., 1]).max(axis=0)
         return self._step + np.maximum.reduceat(replicas, one.starts)
 
-    def _attention(self, one: _Arrays) -> Floats:
-        """Seconds of one head in each group on each device, [D, 2, N]."""
-        job = self._job
+    def _attention(self, one: _Arrays, job: Job) -> Floats:
+        """Seconds of one head in each group on each device, [D, 2, N], in layers of one kind."""
+        if job.model.window is not None:
+            return self._in_window(one, job, job.model.window.size)
         totals, number = np.unique(one.totals, return_inverse=True)
         outside, inside = one.beside((number[:, None] == np.arange(len(totals))).astype(float))
         sizes, fronts = totals.astype(float), np.floor(totals / 2)
@@ -205,7 +215,13 @@ class Floor:
             found.append(seconds)
         return np.array(found)
 
-    def _from_other_nodes(self, one: _Arrays) -> Floats:
+    def _in_window(self, one: _Arrays, job: Job, window: int) -> Floats:
+        """The same in a window."""
+        totals = one.totals.astype(float)
+        fastest = [replace(speeds, causal=_best_up_to(window, speeds)) for speeds in self._speeds]
+        return np.array([own_block_times(speeds, job, totals, True) for speeds in fastest])
+
+    def _from_other_nodes(self, one: _Arrays, kind: Job) -> Floats:
         """Seconds of what each group has to send to its own members on other nodes, or sees of groups there.
 
         A node's links carry what all of the group's members there send or receive, a GPU's what its own does.
@@ -225,12 +241,16 @@ class Floor:
             sent, used = job.tensor_parallel * tokens, job.tensor_parallel * heads
         away, totals = heads == 0, one.totals[:, None]
         # The front half of outer groups, and all of inner ones.
-        keys = used * (one.beside(away * (totals // 2.0))[0] + one.beside(away * (totals * 1.0))[1])
+        keys = (
+            0.0
+            if kind.model.window
+            else used * (one.beside(away * (totals // 2.0))[0] + one.beside(away * (totals * 1.0))[1])
+        )
         rows = np.maximum(sent * (workload.local_heads - heads), used * (totals - tokens))
-        element = job.micro_batch_size * job.model.head_dim * job.element_bytes
+        element, query = job.micro_batch_size * job.element_bytes, job.model.head_dim
         # Keys and values of a query head; the gradients of keys and values are as many.
-        part = 2 / workload.queries_per_kv
-        seconds = [np.maximum(times * part * keys, (1 + part) * rows) / self._outside for times in (1, 2)]
+        part = (query + job.model.value_dim) / workload.queries_per_kv
+        seconds = [np.maximum(times * part * keys, (query + part) * rows) / self._outside for times in (1, 2)]
         return element * np.stack(seconds, axis=-1).max(axis=2)
 
     def _sends(self, one: _Arrays, rows: Floats) -> Floats:
@@ -251,6 +271,17 @@ class Floor:
             cover = {"forward": forward, "backward": backward, None: None}[turn.hides_behind]
             shown = shown + exposed_seconds(np.array(turn.seconds), layers, cover)
         return shown
+
+
+def _best_up_to(size: float, speeds: Speeds) -> Passes:
+    """At every size the best rates of both kinds of blocks up to this one."""
+    ways = ((speeds.causal.forward, speeds.full.forward), (speeds.causal.backward, speeds.full.backward))
+    return Passes(
+        *(
+            replace(both[0], sizes=(1.0,), rates=(max(curve.best_up_to(size) for curve in both),))
+            for both in ways
+        )
+    )
 
 
 def _numbered(counts: Sequence[int]) -> tuple[Ints, Ints]:
