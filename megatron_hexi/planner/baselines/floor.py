@@ -11,9 +11,9 @@ layout's own sizes, but for the keys' gradients. Keys of groups without a member
 links, in the backward pass their gradients too. Other messages, the smaller one of a pass's two all-to-alls,
 and waits inside the exchange are left out. Jobs are causal, and layouts take all units of a fleet.
 
-In a window a group's queries see as many keys as if its tokens were the sequence's first, or more, at the best
-rates of blocks up to the window's size; keys of other groups take no time. Layers of several kinds are counted
-each at its own times.
+In a window a group's queries see as many keys as if its tokens were the sequence's first, or more, at the
+best rates of blocks up to the window's size; keys of other groups take no time. Layers of several kinds are
+counted each at its own times.
 """
 
 from __future__ import annotations
@@ -241,11 +241,9 @@ class Floor:
             sent, used = job.tensor_parallel * tokens, job.tensor_parallel * heads
         away, totals = heads == 0, one.totals[:, None]
         # The front half of outer groups, and all of inner ones.
-        keys = (
-            0.0
-            if kind.model.window
-            else used * (one.beside(away * (totals // 2.0))[0] + one.beside(away * (totals * 1.0))[1])
-        )
+        keys = used * (one.beside(away * (totals // 2.0))[0] + one.beside(away * (totals * 1.0))[1])
+        if kind.model.window is not None:
+            keys = np.zeros(keys.shape)
         rows = np.maximum(sent * (workload.local_heads - heads), used * (totals - tokens))
         element, query = job.micro_batch_size * job.element_bytes, job.model.head_dim
         # Keys and values of a query head; the gradients of keys and values are as many.

@@ -45,17 +45,15 @@ def with_layers_moved(best: Candidate, cluster: Cluster) -> Candidate:
 def _neighbours(plan: Plan) -> Iterator[Plan]:
     """The plan with each boundary between two stages of one replica moved by a few layers either way."""
     for number, replica in enumerate(plan.replicas):
+        bounds = [0, *(stage.layers[1] for stage in replica.stages if stage.layers)]
         for place in range(len(replica.stages) - 1):
-            for step in (way * count for count in _STEPS for way in (-1, 1)):
-                stages = list(replica.stages)
-                (first, middle), (_, last) = (
-                    stages[place].layers or (0, 0),
-                    stages[place + 1].layers or (0, 0),
-                )
-                if not first < middle + step < last:
+            first, middle, last = bounds[place : place + 3]
+            for moved in (middle + way * count for count in _STEPS for way in (-1, 1)):
+                if not first < moved < last:
                     continue
-                stages[place] = replace(stages[place], layers=(first, middle + step))
-                stages[place + 1] = replace(stages[place + 1], layers=(middle + step, last))
+                stages = list(replica.stages)
+                stages[place] = replace(stages[place], layers=(first, moved))
+                stages[place + 1] = replace(stages[place + 1], layers=(moved, last))
                 replicas = list(plan.replicas)
                 replicas[number] = replace(replica, stages=tuple(stages))
                 yield replace(plan, replicas=tuple(replicas))
