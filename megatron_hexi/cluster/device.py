@@ -51,6 +51,10 @@ class Curve:
         part = math.log(size / low) / math.log(high / low)
         return self.rates[above - 1] + part * (self.rates[above] - self.rates[above - 1])
 
+    def best_up_to(self, size: float) -> float:
+        """Return the most TFLOP/s at any size up to this one."""
+        return max([self.rate(size), *self.rates[: bisect_right(self.sizes, size)]])
+
     def time(self, flops: float, size: float) -> float:
         """Return the seconds of a number of floating-point operations at a size."""
         return flops / (self.rate(size) * 1e12)

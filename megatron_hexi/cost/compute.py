@@ -75,7 +75,7 @@ def device_speeds(device: Device, job: Job) -> Speeds:
         )
     half = device.nominal.bf16 or device.nominal.fp16 or rate
     factor = rate / half if job.precision == "fp32" else 1.0
-    heads = factor * head_size_factor(job.model.head_dim)
+    heads = factor * head_size_factor(job.model.kernel_dim)
     attention = device.attention(kernel_on(job.kernel, device.name)).map(lambda curve: curve.scaled(heads))
     output = device.layer_matmul.scaled(factor)
     in_fp8 = device.matmul_fp8 if job.precision == "fp8" else None
@@ -103,12 +103,14 @@ def token_times(speeds: Speeds, job: Job, rows: Floats, reached: Floats | None =
 
     forward  = 2 rows N / rate(rows) + bytes / memory;  N: weights of the layer's matrices on this GPU
     backward = 4 rows N / rate(rows) + bytes / memory;  gradients of inputs and of weights
+    Matrices that every tensor-parallel rank has see the rows that norms do.
 
     `reached` is rate(rows), for callers that need it more than once.
     """
     model, tp = job.model, job.tensor_parallel
     reached = rates(speeds.matmul, rows) if reached is None else reached
-    matrices = 2 * rows * model.matrix_params(tp) / reached
+    weights = model.matrix_params(tp) - model.down_params * (1 - 1 / job.row_parts)
+    matrices = 2 * rows * weights / reached
     forward, backward = elementwise_elements(job)
     memory = rows * job.element_bytes / speeds.memory
     return Times(matrices + forward * memory, 2 * matrices + backward * memory)
@@ -120,7 +122,10 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     forward:  two norms 4 h, two residual additions 6 h, activation 2 f (gated 3 f), rotary 2 (H + K) D
     backward: norms 6 h, gradients of residuals 6 h, activation 3 f (gated 5 f), rotary 2 (H + K) D
     a gate of attention's output: 3 H D forward, 5 H D backward, as that of the activation
-    norms behind attention and MLP: 4 h more each way
+    norms behind attention and MLP: 4 h more forward, 6 h backward
+    latent attention, of r rotary columns, in place of the rotary: norms of latent columns c, 2 c forward, 3 c
+    backward; 12 (H + 1) r each way, in no fused kernel, which a plan refuses; queries, keys and values, whose
+    columns are put together, 2 H (2 D + V)
     (h hidden, f MLP width; kernels fused as in Megatron, no dropout). Tensor-parallel ranks share f, H
     and K, and with sequence parallelism h.
 
@@ -131,13 +136,18 @@ def elementwise_elements(job: Job) -> tuple[float, float]:
     model, tp = job.model, job.tensor_parallel
     hidden, mlp = model.hidden_size / job.row_parts, model.mlp_width / tp
     heads, kv = model.head_dim * model.heads / tp, model.head_dim * max(1, model.kv_heads / tp)
-    gate = heads * model.output_gate
-    norms = 4 * hidden * model.post_norms
-    forward = norms + 10 * hidden + (3 if model.gated else 2) * mlp + 2 * (heads + kv) + 3 * gate
-    backward = norms + 12 * hidden + (5 if model.gated else 3) * mlp + 2 * (heads + kv) + 5 * gate
+    gate, output, values = heads * model.output_gate, model.value_dim * model.heads / tp, kv
+    norms, around = 2 * (1 + model.post_norms) * hidden, 2 * (heads + kv)
+    if model.latent is not None:
+        latent = model.latent
+        values = output
+        around = 12 * (model.heads / tp + 1) * latent.rotary_dim + 2 * (heads + kv + values)
+        norms += (latent.kv_rank + (latent.query_rank or 0)) / job.row_parts
+    forward = 2 * norms + 6 * hidden + (3 if model.gated else 2) * mlp + around + 3 * gate
+    backward = 3 * norms + 6 * hidden + (5 if model.gated else 3) * mlp + around + 5 * gate
     if job.precision == "fp8":
         cast = 4 / job.element_bytes
-        return forward + cast * heads, backward + cast * (heads + 2 * kv + 2 * hidden)
+        return forward + cast * output, backward + cast * (heads + kv + values + 2 * hidden)
     return forward, backward
 
 
@@ -146,22 +156,43 @@ def own_block_times(
 ) -> Times:
     """One head's attention over its own group's G tokens: area G^2 / 2 causal, G^2 full, at size G.
 
-    In a window of w keys: area w G - w^2 / 2, at size w, whose squares the kernel calls are made of.
+    In a window of w keys: area (w - 1/2) G - w (w - 1) / 2, at size w, whose squares the kernel calls are
+    made of; and what `edge_times` says of all queries but w.
 
     Args:
         speeds: of the GPU.
         job: the job, with layers of one kind.
         tokens: G.
         causal: whether a token sees earlier tokens only.
-        pairs: the area, where segments of the group are known to lie apart.
+        pairs: visible ones, where segments of the group are known to lie apart; an area has half of each
+            query's pair with itself.
     """
     area = tokens**2 / 2 if causal else tokens**2
-    window = job.model.window
-    if window is not None and causal:
-        size = np.minimum(tokens, window.size)
-        area = size * tokens - size**2 / 2
-        tokens = size
-    return _attention(speeds.causal if causal else speeds.full, job, area if pairs is None else pairs, tokens)
+    curves, window = speeds.causal if causal else speeds.full, job.model.window
+    if window is None or not causal:
+        return _attention(curves, job, area, tokens)
+    size = np.minimum(tokens, window.size)
+    visible = size * tokens - size * (size - 1) / 2 if pairs is None else pairs
+    area = visible - tokens / 2
+    blocks, edges = _attention(curves, job, area, size), edge_times(speeds, job, tokens - size)
+    return Times(blocks.forward + edges.forward, blocks.backward + edges.backward)
+
+
+def edge_times(speeds: Speeds, job: Job, queries: Floats) -> Times:
+    """What a window's edge costs beside its products: bytes of one query head.
+
+    Its blocks are triangles seen from behind, of copied rows, whose results are added to those of the blocks
+    beside them (runtime/call_rows.py, runtime/sums.py). Elements, k / h KV heads to a query head:
+    forward:  query copied 2 D, keys and values 2 (D + V) k / h, two outputs added up 3 V
+    backward: query, output and its gradient copied 2 D + 4 V, keys and values 2 (D + V) k / h, two gradients
+    of each added up 3 D + 3 (D + V) k / h
+    """
+    model = job.model
+    keys = (model.head_dim + model.value_dim) * model.kv_heads / model.heads
+    forward = 2 * model.head_dim + 3 * model.value_dim + 2 * keys
+    backward = 5 * model.head_dim + 4 * model.value_dim + 5 * keys
+    copied = job.micro_batch_size * job.element_bytes / speeds.memory * queries
+    return Times(forward * copied, backward * copied)
 
 
 def rectangle_times(speeds: Speeds, job: Job, queries: Floats, keys: Floats) -> Times:
@@ -178,9 +209,8 @@ def rectangle_times(speeds: Speeds, job: Job, queries: Floats, keys: Floats) -> 
 
 
 def _attention(curves: Passes, job: Job, area: Floats, size: Floats) -> Times:
-    """2 B (D + V) area FLOPs forward, two products of 2 FLOPs each, 2.5 times that backward."""
-    columns = job.model.head_dim + job.model.value_dim
-    flops, logs = 2 * job.micro_batch_size * columns * area, _logs(size)
+    """4 B max(D, V) area FLOPs forward, two products of 2 FLOPs each, 2.5 times that backward."""
+    flops, logs = 4 * job.micro_batch_size * job.model.kernel_dim * area, _logs(size)
     return Times(
         flops / _rates(curves.forward, logs), ATTENTION_BACKWARD * flops / _rates(curves.backward, logs)
     )

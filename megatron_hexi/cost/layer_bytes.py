@@ -34,6 +34,10 @@ def token_activation_bytes(job: Job) -> float:
     that is 26 h: the 34 h of Korthikanti et al. (arXiv 2205.05198, section 4.1) less dropout masks 2 h, and
     less query, key and value 6 h, which are counted inside attention here. fp8 keeps in one byte what goes
     into matrices: all but the norms' inputs and the MLP's first output.
+
+    Norms behind attention and MLP keep their inputs 2 h. Latent attention keeps its latent columns, and all
+    but the rotary ones once more behind their norm (Megatron's MLASelfAttention); the heads that are made of
+    them are counted inside attention.
     """
     model, tp = job.model, job.tensor_parallel
     hidden, width = 2 * model.hidden_size / job.row_parts, model.mlp_width / tp
@@ -41,6 +45,12 @@ def token_activation_bytes(job: Job) -> float:
     # A gate of attention's output: the gate, and the output before it.
     whole = hidden + (2 if model.gated else 1) * width + 2 * heads * model.output_gate
     inputs = hidden + heads + width
+    if model.post_norms:
+        whole += hidden
+    if model.latent is not None:
+        columns = (model.latent.kv_rank + (model.latent.query_rank or 0)) / job.row_parts
+        whole += columns + model.latent.rotary_dim / job.row_parts
+        inputs += columns
     return job.element_bytes * whole + (1 if job.precision == "fp8" else job.element_bytes) * inputs
 
 
@@ -76,11 +86,13 @@ def attention_bytes(
     """Bytes that our autograd function keeps of one layer: B G (D + V) (h + k) e, log-sum-exp B G h 4.
 
     Query, key, value and output in the heads' layout (runtime/attention.py). The output of a unit that is
-    alone in its group goes into the projection as it is, with whose inputs it is counted.
+    alone in its group goes into the projection as it is, with whose inputs it is counted; unless values are
+    narrower than keys: it then is a part of a wider tensor (runtime/blocks.py).
     """
-    is_alone = (tokens == group_tokens) & (heads == job.model.heads // job.tensor_parallel)
     query, value = job.model.head_dim, job.model.value_dim
-    kept = heads * query + np.where(is_alone, 0, heads) * value + kv * (query + value)
+    is_alone = (tokens == group_tokens) & (heads == job.model.heads // job.tensor_parallel)
+    output = np.where(is_alone, 0 if query == value else job.model.kernel_dim, value)
+    kept = heads * (query + output) + kv * (query + value)
     sequence = job.micro_batch_size * group_tokens
     return sequence * (kept * job.element_bytes + 4 * heads)
 
@@ -98,6 +110,10 @@ def working_set_bytes(
     each, the gradient of one twice;
     gradients on their way home, `window` + 1 steps S (D + V) B e each. R, S: tokens x KV heads received and
     sent in a step.
+    In a window of fewer tokens than the group's: such gradients wait without other groups too, and the rows
+    of a call at its edge are copied, G (h (D + 2 V) + k (D + V)) B e.
+    Where keys and values differ in size: value, output, its gradient and that of the value as wide as the
+    other, 2 G (h + k) max(D, V) B e.
     Sequence parallelism brings the rows of all ranks of a unit together, and has the gradient of as many
     before it is cut: 2 T B hidden e.
     """
@@ -108,8 +124,15 @@ def working_set_bytes(
     inside = element * (2 * (qkv + own) + group_tokens * heads * value + own)
     received = flights.received * both * ((window + 1) * element + 2 * element)
     sent = flights.sent * both * (window + 1) * element
-    between = 3 * element * own + 2 * element * group_tokens * kv * both + received + sent
+    waiting = 3 * element * own
+    between = waiting + 2 * element * group_tokens * kv * both + received + sent
     exchanges = (flights.received > 0) | (flights.sent > 0)
+    if job.model.window is not None:
+        edge = element * group_tokens * (heads * (query + 2 * value) + kv * both)
+        is_cut = group_tokens > job.model.window.size
+        inside = inside + np.where(is_cut, edge + np.where(exchanges, 0.0, waiting), 0.0)
+    if query != value:
+        inside = inside + 2 * element * group_tokens * (heads + kv) * job.model.kernel_dim
     whole = 2 * (job.row_parts > 1) * job.micro_batch_size * tokens * job.model.hidden_size * element
     return whole + job.micro_batch_size * (inside + np.where(exchanges, between, 0.0))
 

@@ -69,13 +69,13 @@ class Window:
         _freeze_layers("window", self)
 
     def keys_seen(self, context: int) -> float:
-        """Keys that a query of a causal sequence sees, in the mean over its tokens."""
+        """Keys that a query of a causal sequence sees, in the mean over its tokens, and of itself half."""
         size = min(self.size, context)
         if self.in_chunks:
             whole, rest = divmod(context, size)
             return (whole * size * size + rest * rest) / (2 * context)
         # Those from the window's size on see all of it, those before it half of it in the mean.
-        return size - size * size / (2 * context)
+        return size - size * (size - 1) / (2 * context) - 0.5
 
 
 @dataclass(frozen=True)

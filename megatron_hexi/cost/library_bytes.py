@@ -1,7 +1,7 @@
 """Bytes that libraries take on a GPU beside torch's tensors: workspaces of attention kernels, NCCL's buffers.
 
 Shape letters: B micro-batch, G tokens of the group, h query heads and k KV heads of the unit, D size of a
-head, e bytes an element.
+head as kernels see it, e bytes an element.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def workspace_bytes(job: Job, group_tokens: Floats, heads: Floats, kv: Floats) -
         return np.zeros(np.shape(group_tokens))
     rows = job.micro_batch_size * group_tokens * heads
     shared = np.where(heads > kv, 2.0 * job.element_bytes, 0.0)
-    return rows * (job.model.head_dim * (4 + shared) + 4)
+    return rows * (job.model.kernel_dim * (4 + shared) + 4)
 
 
 def message_channels(device: Device) -> int:

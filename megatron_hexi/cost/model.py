@@ -168,6 +168,11 @@ class Model:
         """Size of one head's value."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
+    @property
+    def kernel_dim(self) -> int:
+        """Size at which kernels compute a head: query, key and value are padded to it (runtime/blocks.py)."""
+        return max(self.head_dim, self.value_dim)
+
     def padded_vocab(self, tensor_parallel: int = 1) -> int:
         """The vocabulary as Megatron pads it."""
         multiple = self.vocab_multiple * tensor_parallel
@@ -190,15 +195,24 @@ class Model:
         heads, kv_heads = self.heads // tensor_parallel, max(1, self.kv_heads // tensor_parallel)
         if self.latent is None:
             return self.hidden_size * self.head_dim * ((2 + self.output_gate) * heads + 2 * kv_heads)
-        # Megatron's MLASelfAttention: every rank has the matrices down to the latent columns, and of those up
-        # from there the part of its heads.
+        # Of the matrices up from the latent columns a rank has the part of its heads.
         latent = self.latent
-        down = latent.kv_rank + latent.rotary_dim + (latent.query_rank or 0)
         up = heads * (
             (latent.query_rank or self.hidden_size) * self.head_dim
             + latent.kv_rank * (self.head_dim - latent.rotary_dim + latent.value_dim)
         )
-        return self.hidden_size * (down + heads * latent.value_dim) + up
+        return self.down_params + self.hidden_size * heads * latent.value_dim + up
+
+    @property
+    def down_params(self) -> int:
+        """Weights of a layer's matrices down to its latent columns, which every tensor-parallel rank has.
+
+        Megatron's MLASelfAttention runs them on the rank's own rows under sequence parallelism.
+        """
+        latent = self.latent
+        if latent is None:
+            return 0
+        return self.hidden_size * (latent.kv_rank + latent.rotary_dim + (latent.query_rank or 0))
 
     def _mlp_matrices(self, tensor_parallel: int) -> int:
         matrices = 3 if self.gated else 2

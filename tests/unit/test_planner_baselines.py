@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_hexi.cluster import read_cluster
 from megatron_hexi.cost import Job, presets
+from megatron_hexi.cost.layer_kinds import Latent, Window
 from megatron_hexi.cost.memory import stage_params
 from megatron_hexi.cost.network import LinkTable
 from megatron_hexi.cost.rings import Rings
@@ -420,15 +421,29 @@ def test_with_a_limit_nothing_faster_is_lost(nodes, changes, bandwidth, share):
     assert faster is None or faster.iteration_s == pytest.approx(best, rel=1e-8)
 
 
-@given(st.integers(0, 2**20))
-@examples(80)
-def test_the_lower_bound_is_below_any_layout_s_time(seed):
+def with_attention(random, model, attention):
+    """The model with other attention, in all its layers or some."""
+    size = 2 ** random.randint(4, 15)
+    if attention == "windows":
+        return replace(model, window=Window(size))
+    if attention == "kinds":
+        return replace(model, window=Window(size, tuple(n % 2 == 0 for n in range(model.layers))))
+    if attention == "latent":
+        latent = Latent(64, 16, random.choice([48, 128, 192]), random.choice([None, 96]))
+        return replace(model, kv_heads=model.heads, latent=latent)
+    return model
+
+
+@given(st.integers(0, 2**20), st.sampled_from(["plain", "windows", "kinds", "latent"]))
+@examples(160)
+def test_the_lower_bound_is_below_any_layout_s_time(seed, attention):
     text, known, job = random_parallel_case(seed)
+    random = Random(seed)
+    job = replace(job, model=with_attention(random, job.model, attention))
     try:
         fleet = find_units(job, known)
     except ClusterError:
         return
-    random = Random(seed)
     several = [random_layouts(random, fleet, None) for _ in range(3)]
     trials = [Judge(fleet).try_out(fleet, layouts, 1 + seed % 4) for layouts in several]
     floor = floor_of(fleet)

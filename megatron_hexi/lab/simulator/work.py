@@ -111,7 +111,7 @@ def _exchange(
     """Seconds of the blocks of each step in its parts, and the keys that travel for them."""
     blocks: list[tuple[Times, ...]] = []
     keys: dict[Batch, Messages] = {}
-    for chunk in exchange_chunks(plan):
+    for chunk in exchange_chunks(plan, None if job.model.window is None else job.model.window.size):
         work, size = chunk_times(plan, job, stage, chunk), message_bytes(job, chunk)
         for numbers in chunk.steps:
             for part, number in enumerate(numbers):

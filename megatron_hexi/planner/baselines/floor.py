@@ -10,20 +10,26 @@ Computing, tensor-parallel sums, sends, gradients, weights and the optimizer are
 layout's own sizes, but for the keys' gradients. Keys of groups without a member on a node cross that node's
 links, in the backward pass their gradients too. Other messages, the smaller one of a pass's two all-to-alls,
 and waits inside the exchange are left out. Jobs are causal, and layouts take all units of a fleet.
+
+In a window a group's queries see as many keys as if its tokens were the sequence's first, or more, at the
+best rates of blocks up to the window's size; keys of other groups take no time. Layers of several kinds are
+counted each at its own times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hexi.cluster import Cluster, LinkId
+from megatron_hexi.cluster import Cluster, LinkId, Passes
 from megatron_hexi.cost.arrays import Bools, Floats, Ints
 from megatron_hexi.cost.collectives import pipeline_seconds, tensor_parallel_seconds
 from megatron_hexi.cost.compute import (
+    Speeds,
     device_speeds,
     logits_times,
     merge_times,
@@ -32,7 +38,7 @@ from megatron_hexi.cost.compute import (
     rectangle_times,
     token_times,
 )
-from megatron_hexi.cost.job import layers_again
+from megatron_hexi.cost.job import Job
 from megatron_hexi.cost.layer_bytes import Flights
 from megatron_hexi.cost.memory import GIB, Holdings, ModelPart, part_memory, part_params
 from megatron_hexi.cost.reductions import repeated_turns
@@ -168,28 +174,33 @@ class Floor:
         device, slots = self._device[:, arrays.units], np.arange(len(rows))
         sums = tensor_parallel_seconds(job, rows, *self._inside[:, self._nodes[:, arrays.units]])
         # All by stage, then unit, group or replica, then pass.
-        token = np.array([token_times(speeds, job, rows) for speeds in self._speeds])[device, :, slots]
-        heads = arrays.heads[:, None] * self._attention(arrays)[device, :, arrays.group]
-        token = np.maximum.reduceat(token + 2 * sums[..., None], arrays.first, axis=1)
-        attention = np.maximum.reduceat(heads, arrays.first, axis=1)
-        attention = np.maximum(attention, self._from_other_nodes(arrays))
-        passes = np.maximum.reduceat(token + attention, arrays.begin, axis=1)
-        again = passes
-        if job.mode == "selective":
-            again = np.maximum.reduceat(attention, arrays.begin, axis=1)
-        repeated = layers_again(job.stage_layers, job.recompute)
-        stages = job.stage_layers * passes.sum(axis=2) + repeated * again[..., 0]
+        part = ModelPart.of_job(job, np.arange(job.pipeline_parallel))
+        mean = stages = np.zeros(1)
+        for kind, held in zip(job.kinds, part.of_kinds(job.model), strict=True):
+            token = np.array([token_times(speeds, kind, rows) for speeds in self._speeds])[device, :, slots]
+            heads = arrays.heads[:, None] * self._attention(arrays, kind)[device, :, arrays.group]
+            token = np.maximum.reduceat(token + 2 * sums[..., None], arrays.first, axis=1)
+            attention = np.maximum.reduceat(heads, arrays.first, axis=1)
+            attention = np.maximum(attention, self._from_other_nodes(arrays, kind))
+            passes = np.maximum.reduceat(token + attention, arrays.begin, axis=1)
+            again = passes
+            if job.mode == "selective":
+                again = np.maximum.reduceat(attention, arrays.begin, axis=1)
+            count, repeated = np.reshape(held.layers, (-1, 1)), np.reshape(held.again, (-1, 1))
+            stages = stages + count * passes.sum(axis=2) + repeated * again[..., 0]
+            mean = mean + count[..., None] / job.stage_layers * passes
         logits = np.array([sum(logits_times(speeds, job, rows)) for speeds in self._speeds])
         logits = logits[device[-1], slots] + sums[-1]
         stages[-1] += np.maximum.reduceat(logits, arrays.first[arrays.begin])
         stages[:-1] += self._sends(arrays, rows)
         replicas = stages.sum(axis=0) + (arrays.micro_batches - 1) * stages.max(axis=0)
-        replicas += self._shown(passes[..., 0], passes[..., 1]).max(axis=0)
+        replicas += self._shown(mean[..., 0], mean[..., 1]).max(axis=0)
         return self._step + np.maximum.reduceat(replicas, arrays.starts)
 
-    def _attention(self, arrays: _Arrays) -> Floats:
-        """Seconds of one head's attention in each group on each device, [D, 2, N]."""
-        job = self._job
+    def _attention(self, arrays: _Arrays, job: Job) -> Floats:
+        """Seconds of one head in each group on each device, [D, 2, N], in layers of one kind."""
+        if job.model.window is not None:
+            return self._in_window(arrays, job, job.model.window.size)
         totals, number = np.unique(arrays.totals, return_inverse=True)
         outside, inside = arrays.beside((number[:, None] == np.arange(len(totals))).astype(float))
         sizes, fronts = totals.astype(float), np.floor(totals / 2)
@@ -205,7 +216,13 @@ class Floor:
             seconds_by_device.append(seconds)
         return np.array(seconds_by_device)
 
-    def _from_other_nodes(self, arrays: _Arrays) -> Floats:
+    def _in_window(self, arrays: _Arrays, job: Job, window: int) -> Floats:
+        """Seconds of one head's attention in a window, in each group on each device, [D, 2, N]."""
+        totals = arrays.totals.astype(float)
+        fastest = [replace(speeds, causal=_best_up_to(window, speeds)) for speeds in self._speeds]
+        return np.array([own_block_times(speeds, job, totals, True) for speeds in fastest])
+
+    def _from_other_nodes(self, arrays: _Arrays, kind: Job) -> Floats:
         """Least seconds of all-to-all and key exchange between nodes, for each group.
 
         A node's links carry what all of the group's members there send or receive, a GPU's what its own does.
@@ -226,11 +243,13 @@ class Floor:
         away, totals = heads == 0, arrays.totals[:, None]
         # The front half of outer groups, and all of inner ones.
         keys = used * (arrays.beside(away * (totals // 2.0))[0] + arrays.beside(away * (totals * 1.0))[1])
+        if kind.model.window is not None:
+            keys = np.zeros(keys.shape)
         rows = np.maximum(sent * (workload.local_heads - heads), used * (totals - tokens))
-        element = job.micro_batch_size * job.model.head_dim * job.element_bytes
+        element, query = job.micro_batch_size * job.element_bytes, job.model.head_dim
         # Keys and values of a query head; the gradients of keys and values are as many.
-        part = 2 / workload.queries_per_kv
-        seconds = [np.maximum(times * part * keys, (1 + part) * rows) / self._outside for times in (1, 2)]
+        part = (query + job.model.value_dim) / workload.queries_per_kv
+        seconds = [np.maximum(times * part * keys, (query + part) * rows) / self._outside for times in (1, 2)]
         return element * np.stack(seconds, axis=-1).max(axis=2)
 
     def _sends(self, arrays: _Arrays, rows: Floats) -> Floats:
@@ -251,6 +270,17 @@ class Floor:
             cover = {"forward": forward, "backward": backward, None: None}[turn.hides_behind]
             shown = shown + exposed_seconds(np.array(turn.seconds), layers, cover)
         return shown
+
+
+def _best_up_to(size: float, speeds: Speeds) -> Passes:
+    """At every size the best rates of both kinds of blocks up to this one."""
+    ways = ((speeds.causal.forward, speeds.full.forward), (speeds.causal.backward, speeds.full.backward))
+    return Passes(
+        *(
+            replace(both[0], sizes=(1.0,), rates=(max(curve.best_up_to(size) for curve in both),))
+            for both in ways
+        )
+    )
 
 
 def _numbered(counts: Sequence[int]) -> tuple[Ints, Ints]:

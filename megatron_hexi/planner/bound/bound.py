@@ -45,7 +45,7 @@ import math
 from dataclasses import dataclass, replace
 
 from megatron_hexi.cluster import Cluster
-from megatron_hexi.cost import ceiling_tokens_per_s
+from megatron_hexi.cost import Model, ceiling_tokens_per_s
 from megatron_hexi.cost.memory import GIB, ModelPart, static_memory
 from megatron_hexi.planner.bound.options import ranges
 from megatron_hexi.planner.bound.program import MARGIN, SHARES_STEP, BoundProgram
@@ -85,8 +85,7 @@ def joint_bound(request: Request, cluster: Cluster, found_s: float = math.inf) -
     Raises:
         ClusterError: a GPU cannot do the job.
     """
-    if request.job.model.experts is not None:
-        # Any rank may compute experts of other ranks' tokens, which the program does not know.
+    if _is_beyond_program(request.job.model):
         devices = [rank.device for rank in cluster.ranks]
         tokens = request.job.global_batch_size * request.job.seq_length
         least_s = tokens / ceiling_tokens_per_s(replace(request.job, recompute="none"), devices)
@@ -122,7 +121,7 @@ def memory_fits(request: Request, cluster: Cluster) -> bool:
     Raises:
         ClusterError: a GPU cannot do the job.
     """
-    if request.job.model.experts is not None:
+    if _is_beyond_program(request.job.model):
         job, params = (
             replace(request.job, pipeline_parallel=1, tensor_parallel=1),
             request.job.model.total_params,
@@ -132,6 +131,15 @@ def memory_fits(request: Request, cluster: Cluster) -> bool:
         return float(needed) <= GIB * sum(rank.device.usable_gib for rank in cluster.ranks) + host
     programs = (BoundProgram(request, cluster, sizes) for sizes in _sizes(request))
     return any(program.may_finish(_LONG * program.ceiling_s) for program in programs)
+
+
+def _is_beyond_program(model: Model) -> bool:
+    """Whether the program does not hold for a model: ceilings do.
+
+    Any rank may compute experts of other ranks' tokens; and where layers differ, the program's rows would mix
+    those of several kinds.
+    """
+    return model.experts is not None or not model.is_uniform
 
 
 def _sizes(request: Request) -> list[tuple[int, int]]:

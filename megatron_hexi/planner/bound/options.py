@@ -155,7 +155,7 @@ class UnitOptions:
         #: Bytes of x in each mode, and of as much of tokens attended to with all heads, [P, modes].
         self.held_bytes, self.attended_bytes = np.zeros((2, len(turn), MODES))
         # What an output takes, which a unit alone in its group has among its tokens' inputs.
-        output = np.array([0, job.element_bytes * job.model.head_dim * local.local_heads])
+        output = np.array([0, job.element_bytes * job.model.value_dim * local.local_heads])
         loss = float(logits_bytes(job, np.ones(1), logit_bytes(job))[0])
         for mode, recompute in enumerate(RECOMPUTES):
             part = ModelPart(1, int(mode > 0), is_first=True, is_last=True, ahead=1)

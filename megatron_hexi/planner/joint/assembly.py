@@ -17,6 +17,7 @@ from megatron_hexi.plan import Exchange, Plan, Replica
 from megatron_hexi.plan import Stage as PlanStage
 from megatron_hexi.plan.parts import worthwhile_parts
 from megatron_hexi.planner.fleet.units import Fleet, find_units
+from megatron_hexi.planner.joint.layer_moves import with_layers_moved
 from megatron_hexi.planner.joint.layer_times import LayerTimer
 from megatron_hexi.planner.joint.packing import Packed
 from megatron_hexi.planner.joint.pipeline_search import PipelineSearch
@@ -76,9 +77,9 @@ class Assembly:
             trials = [best[1][StagePlace(number, stage, depth)] for stage in range(depth)]
             again.append(self._reassigned(column.pipe, count, column.shards, trials))
         if again != pipes:
-            reassembled = self._assemble(again, packed.micro_batches, placed, fleets)
-            best = min(best, reassembled, key=lambda assembled: assembled[0].order)
-        return best[0]
+            other = self._assemble(again, packed.micro_batches, placed, fleets)
+            best = min(best, other, key=lambda assembled: assembled[0].order)
+        return best[0] if self._job.model.is_uniform else with_layers_moved(best[0], self._cluster)
 
     def _assemble(
         self,
@@ -91,8 +92,11 @@ class Assembly:
         trials = {}
         for place in sorted(placed):
             stage = pipes[place.replica].stages[place.stage]
+            first = None
+            if not self._job.model.is_uniform:
+                first = sum(before.layers for before in pipes[place.replica].stages[: place.stage])
             trials[place] = self._domain(
-                fleets[place], place, stage, micro_batches[place.replica], len(pipes)
+                fleets[place], place, stage, first, micro_batches[place.replica], len(pipes)
             )
         # Megatron's flags put experts elsewhere than a plan does.
         is_repeated = _is_repeated(pipes) and self._job.model.experts is None
@@ -100,11 +104,23 @@ class Assembly:
         return build(pipes, micro_batches, placed, trials), trials
 
     def _domain(
-        self, fleet: Fleet, place: StagePlace, stage: PipeStage, micro_batches: int, replicas: int
+        self,
+        fleet: Fleet,
+        place: StagePlace,
+        stage: PipeStage,
+        first_layer: int | None,
+        micro_batches: int,
+        replicas: int,
     ) -> Trial:
-        """Return the best domain on a stage's GPUs."""
-        again = layers_again(stage.layers, stage.recompute)
-        part = ModelPart(stage.layers, again, place.is_first, place.is_last, place.stages - place.stage)
+        """The best domain on a stage's GPUs; `first_layer` says which layers it has, where these differ."""
+        part = ModelPart(
+            layers=stage.layers,
+            again=layers_again(stage.layers, stage.recompute),
+            is_first=place.is_first,
+            is_last=place.is_last,
+            ahead=place.stages - place.stage,
+            first_layer=first_layer,
+        )
         job = replace(
             fleet.job,
             recompute=recompute_mode(stage.recompute),

@@ -1,0 +1,158 @@
+"""Latent attention in time, messages and memory, by hand and against the split tables."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_hexi.cost.collectives import all_to_all_bytes
+from megatron_hexi.cost.compute import (
+    device_speeds,
+    elementwise_elements,
+    keys_merge_times,
+    merge_times,
+    own_block_times,
+    token_times,
+)
+from megatron_hexi.cost.exchange import exchange_chunks
+from megatron_hexi.cost.layer import message_bytes
+from megatron_hexi.cost.layer_bytes import (
+    Flights,
+    attention_bytes,
+    token_activation_bytes,
+    token_qkv_bytes,
+    working_set_bytes,
+)
+from megatron_hexi.cost.layer_kinds import Latent
+from megatron_hexi.cost.library_bytes import workspace_bytes
+from megatron_hexi.plan import backward_traffic, build_schedule, forward_traffic
+from megatron_hexi.report.holdings import holdings
+from tests.support.costs import TINY, cluster, plan_arrays, tiny_job
+from tests.support.plans import examples, plans, workloads
+
+#: 4 heads of 128 (32 of them rotary) and values of 96, made of 64 and 80 columns.
+MODEL = dataclasses.replace(TINY, latent=Latent(kv_rank=64, rotary_dim=32, value_dim=96, query_rank=80))
+JOB = tiny_job(model=MODEL)
+NONE = Flights(np.zeros(1), np.zeros(1))
+
+
+def one(value):
+    return np.array([value], dtype=float)
+
+
+@given(plans(workloads(head_dims=(3, 8), value_dims=(2, 9)), most_replicas=2), st.integers(1, 3))
+@examples(150)
+def test_bytes_are_those_that_the_plan_s_traffic_counts(plan, batch):
+    workload = plan.workload
+    # Sizes of a head are all that messages ask of a model.
+    model = dataclasses.replace(
+        TINY,
+        heads=workload.heads,
+        kv_heads=workload.heads,
+        head_dim=workload.head_dim,
+        latent=Latent(kv_rank=4, rotary_dim=1, value_dim=workload.value_dim),
+    )
+    job = tiny_job(model=model, micro_batch_size=batch, global_batch_size=batch)
+    arrays = plan_arrays(plan)
+    holder, taker = arrays.all_to_all_pairs
+    sent = np.zeros((4, len(arrays.tokens)))
+    for move in all_to_all_bytes(arrays, job):
+        np.add.at(sent[int(move.way == "backward")], holder if move.inward else taker, move.size)
+    for chunk in exchange_chunks(arrays):
+        size = message_bytes(job, chunk)
+        np.add.at(sent[2], chunk.owner, size)
+        np.add.at(sent[3], chunk.owner, size)
+        np.add.at(sent[3], chunk.user, size)
+    rows = holdings(plan)
+    for replica in plan.replicas:
+        for index, member in enumerate(replica.domain.members):
+            schedule = build_schedule(workload, replica.domain, index, plan.exchange.parts)
+            sizes = workload.head_dim, batch, 2, workload.value_dim
+            there, back = forward_traffic(schedule, *sizes), backward_traffic(schedule, *sizes)
+            assert list(sent[:, member.number]) == [
+                there.all_to_all_bytes,
+                back.all_to_all_bytes,
+                there.message_bytes,
+                back.message_bytes,
+            ]
+            assert rows[member.number].forward.message_bytes * batch == there.message_bytes
+
+
+def test_activations_by_hand():
+    # Norms in and out 4 x 512, projection's input 4 x 96, MLP 2 x 2048; columns and the rotary ones 64 + 80 +
+    # 32, and 64 + 80 behind norms.
+    assert token_activation_bytes(JOB) == 2 * (4 * 512 + 4 * 96 + 2 * 2048 + 176 + 144)
+    halves = dataclasses.replace(JOB, tensor_parallel=2)
+    assert token_activation_bytes(halves) == token_activation_bytes(JOB) / 2
+    rows = dataclasses.replace(halves, sequence_parallel=False)
+    assert token_activation_bytes(rows) == 2 * (4 * 512 + 2 * 96 + 2 * 1024 + 176 + 144)
+    assert token_qkv_bytes(JOB) == 2 * 4 * (128 + 128 + 96)
+
+
+def test_norms_behind_attention_and_mlp_by_hand():
+    plain, more = tiny_job(), tiny_job(model=dataclasses.replace(TINY, post_norms=True))
+    assert token_activation_bytes(more) - token_activation_bytes(plain) == 2 * 2 * 512
+    both = zip(elementwise_elements(more), elementwise_elements(plain), strict=True)
+    assert [one - other for one, other in both] == [4 * 512, 6 * 512]
+
+
+def test_attention_by_hand():
+    # Query of 3 heads of 128, key and value of 3 of 128 + 96, output of 3 of 96.
+    kept = 2 * 3 * (128 + 128 + 96 + 96) + 4 * 3
+    assert attention_bytes(JOB, 10.0, one(100), one(3), one(3)) == [100 * kept]
+    # Alone in its group the output is a part of one as wide as keys are.
+    kept = 2 * 4 * (128 + 128 + 96 + 128) + 4 * 4
+    assert attention_bytes(JOB, 100.0, one(100), one(4), one(4)) == [100 * kept]
+
+
+def test_working_set_by_hand():
+    qkv, own = 10 * 4 * 352, 100 * 3 * 352
+    inside = 2 * (2 * (qkv + own) + 100 * 3 * 96 + own) + 2 * 2 * 100 * 6 * 128
+    assert working_set_bytes(JOB, one(10), one(100), one(3), one(3), NONE, 1) == [inside]
+    assert workspace_bytes(JOB, one(100), one(3), one(3)) == [100 * 3 * (128 * 4 + 4)]
+
+
+def test_matrices_by_hand():
+    down, up = 512 * (64 + 32 + 80), 4 * (80 * 128 + 64 * (96 + 96))
+    mlp, projection = 2 * 512 * 2048, 512 * 4 * 96
+    assert MODEL.matrix_params() == down + up + projection + mlp
+    # Every rank has the matrices down, and runs them on its own rows.
+    assert MODEL.matrix_params(2) == down + (up + projection + mlp) / 2
+    (node,) = cluster([("a", "PLAIN", 1)]).nodes
+    memory_s = 2 * 100 / (1000e9 * 0.9)
+    for parallel, rows in ((False, down), (True, down / 2)):
+        job = dataclasses.replace(JOB, tensor_parallel=2, sequence_parallel=parallel)
+        times = token_times(device_speeds(node.device, job), job, one(100))
+        matrices = 2 * 100 * (rows + (up + projection + mlp) / 2) / 100e12
+        assert times.forward == pytest.approx(matrices + elementwise_elements(job)[0] * memory_s)
+        assert times.backward == pytest.approx(2 * matrices + elementwise_elements(job)[1] * memory_s)
+
+
+def test_elements_by_hand():
+    around = 12 * (4 + 1) * 32 + 2 * 4 * (2 * 128 + 96)
+    assert elementwise_elements(JOB) == (
+        2 * (2 * 512 + 144) + 6 * 512 + 2 * 2048 + around,
+        3 * (2 * 512 + 144) + 6 * 512 + 3 * 2048 + around,
+    )
+
+
+def test_kernels_compute_the_wider_of_both_sizes():
+    (node,) = cluster([("a", "PLAIN", 1)]).nodes
+    wide = dataclasses.replace(MODEL, latent=Latent(kv_rank=64, rotary_dim=32, value_dim=200, query_rank=80))
+    for model, width in ((MODEL, 128), (wide, 200)):
+        job = tiny_job(model=model)
+        speeds = device_speeds(node.device, job)
+        times = own_block_times(speeds, job, one(1000), True)
+        assert times.forward == pytest.approx(4 * width * 1000**2 / 2 / 100e12)
+        assert times.backward == pytest.approx(2.5 * times.forward)
+
+
+def test_merging_by_hand():
+    (node,) = cluster([("a", "PLAIN", 1)]).nodes
+    speeds = device_speeds(node.device, JOB)
+    times = merge_times(speeds, JOB, one(100))
+    assert times.forward == pytest.approx(100 * 18 * 96 / 900e9)
+    assert times.backward == pytest.approx(100 * 10 * 128 / 900e9)
+    assert keys_merge_times(speeds, JOB, one(100)) == pytest.approx(100 * 30 * 224 / 900e9)
