@@ -12,6 +12,7 @@ from megatron_hexi.argument_file import located_words
 from megatron_hexi.cost.model import VOCAB_MULTIPLE, Model
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.kinds import PlanKind, masks_documents
+from megatron_hexi.options.layer_features import query_size
 from megatron_hexi.options.meaning import model_features, resolve
 from megatron_hexi.options.parser import Parsed, parse_words
 from megatron_hexi.options.plan_job import kind_of
@@ -165,13 +166,13 @@ def _model(args: Namespace, path: Path) -> Model:
         hidden_size=args.hidden_size,
         heads=args.num_attention_heads,
         kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        head_dim=args.kv_channels,
+        head_dim=query_size(args),
         ffn_hidden_size=args.ffn_hidden_size,
         vocab_size=padded or args.vocab_size,
         vocab_multiple=1 if padded else args.make_vocab_size_divisible_by,
         learned_positions=args.max_position_embeddings if learned else 0,
         source=str(path),
-        **model_features(args),
+        **model_features(args, str(path)),
     )
 
 
