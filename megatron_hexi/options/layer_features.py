@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_hexi.errors import HexiError
@@ -46,7 +48,7 @@ def _experts(args: Namespace, source: str) -> dict[str, Any] | None:
     if isinstance(frequency, int):  # megatron/core/models/gpt/gpt_layer_specs.py
         layers = [layer % _above_0("--moe-layer-freq", frequency, source) == 0 for layer in _layers(args)]
     else:
-        layers = _listed("--moe-layer-freq", frequency, args.num_layers, source)
+        layers = layer_pattern("--moe-layer-freq", frequency, args.num_layers, source)
     if not any(layers):
         raise HexiError(f"{source}: --moe-layer-freq leaves no layer with experts; leave --num-experts out")
     return {
@@ -69,7 +71,7 @@ def _window(args: Namespace, source: str) -> dict[str, Any] | None:
         step = _above_0("--window-attn-skip-freq", frequency, source)
         layers = [(layer + 1) % step != 0 for layer in _layers(args)]
     else:
-        layers = _listed("--window-attn-skip-freq", frequency, args.num_layers, source)
+        layers = layer_pattern("--window-attn-skip-freq", frequency, args.num_layers, source)
     return {"size": args.window_size[0] + 1, "layers": tuple(layers)} if any(layers) else None
 
 
@@ -108,8 +110,18 @@ def _above_0(flag: str, value: int, source: str) -> int:
     return value
 
 
-def _listed(flag: str, pattern: str | list[int], layers: int, source: str) -> list[bool]:
-    """A list of 0 and 1, or Megatron's expression of lists, as one value for each layer."""
+def layer_pattern(flag: str, pattern: str | list[int], layers: int, source: str) -> list[bool]:
+    """Return one value for each layer of a list of 0 and 1, or of Megatron's expression of lists.
+
+    Args:
+        flag: what the pattern belongs to, for errors.
+        pattern: the list, or the expression: "[0]*3+[1]*58".
+        layers: how many there are.
+        source: where the pattern stands, for errors.
+
+    Raises:
+        HexiError: another expression, or one of another number of layers.
+    """
     try:
         values = _value(ast.parse(pattern, mode="eval").body) if isinstance(pattern, str) else pattern
     except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -122,6 +134,18 @@ def _listed(flag: str, pattern: str | list[int], layers: int, source: str) -> li
             f"{source}: {flag} has {len(values)} entries, the model has {layers} layers; give one for each"
         )
     return [bool(value) for value in values]
+
+
+def pattern_text(layers: Sequence[bool]) -> str:
+    """Megatron's expression for one value of each layer: what repeats is written once."""
+    numbers = [int(has) for has in layers]
+    for period in range(1, len(numbers) // 2 + 1):
+        if numbers == numbers[:period] * (len(numbers) // period):
+            return f"{str(numbers[:period]).replace(' ', '')}*{len(numbers) // period}"
+    runs = [(number, len(list(same))) for number, same in itertools.groupby(numbers)]
+    if len(runs) * 2 > len(numbers):
+        return str(numbers).replace(" ", "")
+    return "+".join(f"[{number}]*{count}" for number, count in runs)
 
 
 def _value(node: ast.expr) -> Any:

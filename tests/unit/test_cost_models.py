@@ -132,7 +132,10 @@ def without(field):
         (json.dumps(LLAMA3_8B | {"num_attention_heads": 30}), "30 heads do not divide hidden size 4096; add"),
         (json.dumps(LLAMA3_8B | {"num_key_value_heads": 5}), "kv_heads = 5 does not divide the 32 heads"),
         (json.dumps(LLAMA3_8B | {"num_local_experts": 8}), "num_local_experts = 8: mixture of experts"),
-        (json.dumps(LLAMA3_8B | {"sliding_window": 4096}), "sliding_window = 4096: attention in a window"),
+        (
+            json.dumps(LLAMA3_8B | {"sliding_window": 4096}),
+            "sliding_window = 4096: transformers' llama has no window; remove it",
+        ),
         (json.dumps(LLAMA3_8B | {"tie_word_embeddings": 1}), "tie_word_embeddings = 1; write true or false"),
     ],
 )
@@ -170,7 +173,7 @@ def test_a_window_that_is_not_used_is_harmless(tmp_path):
             "--window-attn-skip-freq has 2 entries, the model has 32 layers; give one for each",
         ),
         (
-            LLAMA3_8B_ARGUMENTS + "--multi-latent-attention",
+            LLAMA3_8B_ARGUMENTS + "--multi-latent-attention --no-rope-fusion",
             "--multi-latent-attention without --qk-layernorm is not read: its weights are not counted; add",
         ),
         (
