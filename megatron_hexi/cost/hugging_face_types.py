@@ -236,7 +236,7 @@ _OTHER_TYPES: Mapping[str, ModelType] = {
         },
         _ALL_EXPERTS,
         {
-            "quantization_config": "its weights were published in mxfp4, and are trained in another precision",
+            "quantization_config": "its weights were published in mxfp4, and are trained in another",
             "initial_context_length": "the rotary mapping says it too",
         },
     ),

@@ -38,7 +38,7 @@ def query_size(args: Namespace) -> int | None:
     """The size of one head's query and key."""
     if args.multi_latent_attention:
         return int(args.qk_head_dim + args.qk_pos_emb_head_dim)
-    return args.kv_channels  # type: ignore[no-any-return]
+    return args.kv_channels
 
 
 def _experts(args: Namespace, source: str) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ def _sizes(
 
 
 def _mixtral(*sizes: int, **more: Any) -> dict[str, Any]:
-    usual = {
+    usual: dict[str, Any] = {
         "architectures": ["MixtralForCausalLM"],
         "hidden_act": "silu",
         "num_experts_per_tok": 2,
@@ -43,7 +43,7 @@ def _mixtral(*sizes: int, **more: Any) -> dict[str, Any]:
 
 
 def _qwen3_moe(*sizes: int, **more: Any) -> dict[str, Any]:
-    usual = {
+    usual: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "attention_bias": False,
         "decoder_sparse_step": 1,
@@ -66,7 +66,7 @@ def _qwen3_moe(*sizes: int, **more: Any) -> dict[str, Any]:
 
 
 def _deepseek(model_type: str, heads: int, vocab: int, **more: Any) -> dict[str, Any]:
-    usual = {
+    usual: dict[str, Any] = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
@@ -122,7 +122,7 @@ _KIMI_ROPE = {
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    more = {
+    more: dict[str, Any] = {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,
         "experts_per_token": 4,
@@ -153,7 +153,7 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
 
 
 def _glm(*sizes: int, **more: Any) -> dict[str, Any]:
-    usual = {
+    usual: dict[str, Any] = {
         "architectures": ["Glm4MoeForCausalLM"],
         "attention_bias": True,
         "head_dim": 128,
@@ -218,7 +218,7 @@ def _gemma_text(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, *
 
 
 def _llama4(**text: Any) -> dict[str, Any]:
-    usual = {
+    usual: dict[str, Any] = {
         "attention_bias": False,
         "attention_chunk_size": 8192,
         "for_llm_compression": False,
@@ -244,7 +244,7 @@ def _llama4(**text: Any) -> dict[str, Any]:
 
 
 def _phi(*sizes: int, **more: Any) -> dict[str, Any]:
-    usual = {
+    usual: dict[str, Any] = {
         "architectures": ["Phi3ForCausalLM"],
         "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
         "attention_bias": False,
@@ -375,8 +375,9 @@ PUBLISHED_LAYERS: dict[str, dict[str, Any]] = {
     ),
 }
 
-#: Weights without multi-token prediction and vision; with the bias of experts' loads. Counted layer by layer from
-#: the published sizes, without this project's code, beside active weights in billions (input embedding excluded).
+#: Weights without multi-token prediction and vision, with the bias of experts' loads, counted layer by layer
+#: from the published sizes without this project's code; and active weights in billions, of which the input
+#: embedding is none.
 COUNTED = {
     "mistralai/Mixtral-8x7B-v0.1": (46_702_792_704, 12.75),
     "Qwen/Qwen3-30B-A3B": (30_532_122_624, 3.04),
