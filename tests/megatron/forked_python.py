@@ -41,7 +41,13 @@ def write_python(path: Path, address: Path) -> None:
 
 def ask(address: str, python: str, words: list[str]) -> int:
     """Be the program: have a process forked, and return its exit code, negative after a signal."""
-    request = {"python": python, "words": words, "folder": os.getcwd(), "variables": dict(os.environ)}
+    request = {
+        "python": python,
+        "words": words,
+        "folder": os.getcwd(),
+        "variables": dict(os.environ),
+        "parent": os.getppid(),
+    }
     text = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
@@ -138,7 +144,7 @@ def _run(words: list[str]) -> None:
         runpy.run_path(option, run_name="__main__")
 
 
-def _become(streams: list[int], python: str, folder: str, variables: dict[str, str]) -> None:
+def _become(streams: list[int], python: str, folder: str, variables: dict[str, str], parent: int) -> None:
     os.setsid()  # what is sent to its group must not reach the one that forks
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -149,6 +155,7 @@ def _become(streams: list[int], python: str, folder: str, variables: dict[str, s
     os.environ.clear()
     os.environ.update(variables)
     sys.executable = python
+    os.getppid = lambda: parent  # by which the ranks of one launcher know each other
 
 
 def _oversee(process: int, client: socket.socket) -> None:

@@ -14,7 +14,7 @@ from megatron_hexi.record import read_record
 from tests.megatron.forked import Forks
 from tests.megatron.launch import REPOSITORY
 
-ITERATIONS = 2
+ITERATIONS = 3
 
 
 def demo(*args: str | Path, python: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
