@@ -161,7 +161,8 @@ def _become(streams: list[int], python: str, folder: str, variables: dict[str, s
 def _oversee(process: int, client: socket.socket) -> None:
     """Tell the client when the process has ended, and end the process where the client has."""
     client.sendall(_NUMBER.pack(process))
-    ready, _, _ = select.select([os.pidfd_open(process), client], [], [])
+    either: list[Any] = [os.pidfd_open(process), client]
+    ready, _, _ = select.select(either, [], [])
     if client in ready:
         os.kill(process, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
