@@ -36,7 +36,15 @@ class Ended:
 
 def ranks_with(forks: Forks, who: int, how: str, folder: Path) -> dict[int, Ended]:
     """Run ranks of which one comes to grief; how those ended that did."""
-    command = [forks.python, "-m", "tests.support.watched_rank", str(RANKS), str(who), how, str(TIMEOUT_S)]
+    command = [
+        str(forks.python),
+        "-m",
+        "tests.support.watched_rank",
+        str(RANKS),
+        str(who),
+        how,
+        str(TIMEOUT_S),
+    ]
     done = subprocess.run(
         command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=90, check=True
     )

@@ -49,6 +49,7 @@ def ask(address: str, python: str, words: list[str]) -> int:
         "parent": os.getppid(),
     }
     text = json.dumps(request).encode()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)  # until there is a process to pass them on to
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
         socket.send_fds(server, [_LENGTH.pack(len(text))], [0, 1, 2])
@@ -56,6 +57,7 @@ def ask(address: str, python: str, words: list[str]) -> int:
         process = _NUMBER.unpack(_receive(server, _NUMBER.size))[0]
         for number in _PASSED_ON:
             signal.signal(number, lambda number, _: os.kill(process, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         code: int = _NUMBER.unpack(_receive(server, _NUMBER.size))[0]
         return code
 

@@ -36,7 +36,7 @@ def ended(python: str | Path, words: list[str], folder: Path) -> tuple[int, str,
         input="typed",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,  # the first waits for the imports
         check=False,
     )
     return done.returncode, done.stdout, (done.stderr.splitlines() or [""])[-1]
