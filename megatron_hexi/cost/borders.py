@@ -65,11 +65,11 @@ def border_seconds(
         for found, way in ((there, 0), (back, 1)):
             ends = {r: ((border + way) % depths[r], (border + 1 - way) % depths[r]) for r in crossing}
             # Where none is dealt all micro-batches are alike.
-            for turn in range(max(micro_batches[crossing]) if mesh.plan.has_deal else 1):
+            for turn in range(max(micro_batches[crossing]) if mesh.plan.takes_micro_batches else 1):
                 turns = {r: turn % micro_batches[r] for r in crossing}
                 crossings = tuple((r, *ends[r], _domains(mesh, r, ends[r], turns[r])) for r in crossing)
                 for r, time in zip(crossing, seconds(crossings), strict=True):
-                    own = turns[r] if mesh.plan.has_deal else slice(None)
+                    own = turns[r] if mesh.plan.takes_micro_batches else slice(None)
                     found[r][border, own] = np.maximum(found[r][border, own], time)
     return there, back
 

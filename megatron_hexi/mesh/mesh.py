@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.shares import stage_deal
+from megatron_hexi.plan.shares import domain_micro_batches
 from megatron_hexi.plan.units import Unit, unit_rows
 
 
@@ -37,7 +37,7 @@ class Mesh:
 
     def taking(self, replica: int, stage: int, micro_batch: int) -> int | None:
         """The number of the domain that takes a micro-batch; ``None``: all take some samples of it."""
-        domains = enumerate(stage_deal(self.plan.replicas[replica].stages[stage]))
+        domains = enumerate(domain_micro_batches(self.plan.replicas[replica].stages[stage]))
         return next((number for number, own in domains if own is not None and micro_batch in own), None)
 
     def lane(self, rank: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from megatron_hexi.options.kinds import PlanKind, is_packed
 from megatron_hexi.options.plan_experts import check_experts
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.options.replaced import PARALLEL_SIZES, STAGE_FLAGS
-from megatron_hexi.plan import Plan, Share, deal_micro_batches, has_equal_replicas, require_repeated
+from megatron_hexi.plan import Plan, Share, assign_micro_batches, has_equal_replicas, require_repeated
 
 PER_TOKEN = "--calculate-per-token-loss"
 
@@ -91,7 +91,7 @@ def check_stages(args: Namespace, given: set[str], plan: Plan) -> None:
             f"{path}: its stages offload, and --async-save writes host memory while the next step changes "
             "it; leave out one of them"
         )
-    if plan.has_deal and is_packed(args):
+    if plan.takes_micro_batches and is_packed(args):
         raise PlanError(
             f"{path}: its stages deal whole micro-batches, which do not follow documents yet; leave out "
             "--dataloader-inter-document-masking and --sft, or give the domains samples"
@@ -202,7 +202,7 @@ def take_shares(args: Namespace, plan: Plan) -> tuple[Share, ...] | None:
         return None
     path = args.hexi_plan
     try:
-        shares = deal_micro_batches(plan, args.global_batch_size, args.micro_batch_size)
+        shares = assign_micro_batches(plan, args.global_batch_size, args.micro_batch_size)
     except PlanError as problem:
         raise PlanError(
             f"{path}: {problem} (--global-batch-size {args.global_batch_size}, --micro-batch-size "

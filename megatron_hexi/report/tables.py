@@ -30,7 +30,7 @@ _COLUMNS: dict[str, Callable[[Plan, Sequence[Holding]], bool]] = {
     "recompute": lambda plan, rows: any(row.recompute is not None for row in rows),
     "rank": _always,
     "samples": lambda plan, rows: any(row.samples is not None for row in rows),
-    "micro-batches": lambda plan, rows: plan.has_deal,
+    "micro-batches": lambda plan, rows: plan.takes_micro_batches,
     "group": _always,
     "tokens": _always,
     "share": _always,

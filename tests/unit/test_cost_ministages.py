@@ -21,7 +21,7 @@ from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.lab.simulator.ministages import replay_ministages
 from megatron_hexi.mesh import sweeps
 from megatron_hexi.plan import read_plan
-from megatron_hexi.plan.shares import deal
+from megatron_hexi.plan.shares import assign_in_turn
 from tests.support.plans import examples
 
 SECONDS = st.integers(1, 50).map(float)
@@ -314,7 +314,7 @@ def test_each_micro_batch_crosses_between_those_that_take_it(estimate, tmp_path)
     (tmp_path / "far.yaml").write_text(near)
     timing = CostModel(JOB, read_cluster(tmp_path / "far.yaml")).timing(read_plan(tmp_path / "split.yaml"))
     (pipeline,) = timing.pipelines
-    far = deal([6, 2])[1]
+    far = assign_in_turn([6, 2])[1]
     rows = 4 * 4096 * 4096 * 2
     times = pipeline.there[0]
     assert times[list(far)] == pytest.approx(rows / 5e9, rel=0.01)

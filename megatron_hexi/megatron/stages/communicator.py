@@ -52,7 +52,7 @@ class _Direction:
             return messages, held_rows(mesh, rank, documents)
 
         self._table = table
-        self._is_dealt = any(mesh.plan.replicas[replica].stages[stage].is_dealt for stage in ends)
+        self._is_dealt = any(mesh.plan.replicas[replica].stages[stage].takes_micro_batches for stage in ends)
         self._domains = lru_cache(maxsize=None)(
             lambda micro_batch: tuple(mesh.taking(replica, stage, micro_batch) for stage in ends)
         )

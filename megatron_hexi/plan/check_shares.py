@@ -9,19 +9,19 @@ from megatron_hexi.yaml_schema import Where
 
 
 def check_shares(plan: Plan, replica: Replica, stage: Stage, place: Place, where: Where) -> None:
-    """One domain takes all of each micro-batch, or several share them in one of two ways.
+    """Check how the domains of a stage share micro-batches.
 
     Args:
         plan: the plan.
-        replica: of the stage.
+        replica: the stage's replica.
         stage: the stage.
-        place: of its domains.
-        where: spells a place.
+        place: the place of its domains in the plan.
+        where: spells a place for an error.
 
     Raises:
         PlanError: a rule is broken.
     """
-    if stage.is_dealt:
+    if stage.takes_micro_batches:
         _check_deal(replica, stage, place, where)
     else:
         _check_samples(plan, stage, place, where)
@@ -53,11 +53,11 @@ def _check_deal(replica: Replica, stage: Stage, place: Place, where: Where) -> N
         )
     total = sum(domain.micro_batches or 0 for domain in stage.domains)
     if replica.micro_batches != total:
-        found = "does not say" if replica.micro_batches is None else f"takes {replica.micro_batches}"
+        stated = "does not say" if replica.micro_batches is None else f"takes {replica.micro_batches}"
         refuse(
             where,
             place,
-            f"take {total} micro-batches of an iteration, the replica {found}",
+            f"take {total} micro-batches of an iteration, the replica {stated}",
             f"give the replica micro_batches: {total}, or the domains other numbers",
         )
 

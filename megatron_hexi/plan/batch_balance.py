@@ -1,14 +1,14 @@
-"""Shares of one batch: tokens, heads and documents dealt to a domain's units by the batch's real work.
+"""Shares of one batch: tokens, heads and documents assigned to a domain's units by the batch's work.
 
 A plan's shares fit a sequence of one document. With many short ones there is less attention beside as many
-rows, and shares that balance the one leave some unit behind in the other. Here the shares follow the
+rows, and shares that balance rows leave attention unbalanced. Here the shares follow the
 documents' lengths, which every rank knows: work of a unit = rows x seconds a row + pairs of query and key x
 seconds a pair x its part of the heads, and each unit's is to be alike, within its memory.
 
-Documents go to groups whole, the largest first, each to the group that has done soonest (LPT: Graham 1969,
-"Bounds on multiprocessing timing anomalies"): their keys need not travel. What that leaves uneven is evened
-out by cutting as little as will do: the document or the few of them that are cut over all groups, in a
-weighted zigzag, fill every group up to one time.
+Documents go to groups whole, the largest first, each to the group that finishes first (LPT: Graham 1969,
+"Bounds on multiprocessing timing anomalies"): their keys need not travel. The rest of the imbalance is
+removed by cutting as few documents as possible over all groups, in a weighted zigzag that fills every group
+up to one time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_hexi.plan.model import Domain, Group, Member, Range
 from megatron_hexi.plan.packing import packed_domain, zigzag
 from megatron_hexi.plan.terms import UnitRates
 
-#: As few documents are cut as leave no unit busy for longer than this part above its share of the work.
+#: Tolerated imbalance: no more documents are cut when no unit exceeds its share of the work by this part.
 EVEN = 0.02
 _HALVINGS = 50
 _ROUNDS = 4
@@ -32,7 +32,7 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class _Pace:
-    """Of a unit, or of a group whose units share its work: seconds of a row and of a pair, room in tokens."""
+    """The speed of a unit or group: seconds of a row and of a pair, and memory in tokens."""
 
     row_s: float
     pair_s: float
@@ -40,7 +40,7 @@ class _Pace:
 
     @classmethod
     def together(cls, paces: Sequence[_Pace], attended: float) -> _Pace:
-        """Of units that share rows and pairs as fast as each is; rows that all have room for."""
+        """Return the pace of a group: rows and pairs shared by speed, rows limited by the group's memory."""
         return cls(
             1 / sum(1 / pace.row_s for pace in paces),
             1 / sum(1 / pace.pair_s for pace in paces),
@@ -50,7 +50,7 @@ class _Pace:
 
 @dataclass(frozen=True)
 class _Placement:
-    """Which documents each group holds whole, by their place, and its tokens of those that are cut."""
+    """Documents assigned whole to each group, by number, and each group's tokens of cut documents."""
 
     whole: tuple[tuple[int, ...], ...]
     cut: tuple[int, ...]
@@ -60,17 +60,17 @@ class _Placement:
 
 
 @lru_cache(maxsize=64)  # all layers ask for the same
-def dealt_domain(domain: Domain, documents: tuple[int, ...], rates: UnitRates) -> Domain:
-    """The domain with the shares of one batch.
+def balanced_domain(domain: Domain, documents: tuple[int, ...], rates: UnitRates) -> Domain:
+    """Return the domain with the shares of one batch.
 
     Args:
-        domain: of the plan.
-        documents: lengths of the documents; together as many tokens as the domain's.
-        rates: of the plan's units.
+        domain: the plan's domain.
+        documents: lengths of the documents; their sum is the domain's number of tokens.
+        rates: rates of the plan's units.
 
     Returns:
         The domain with other segments, tokens and heads; with the plan's, as `packed_domain` gives them,
-        where these are even enough or nothing better fits the units' memory.
+        where these are balanced enough or no better shares fit the units' memory.
     """
     even = even_seconds(domain, documents, rates)
     paces = {member.lead: _pace(member, rates) for member in domain.members}
@@ -80,30 +80,30 @@ def dealt_domain(domain: Domain, documents: tuple[int, ...], rates: UnitRates) -
     ]
     best, least = packed_domain(domain, documents), math.inf
     for placement in _placements(documents, groups):
-        found = _build(domain, documents, placement, paces, rates.attended)
-        if found is None:
+        candidate = _build(domain, documents, placement, paces, rates.attended)
+        if candidate is None:
             continue
-        seconds = max(unit_seconds(found, documents, rates))
+        seconds = max(unit_seconds(candidate, documents, rates))
         if seconds < least:
-            best, least = found, seconds
+            best, least = candidate, seconds
         if least <= (1 + EVEN) * even:
             break
     return best
 
 
 def even_seconds(domain: Domain, documents: Sequence[int], rates: UnitRates) -> float:
-    """What each unit's work of a batch takes where rows and pairs are shared as fast as each unit is."""
+    """Return the seconds of a batch with ideally balanced rows and pairs: the same for every unit."""
     pace = _Pace.together([_pace(member, rates) for member in domain.members], rates.attended)
     return pace.row_s * sum(documents) + pace.pair_s * sum(map(_pairs, documents))
 
 
 def unit_seconds(domain: Domain, documents: Sequence[int], rates: UnitRates) -> list[float]:
-    """What the work of a batch takes each unit, in the order of the domain's members.
+    """Return the seconds that a batch takes each unit, in the order of the domain's members.
 
     Args:
-        domain: with the shares of this batch.
+        domain: the domain, with the shares of this batch.
         documents: lengths of the documents.
-        rates: of the plan's units.
+        rates: rates of the plan's units.
     """
     heads = max(member.heads[1] for member in domain.members)
     ends = [stop for _, stop in consecutive(documents)]
@@ -117,7 +117,7 @@ def unit_seconds(domain: Domain, documents: Sequence[int], rates: UnitRates) -> 
 
 
 def _visible(segments: Sequence[Range], documents: Sequence[int], ends: Sequence[int]) -> float:
-    """Pairs that the queries of these segments see."""
+    """Return the number of pairs that the queries of some segments see."""
     total, number = 0, 0
     for start, stop in segments:
         while start < stop:
@@ -131,38 +131,38 @@ def _visible(segments: Sequence[Range], documents: Sequence[int], ends: Sequence
 
 
 def _placements(documents: Sequence[int], groups: Sequence[_Pace]) -> Iterator[_Placement]:
-    """Ways to place documents, those first that cut the fewest tokens."""
+    """Yield placements of documents, in ascending order of tokens that are cut."""
     order = sorted((n for n, count in enumerate(documents) if count), key=lambda n: (-documents[n], n))
     halvings = [len(order) >> shift for shift in range(1, len(order).bit_length())]
     single = [(order[place],) for place in (*halvings, 0)]
     several = [tuple(order[: 2**power]) for power in range(1, len(order).bit_length())]
     for cut in ((), *single, *several, tuple(order)):
         whole = [number for number in order if number not in cut]
-        found = _placed(documents, whole, cut, groups)
-        if found is not None:
-            yield found
+        placement = _placed(documents, whole, cut, groups)
+        if placement is not None:
+            yield placement
 
 
 def _placed(
     documents: Sequence[int], order: Sequence[int], cut: tuple[int, ...], groups: Sequence[_Pace]
 ) -> _Placement | None:
-    """Documents in this order, whole, to the group that has done soonest; the others cut over all groups.
+    """Return documents placed in order, each with the group that finishes first; `cut` over all groups.
 
     Returns:
-        ``None`` where a whole one fits no group's memory, or what is cut does not fit beside them.
+        ``None`` where a whole document fits no group's memory, or those that are cut do not fit beside them.
     """
     whole: list[list[int]] = [[] for _ in groups]
     tokens, pairs, busy = ([0.0] * len(groups) for _ in range(3))
     for number in order:
         rows, area = documents[number], _pairs(documents[number])
-        done = [
+        finishes = [
             (busy[g] + rows * pace.row_s + area * pace.pair_s, g)
             for g, pace in enumerate(groups)
             if tokens[g] + rows <= pace.room
         ]
-        if not done:
+        if not finishes:
             return None
-        busy_then, g = min(done)
+        busy_then, g = min(finishes)
         whole[g].append(number)
         tokens[g], pairs[g], busy[g] = tokens[g] + rows, pairs[g] + area, busy_then
     rows, area = sum(documents[number] for number in cut), sum(_pairs(documents[number]) for number in cut)
@@ -170,7 +170,7 @@ def _placed(
     if cut:
         # So many seconds a token of what is cut, of which a group's part of tokens is its part of pairs.
         costs = [pace.row_s + area / rows * pace.pair_s for pace in groups]
-        room = [max(0.0, pace.room - held) for pace, held in zip(groups, tokens, strict=True)]
+        room = [max(0.0, pace.room - used) for pace, used in zip(groups, tokens, strict=True)]
         parts = _level(rows, busy, costs, room)
         if parts is None:
             return None
@@ -179,9 +179,9 @@ def _placed(
         whole=tuple(map(tuple, whole)),
         cut=tuple(sorted(cut)),
         cut_tokens=tuple(cut_tokens),
-        tokens=tuple(round(held) + more for held, more in zip(tokens, cut_tokens, strict=True)),
+        tokens=tuple(round(used) + more for used, more in zip(tokens, cut_tokens, strict=True)),
         pairs=tuple(
-            held + (area * more / rows if rows else 0) for held, more in zip(pairs, cut_tokens, strict=True)
+            used + (area * more / rows if rows else 0) for used, more in zip(pairs, cut_tokens, strict=True)
         ),
     )
 
@@ -189,10 +189,10 @@ def _placed(
 def _level(
     total: float, busy: Sequence[float], costs: Sequence[float], room: Sequence[float]
 ) -> list[float] | None:
-    """Parts of a total that fill all up to one time: each (time - busy) / cost, from 0 to its room.
+    """Return parts of a total that let all finish at once: (time - busy) / cost each, from 0 to its room.
 
     Returns:
-        ``None`` where there is not room enough.
+        ``None`` where there is too little room.
     """
     if sum(room) < total:
         return None
@@ -201,12 +201,12 @@ def _level(
 
     def filled(time: float) -> list[float]:
         return [
-            min(most, max(0.0, (time - done) / cost))
-            for done, cost, most in zip(busy, costs, room, strict=True)
+            min(most, max(0.0, (time - before) / cost))
+            for before, cost, most in zip(busy, costs, room, strict=True)
         ]
 
     low = 0.0
-    high = max(done + min(total, most) * cost for done, cost, most in zip(busy, costs, room, strict=True))
+    high = max(before + min(total, most) * cost for before, cost, most in zip(busy, costs, room, strict=True))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(filled(middle)) < total else (low, middle)
@@ -221,7 +221,7 @@ def _build(
     paces: dict[int, _Pace],
     attended: float,
 ) -> Domain | None:
-    """The domain by a placement; ``None`` where a group's units have no room for it."""
+    """Return the domain of a placement; ``None`` where a group's units have too little memory."""
     ranges = consecutive(documents)
     cut_segments = zigzag([ranges[number] for number in placement.cut], placement.cut_tokens)
     groups = []
@@ -239,42 +239,46 @@ def _build(
 def _shared(
     group: Group, tokens: int, pairs: float, paces: dict[int, _Pace], attended: float
 ) -> tuple[Member, ...] | None:
-    """A group's members with their parts of its tokens and heads, such that all take about as long.
+    """Return a group's members with tokens and heads such that all take about as long.
 
-    Heads are whole, so tokens make up for them. A unit whose memory holds no more tokens gets heads instead.
+    Heads are not divided, so tokens even out the rest. A unit whose memory is full of tokens gets heads
+    instead.
     """
-    own = [paces[member.lead] for member in group.members]
+    unit_paces = [paces[member.lead] for member in group.members]
     heads = max(member.heads[1] for member in group.members)
-    weights = [1 / pace.pair_s for pace in own]
+    weights = [1 / pace.pair_s for pace in unit_paces]
     best: tuple[float, list[int], list[int]] | None = None
     for _ in range(_ROUNDS):
         counts = apportion(heads, weights)
-        busy = [pairs * count / heads * pace.pair_s for count, pace in zip(counts, own, strict=True)]
+        busy = [pairs * count / heads * pace.pair_s for count, pace in zip(counts, unit_paces, strict=True)]
         room = [
             float(max(0, math.floor(pace.room - attended * tokens * count / heads)))
-            for count, pace in zip(counts, own, strict=True)
+            for count, pace in zip(counts, unit_paces, strict=True)
         ]
-        parts = _level(tokens, busy, [pace.row_s for pace in own], room)
+        parts = _level(tokens, busy, [pace.row_s for pace in unit_paces], room)
         if parts is None:
             break
-        rows = apportion(tokens, parts) if tokens else [0] * len(own)
-        done = [before + row * pace.row_s for before, row, pace in zip(busy, rows, own, strict=True)]
-        if best is None or max(done) < best[0]:
-            best = max(done), rows, counts
-        if not pairs or max(done) <= (1 + EVEN) * min(done):
+        rows = apportion(tokens, parts) if tokens else [0] * len(unit_paces)
+        finishes = [
+            before + row * pace.row_s for before, row, pace in zip(busy, rows, unit_paces, strict=True)
+        ]
+        if best is None or max(finishes) < best[0]:
+            best = max(finishes), rows, counts
+        if not pairs or max(finishes) <= (1 + EVEN) * min(finishes):
             break
         # Heads that would make all take as long with these rows.
         time = (
-            pairs + sum(row * pace.row_s / pace.pair_s for row, pace in zip(rows, own, strict=True))
-        ) / sum(1 / pace.pair_s for pace in own)
+            pairs + sum(row * pace.row_s / pace.pair_s for row, pace in zip(rows, unit_paces, strict=True))
+        ) / sum(1 / pace.pair_s for pace in unit_paces)
         weights = [
-            max(0.0, time - row * pace.row_s) / pace.pair_s for row, pace in zip(rows, own, strict=True)
+            max(0.0, time - row * pace.row_s) / pace.pair_s
+            for row, pace in zip(rows, unit_paces, strict=True)
         ]
     if best is None:
         return None
     _, rows, counts = best
     # Heads stay in the order in which the plan has them.
-    places = sorted(range(len(own)), key=lambda place: group.members[place].heads)
+    places = sorted(range(len(unit_paces)), key=lambda place: group.members[place].heads)
     starts = itertools.accumulate((counts[place] for place in places), initial=0)
     first = dict(zip(places, starts, strict=False))
     return tuple(
@@ -289,5 +293,5 @@ def _pace(member: Member, rates: UnitRates) -> _Pace:
 
 
 def _pairs(count: int) -> int:
-    """Pairs that a causal document's queries see."""
+    """Return the number of visible pairs of a causal document."""
     return count * (count + 1) // 2
