@@ -43,7 +43,7 @@ def border_seconds(
         gpu[section.ranks] = section.placement.gpus
     row = job.model.hidden_size * job.element_bytes
     depths = [len(replica.stages) for replica in mesh.plan.replicas]
-    borders = [depth - 1 + mesh.goes_round(r) for r, depth in enumerate(depths)]
+    borders = [depth - 1 + mesh.wraps_around(r) for r, depth in enumerate(depths)]
     there, back = ([np.zeros(shape) for shape in zip(borders, micro_batches, strict=True)] for _ in range(2))
 
     @cache
@@ -76,4 +76,4 @@ def border_seconds(
 
 def _domains(mesh: Mesh, replica: int, ends: tuple[int, int], micro_batch: int) -> _Domains:
     source, target = ends
-    return mesh.taking(replica, source, micro_batch), mesh.taking(replica, target, micro_batch)
+    return mesh.taking_domain(replica, source, micro_batch), mesh.taking_domain(replica, target, micro_batch)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_hexi.mesh import Box, Bucket, Cell, Keeping
+from megatron_hexi.mesh import Box, Bucket, Cell, Residence
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class BucketBuffer:
     """
 
     bucket: Bucket
-    kept: Keeping
+    kept: Residence
     group: dist.ProcessGroup | None
     values: Tensor
     gradients: Tensor

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.mesh import Bucket, Cell, Keeping
+from megatron_hexi.mesh import Bucket, Cell, Residence
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer, HeldBox, set_main_grad
 from megatron_hexi.runtime.host_memory import HostMemory
 
@@ -17,7 +17,7 @@ _Run = list[tuple[HeldBox, Cell, slice]]
 
 def lay_out(
     bucket: Bucket,
-    kept: Keeping,
+    kept: Residence,
     group: dist.ProcessGroup | None,
     held: Sequence[HeldBox],
     rank: int,

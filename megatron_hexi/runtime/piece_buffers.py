@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_hexi.mesh import Bucket, Cell, Slab, Sweep, cell_contains, is_summed_last, keeping
+from megatron_hexi.mesh import (
+    Bucket,
+    Cell,
+    MinistagePass,
+    Slab,
+    bucket_residence,
+    cell_contains,
+    is_summed_last,
+)
 from megatron_hexi.plan.terms import Offload
 from megatron_hexi.runtime.bucket_buffer import (
     BucketBuffer,
@@ -120,7 +128,7 @@ class PieceBuffers:
         gradient_dtype: torch.dtype | None,
     ) -> BucketBuffer:
         held = [self._holding(piece.key, piece.cell) for piece in bucket.pieces]
-        kept = keeping(bucket, self.rank, self._offload)
+        kept = bucket_residence(bucket, self.rank, self._offload)
         buffer = lay_out(bucket, kept, group, held, self.rank, gradient_dtype, self.host)
         for piece, start, one in zip(bucket.pieces, bucket.starts, held, strict=True):
             if scale_of(one.parameter) != 1.0:
@@ -209,7 +217,7 @@ class PieceBuffers:
             passing.release()
 
     @contextlib.contextmanager
-    def sweep(self, sweep: Sweep) -> Iterator[None]:
+    def sweep(self, sweep: MinistagePass) -> Iterator[None]:
         """Have the weights of a ministage here while it runs, and let those of the next one come meanwhile.
 
         Its gradients are on their way to their owners afterwards, those of the ministage before are there.

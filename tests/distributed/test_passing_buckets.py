@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_hexi.mesh import cut_pieces, make_buckets, sweeps
+from megatron_hexi.mesh import cut_pieces, make_buckets, ministage_passes
 from megatron_hexi.plan.terms import Offload
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from tests.distributed.test_piece_buffers import (
@@ -96,7 +96,7 @@ def run_ministages(mesh, dtype, seed, size, ministages, offload_of=nothing, in_s
         sums = []
         for iteration in range(ITERATIONS):
             buffers.reset()
-            for sweep in (one for one in sweeps(ministages, gives_loss=True) if one.is_backward):
+            for sweep in (one for one in ministage_passes(ministages, gives_loss=True) if one.is_backward):
                 with buffers.sweep(sweep):
                     for buffer in passing:
                         is_here = buffer.values.untyped_storage().nbytes() > 0

@@ -299,8 +299,8 @@ def test_domains_that_take_whole_micro_batches_are_read_written_and_shown(read, 
     mesh = Mesh(plan, 2, sequence_parallel=False)
     assert [unit.micro_batches for unit in mesh.units] == [(0, 2, 3), (1,), None]
     assert [unit.samples for unit in mesh.units] == [(0, 2)] * 3
-    assert [mesh.taking(0, 0, number) for number in range(4)] == [0, 1, 0, 0]
-    assert mesh.taking(0, 1, 0) is None
+    assert [mesh.taking_domain(0, 0, number) for number in range(4)] == [0, 1, 0, 0]
+    assert mesh.taking_domain(0, 1, 0) is None
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(plan_report(plan, holdings(plan)))
     assert "micro-batches" in console.export_text()

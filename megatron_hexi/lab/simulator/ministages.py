@@ -19,7 +19,7 @@ import numpy as np
 from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.lab.simulator.simulation import PipelineSpan
-from megatron_hexi.mesh import ROWS_ON_DEVICE, sweeps
+from megatron_hexi.mesh import ROWS_ON_DEVICE, ministage_passes
 
 #: What is replayed: a kind, the stage, the place of the sweep in its order, and the number of a micro-batch,
 #: of a ministage or of a lane.
@@ -105,7 +105,7 @@ def replay_ministages(pipeline: MinistagePipeline, replica: int) -> tuple[list[P
     """
     graph = _Graph()
     depth, count = pipeline.parts.shape
-    orders = [sweeps(count, gives_loss=stage == depth - 1) for stage in range(depth)]
+    orders = [ministage_passes(count, gives_loss=stage == depth - 1) for stage in range(depth)]
     for stage, order in enumerate(orders):
         passing, lanes = pipeline.passing[stage], pipeline.lanes[stage]
         numbers = range(len(lanes))

@@ -54,7 +54,7 @@ class _Direction:
         self._table = table
         self._is_dealt = any(mesh.plan.replicas[replica].stages[stage].takes_micro_batches for stage in ends)
         self._domains = lru_cache(maxsize=None)(
-            lambda micro_batch: tuple(mesh.taking(replica, stage, micro_batch) for stage in ends)
+            lambda micro_batch: tuple(mesh.taking_domain(replica, stage, micro_batch) for stage in ends)
         )
         #: The one that is sent and received next, where domains take whole micro-batches.
         self.micro_batch = 0

@@ -121,12 +121,12 @@ def make_view(mesh: Mesh, groups: MeshGroups) -> RankView:
     unit = domain = a2a = None
     for rank, own in enumerate(mesh.units):
         unit = groups.of(own.ranks, "UNIT") or unit
-        domain = groups.of(mesh.lane(rank), "DOMAIN") or domain
+        domain = groups.of(mesh.context_ranks(rank), "DOMAIN") or domain
         a2a = groups.of(a2a_lane(mesh, rank), "A2A") or a2a
     borders: list[BorderGroups | None] = [None, None]
     for number, replica in enumerate(mesh.plan.replicas):
         depth = len(replica.stages)
-        for stage in range(1, depth + mesh.goes_round(number)):
+        for stage in range(1, depth + mesh.wraps_around(number)):
             sides = [mesh.stage_ranks(number, side % depth) for side in (stage - 1, stage)]
             ranks = sorted(sides[0] + sides[1])
             turn = "ROUND_" if stage == depth else ""  # two stages have two borders between them
@@ -166,7 +166,7 @@ def set_megatron_groups(
     from megatron.core import parallel_state
 
     rank = view.rank
-    chain = mesh.chain(rank)
+    chain = mesh.pipeline_ranks(rank)
     ends = {chain[0], chain[-1]}
     by_name: dict[str, Any] = {
         "TENSOR_MODEL_PARALLEL_GROUP": view.unit,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_hexi.megatron.session import Session, active_session
 from megatron_hexi.megatron.stages.slices import StageSlices
-from megatron_hexi.mesh import sweeps
+from megatron_hexi.mesh import ministage_passes
 from megatron_hexi.runtime.row_store import RowStore, Where
 
 
@@ -91,7 +91,7 @@ class _Iteration:
         count = self._slices.count
         pieces = self._model.pieces
         pieces.release()
-        for sweep in sweeps(count, self._slices.gives_loss(count - 1), forward_only):
+        for sweep in ministage_passes(count, self._slices.gives_loss(count - 1), forward_only):
             self._stages.channels.begin(len(self._own), forward_only, is_sweep=True)
             with pieces.sweep(sweep), self._slices.only(sweep.ministage):
                 for micro_batch in self._own:
