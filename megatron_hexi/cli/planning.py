@@ -43,6 +43,7 @@ from megatron_hexi.cost import (
     unit_rates,
 )
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.plan_job import kind_of
 from megatron_hexi.plan import Plan, read_plan, write_plan
 from megatron_hexi.plan.units import rank_gpus
 from megatron_hexi.text_file import write_text_atomically
@@ -289,8 +290,8 @@ def _find(path: Path, options: NewJob, *, with_baselines: bool = False) -> tuple
     with progress_bar() as progress:
         planned = find_plan(request, cluster, with_baselines=with_baselines, progress=progress)
     left_open = {"model", "seq_length", "tensor_parallel", "data_parallel", "kernel"}
-    if not planned.plan.is_repeated:
-        left_open.add("recompute")  # stages say it
+    if kind_of(planned.plan) == "stages":  # which state it
+        left_open.add("recompute")
     terms = job_terms(
         {field: value for field, value in vars(planned.job).items() if field not in left_open}, planned.plan
     )

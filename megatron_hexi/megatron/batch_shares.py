@@ -8,6 +8,7 @@ from megatron_hexi.elastic.store import in_round
 from megatron_hexi.errors import HexiError
 from megatron_hexi.options.kinds import is_packed
 from megatron_hexi.plan import Plan
+from megatron_hexi.plan.check import refuse_stages
 
 _FLAG = "--hexi-batch-shares"
 #: What takes the same rows in every batch, or times that depend on the plan alone; by argument.
@@ -37,11 +38,10 @@ def check_batch_shares(args: Namespace, plan: Plan | None) -> None:
             f"{_FLAG}: deals documents, the job's sequences are one each; give "
             "--dataloader-inter-document-masking or --sft too, or leave it out"
         )
-    if args.pipeline_model_parallel_size > 1 or not plan.is_repeated:
-        raise HexiError(
-            f"{_FLAG}: pipeline stages send the same rows in every batch; make a plan with "
-            "--pipeline-model-parallel-size 1, or leave it out"
-        )
+    remedy = "make a plan with --pipeline-model-parallel-size 1, or leave it out"
+    if args.pipeline_model_parallel_size > 1:
+        raise HexiError(f"{_FLAG}: pipeline stages send the same rows in every batch; {remedy}")
+    refuse_stages(plan, f"{_FLAG}: {args.hexi_plan}", "which send the same rows in every batch", remedy)
     if in_round():
         raise HexiError(
             f"{_FLAG}: the plan for the nodes that are left has no rates; start with torchrun, or leave "

@@ -15,7 +15,7 @@ from megatron_hexi.megatron.kernel_choice import choose_kernel
 from megatron_hexi.megatron.metrics_interval import set_metrics_interval
 from megatron_hexi.megatron.session import GivenPlan, given_plan, set_given_plan
 from megatron_hexi.mesh import Mesh
-from megatron_hexi.options.plan_job import PER_TOKEN, hold_job, take_shares
+from megatron_hexi.options.plan_job import PER_TOKEN, hold_job, replica_shares
 from megatron_hexi.plan import plan_digest, read_plan
 from megatron_hexi.record import open_record
 from megatron_hexi.replan.arguments import check_replanning
@@ -60,7 +60,7 @@ def take_plan(args: Namespace, given: set[str], device: torch.device) -> list[st
     check_replanning(args, plan)
     check_batch_shares(args, plan)
     set_metrics_interval(args, plan, on_gpu=device.type == "cuda")
-    shares = take_shares(args, plan)
+    shares = replica_shares(args, plan)
     if args.deterministic_mode:
         # Megatron does so when it checks its arguments, which is later; the choice of a kernel goes by it.
         torch.use_deterministic_algorithms(True)

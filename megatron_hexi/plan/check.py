@@ -11,6 +11,7 @@ from megatron_hexi.plan.check_ministages import check_ministages, check_offload,
 from megatron_hexi.plan.check_shares import check_shares
 from megatron_hexi.plan.model import Domain, Group, Member, Plan, Replica, Stage, Workload
 from megatron_hexi.plan.terms import UnitRates
+from megatron_hexi.plan.units import covers_gpus, spell_ranks
 from megatron_hexi.yaml_file import Place
 from megatron_hexi.yaml_schema import Where
 
@@ -47,7 +48,7 @@ def check_plan(plan: Plan, where: Where) -> None:
     if plan.rates is not None:
         _check_rates(plan, plan.rates, where)
     if plan.gpus is not None:
-        _check_gpus(plan.gpus, len(ranks), plan.is_repeated, where)
+        _check_gpus(plan, plan.gpus, where)
 
 
 def require_repeated(plan: Plan, action: str) -> None:
@@ -74,6 +75,22 @@ def require_repeated(plan: Plan, action: str) -> None:
             f"the plan has {feature}, and this version cannot {action} such plans yet; give every replica "
             "one stage without layers, of one domain"
         )
+
+
+def refuse_stages(plan: Plan, subject: str, reason: str, remedy: str) -> None:
+    """Refuse a plan whose stages have layers of their own.
+
+    Args:
+        plan: a plan that passed its checks.
+        subject: the option and the plan's file: the beginning of the error.
+        reason: a clause about the stages: why the option does not work with them.
+        remedy: what to do instead.
+
+    Raises:
+        PlanError: the plan has such stages.
+    """
+    if not plan.is_repeated:
+        raise PlanError(f"{subject} has stages with layers of their own, {reason}; {remedy}")
 
 
 def _check_layers(plan: Plan, replica: Replica, place: Place, where: Where) -> None:
@@ -185,13 +202,13 @@ def _check_rates(plan: Plan, rates: UnitRates, where: Where) -> None:
             )
 
 
-def _check_gpus(gpus: tuple[int, ...], ranks: int, is_repeated: bool, where: Where) -> None:
+def _check_gpus(plan: Plan, gpus: tuple[int, ...], where: Where) -> None:
     """Check that there is a GPU for each rank: of a plan that the job repeats, a multiple of its ranks."""
-    if not gpus or (len(gpus) % ranks if is_repeated else len(gpus) != ranks):
+    if not covers_gpus(plan, len(gpus)):
         refuse(
             where,
             ("gpus",),
-            f"names {len(gpus)} GPUs, the plan has {ranks} ranks{' a pipeline stage' if is_repeated else ''}",
+            f"names {len(gpus)} GPUs, the plan has {spell_ranks(plan)}",
             "name one for each rank of the job, or leave it out to use all of the cluster in order",
         )
     first: dict[int, int] = {}

@@ -171,6 +171,16 @@ def job_ranks(plan: Plan, stages: int) -> int:
     return plan.ranks * (stages if plan.is_repeated else 1)
 
 
+def covers_gpus(plan: Plan, gpus: int) -> bool:
+    """Whether a number of GPUs is that of the job's ranks: a multiple of those of a stage that it repeats."""
+    return gpus > 0 and (gpus % plan.ranks == 0 if plan.is_repeated else gpus == plan.ranks)
+
+
+def spell_ranks(plan: Plan) -> str:
+    """Return the ranks of a plan as text, such as ``8 ranks``, or ``4 ranks a pipeline stage``."""
+    return f"{plan.ranks} ranks{' a pipeline stage' if plan.is_repeated else ''}"
+
+
 def rank_gpus(plan: Plan, gpus: int) -> Sequence[int]:
     """Return the GPU of each rank of the job, by number in the cluster file.
 

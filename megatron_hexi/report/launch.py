@@ -19,12 +19,12 @@ from megatron_hexi.argument_file import Word
 from megatron_hexi.cluster import Cluster, NodeEntry
 from megatron_hexi.cost import shipped_kernels
 from megatron_hexi.errors import HexiError
+from megatron_hexi.options.job_terms import replaced_flags
 from megatron_hexi.options.meaning import resolve
 from megatron_hexi.options.parser import parse_words
-from megatron_hexi.options.plan_job import hold_job, take_shares
+from megatron_hexi.options.plan_job import hold_job, replica_shares
 from megatron_hexi.options.refusals import refuse_unsupported
 from megatron_hexi.options.registry import ADDED
-from megatron_hexi.options.replaced import replaced_flags
 from megatron_hexi.plan import Plan
 from megatron_hexi.plan.kernels import join_kernels
 from megatron_hexi.plan.units import job_ranks
@@ -136,7 +136,7 @@ def check_flags(flags: Sequence[str], plan: Plan) -> None:
     args.rank, args.world_size = 0, job_ranks(plan, stages)
     refuse_unsupported(args, "script")
     hold_job(args, {word.partition("=")[0] for word in flags if word.startswith("--")}, plan)
-    take_shares(args, plan)
+    replica_shares(args, plan)
 
 
 def _parse(words: Sequence[str]) -> Namespace:

@@ -14,6 +14,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.cost import Job, assumed_kernels, ceiling_tokens_per_s, planned_kernels
 from megatron_hexi.cost.memory import GIB
 from megatron_hexi.plan import Plan, plan_digest
+from megatron_hexi.plan.units import domain_rows
 from megatron_hexi.report.estimate import phases_line, spell_seconds, spell_throughput
 from megatron_hexi.report.shares import find_shares, shares_table, spell_recompute
 
@@ -100,13 +101,11 @@ def speed_line(planned: Planned, cluster: Cluster) -> str:
 def layout_line(plan: Plan, job: Job) -> str:
     """A layout in Megatron's terms."""
     words = [f"{len(plan.replicas)} replica{'s' if len(plan.replicas) > 1 else ''}"]
-    if plan.is_repeated:
-        words += [f"PP {job.pipeline_parallel}", f"TP {job.tensor_parallel}"]
+    rows = domain_rows(plan, stages=job.pipeline_parallel)
+    words.append(f"PP {_listed(sorted({row.depth for row in rows}))}")
+    words.append(f"TP {_listed(sorted({row.width for row in rows}))}")
+    if all(row.recompute is None for row in rows):
         words.append(f"recompute {spell_recompute(job.recompute)}")
-    else:
-        depths = sorted({len(replica.stages) for replica in plan.replicas})
-        widths = sorted({len(member.ranks) for member in plan.members})
-        words += [f"PP {_listed(depths)}", f"TP {_listed(widths)}"]
     return f"{', '.join(words)}, micro-batch {job.micro_batch_size}"
 
 

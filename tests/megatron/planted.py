@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_hexi.mesh import ExpertDomain, RowMessage
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer
-from megatron_hexi.runtime.hand_out import HandOut
 from megatron_hexi.runtime.piece_buffers import PieceBuffers
 from megatron_hexi.runtime.row_channel import RowChannel
+from megatron_hexi.runtime.value_broadcast import ValueBroadcast
 
 
 def _copies_unscaled() -> None:
@@ -69,7 +69,7 @@ def _rows_in_another_order() -> None:
 
 
 def _new_weights_not_waited_for() -> None:
-    HandOut.settle = lambda self, buffers: None  # type: ignore[method-assign]
+    ValueBroadcast.settle = lambda self, buffers: None  # type: ignore[method-assign]
 
 
 #: Found by the comparison of losses and norms.

@@ -16,7 +16,7 @@ from megatron_hexi.cost.arrays import Floats
 from megatron_hexi.errors import NothingFitsError
 from megatron_hexi.lab.scenario.conditions import Conditions
 from megatron_hexi.plan import Plan
-from megatron_hexi.plan.units import rank_gpus, unit_rows
+from megatron_hexi.plan.units import domain_rows, rank_gpus, unit_rows
 from megatron_hexi.planner import Request, find_plan
 from megatron_hexi.replan.planning.recut import recut
 
@@ -42,7 +42,7 @@ class PlacedPlan:
     @cached_property
     def can_be_cut(self) -> bool:
         """Whether it can be cut anew while it runs: `recut` moves tokens and heads between units."""
-        return self.plan.is_repeated and any(len(r.domain.members) > 1 for r in self.plan.replicas)
+        return any(row.layers is None and len(row.domain.members) > 1 for row in domain_rows(self.plan))
 
 
 @dataclass(frozen=True, eq=False)

@@ -189,10 +189,10 @@ def _name(
         numbers = f"{first}-{last}" if consecutive and first < last else ", ".join(map(str, row.replicas))
         words.append(f"replica {numbers}")
     words.append(f"stage {row.stage}")
-    if plan is not None and not plan.is_repeated:
-        layers = plan.replicas[row.replicas[0]].stages[row.stage].layers
-        if layers is not None:
-            words.append(f"{layers[1] - layers[0]} layers")
+    stages = plan.replicas[row.replicas[0]].stages if plan is not None else ()
+    layers = stages[row.stage].layers if row.stage < len(stages) else None
+    if layers is not None:
+        words.append(f"{layers[1] - layers[0]} layers")
     if any(other.lane for other in rows if other.stage == row.stage and other.replicas == row.replicas):
         words.append(f"micro-batches {row.spans[0].micro_batch}, …")
     gpus = devices.get((row.replicas[0], row.stage))

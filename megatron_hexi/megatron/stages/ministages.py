@@ -93,7 +93,7 @@ class _Iteration:
         pieces.release()
         for sweep in ministage_passes(count, self._slices.gives_loss(count - 1), forward_only):
             self._stages.channels.begin(len(self._own), forward_only, is_sweep=True)
-            with pieces.sweep(sweep), self._slices.only(sweep.ministage):
+            with pieces.ministage_pass(sweep), self._slices.only(sweep.ministage):
                 for micro_batch in self._own:
                     self._stages.channels.turn_to(micro_batch)
                     if self._batches is not None:

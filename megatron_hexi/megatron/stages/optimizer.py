@@ -69,7 +69,7 @@ def _owned(buffer: BucketBuffer, slab: Slab, host: HostMemory) -> _OwnedSlab:
     shape = [stop - start for start, stop in slab.cell]
     span = slice(slab.start - buffer.own_run.start, slab.stop - buffer.own_run.start)
     values = buffer.own_values[span].view(shape)
-    kept = buffer.kept
+    kept = buffer.residence
     if kept.state_on_host and not (kept.weights_on_host and values.dtype == torch.float32):
         main = Parameter(host.copy_of(values, torch.float32))
     else:
@@ -163,7 +163,7 @@ class PieceOptimizer(MixedPrecisionOptimizer):
         self.buffers.settle_values()  # of a part of the model that did not run
         success = bool(super().step_with_ready_grads())
         self.steps += 1
-        self.buffers.hand_out_values(waits=not overlaps_values())
+        self.buffers.broadcast_values(waits=not overlaps_values())
         return success
 
     def _copy_main_params_to_model_params(self) -> None:

@@ -1,4 +1,4 @@
-"""Options beside a plan: stages of their own layers, tensor-parallel size, domain, samples and state."""
+"""Rules for options beside stages with their own layers, tensor-parallel size, domain, samples or state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OWN_STATE = "the plan says which rank keeps which part of the optimizer's state
 
 
 def _set(name: str, usual: object = None) -> Refused:
-    """Refused when an argument has another value than the usual one."""
+    """Return a rule that refuses an argument with another value than the usual one."""
     option = f"--{name.replace('_', '-')}"
     return beside_stages(option, lambda args: getattr(args, name, usual) not in (usual, None, False), UNSHOWN)
 

@@ -1,4 +1,4 @@
-"""Options beside a plan: batches, memory, layers, formats, checkpoints."""
+"""Rules for options of batches, memory, layers, number formats and checkpoints."""
 
 from __future__ import annotations
 

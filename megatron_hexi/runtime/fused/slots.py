@@ -1,4 +1,4 @@
-"""Slots of heads in a message, and how many terms a fused sum has."""
+"""Slots of heads in a message, and the number of terms in a fused sum."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 from megatron_hexi.plan.model import Range
 
-#: How many terms one operation adds up; a fused one has a pointer for each.
+#: Terms that one operation adds; a fused operation has a pointer for each.
 MOST_TERMS = 4
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where heads of a tensor [T, B, heads, D] lie in a flat one.
+    """The place of heads of a tensor [T, B, heads, D] in a flat message.
 
     Args:
         part: number of the tensor.
-        heads: which of its heads.
-        size: of a head.
-        offset: of the first element.
+        heads: range of its heads.
+        size: size of a head.
+        offset: offset of the first element.
         stride: elements from one row (of tokens and batch) to the next.
     """
 

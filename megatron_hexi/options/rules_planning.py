@@ -1,4 +1,4 @@
-"""Options that the planner's model of time and memory lacks; a plan made by hand may train with them."""
+"""Rules for options that the planner does not model; a plan made by hand may train with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options beside a plan: unequal replicas."""
+"""Rules for options beside unequal replicas."""
 
 from __future__ import annotations
 

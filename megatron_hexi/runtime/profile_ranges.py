@@ -1,4 +1,4 @@
-"""Names for the phases of attention in a profile, while one is being recorded.
+"""Named ranges for the phases of attention in a profile, while one is being recorded.
 
 torch's own `record_function`, not `torch.cuda.nvtx`: under `emit_nvtx`, which Megatron's ``--profile`` enters
 for Nsight Systems, torch makes NVTX ranges of it, and under torch's profiler (``--use-pytorch-profiler``)
@@ -17,7 +17,7 @@ from megatron_hexi.plan.program import Operation, OwnBlock, Post, Wait
 
 
 def named[T](phases: Iterable[tuple[Operation, T]]) -> Iterable[tuple[Operation, T]]:
-    """Operations of a pass with their launches; a profile shows what is done with each under its name."""
+    """Yield the operations of a pass with their launches, each within a named range of a profile."""
     return _in_ranges(phases) if _profiler_enabled() else phases
 
 

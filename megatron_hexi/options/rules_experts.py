@@ -1,4 +1,4 @@
-"""Options beside a plan: mixture of experts."""
+"""Rules for options of mixture of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options beside a plan: other parallelism around the plan."""
+"""Rules for options of tensor, pipeline, context and data parallelism."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hexi.runtime.hand_out import HandOut
+from megatron_hexi.runtime.value_broadcast import ValueBroadcast
 
 
 def a_bucket(name: str, seen: list[str], *, passes: bool = False) -> Any:
@@ -34,7 +34,7 @@ def test_values_start_in_forward_order_and_are_waited_for_when_read(monkeypatch:
     monkeypatch.setattr(dist, "broadcast", broadcast)
     last, first = a_bucket("last", seen), a_bucket("first", seen)  # as the backward pass completes them
     away = a_bucket("away", seen, passes=True)
-    values = HandOut([last, away, first], lambda buffer: seen.append(f"renew {buffer.group}"))
+    values = ValueBroadcast([last, away, first], lambda buffer: seen.append(f"renew {buffer.group}"))
     values.start()
     assert seen == ["start first 0", "start first 1", "renew away", "start last 0", "start last 1"]
     assert values.under_way == 2
@@ -50,7 +50,7 @@ def test_values_start_in_forward_order_and_are_waited_for_when_read(monkeypatch:
     alone = a_bucket("alone", seen)
     alone.group = None
     seen.clear()
-    values = HandOut([alone], renew=lambda _: None)
+    values = ValueBroadcast([alone], renew=lambda _: None)
     values.start()
     values.settle([alone])
     assert seen == ["spread alone"]

@@ -1,4 +1,4 @@
-"""Options beside a plan: attention, positions, masks."""
+"""Rules for options of attention, positions and masks."""
 
 from __future__ import annotations
 

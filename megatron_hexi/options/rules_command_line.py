@@ -1,4 +1,4 @@
-"""Options beside a plan: what the command line itself, or the training script, does not carry out."""
+"""Rules for options that the command line or the training script ``megatron_hexi.pretrain_gpt`` lacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ONE_UNIT = "Megatron counts iterations or samples"
 
 
 def _any_of(args: Namespace, *names: str, unit: str) -> bool:
-    """Whether the schedule is stated in a unit somewhere."""
+    """Whether any part of the schedule is given in a unit, ``iters`` or ``samples``."""
     return any(getattr(args, f"{name}_{unit}") for name in names)
 
 
