@@ -236,7 +236,7 @@ def test_no_gpu_is_given_twice_and_ranks_keep_the_runtime_s_rules(seed):
     order = number_ranks(known, placed)
     assert sorted(order) == sorted(given)
     place_of = {gpu: place for place, gpus in placed.items() for gpu in gpus}
-    # The job's first rank reads data, its last one has the loss: megatron/stages/arguments.py.
+    # The job's first rank reads data, its last one has the loss: megatron/stages/stage_arguments.py.
     assert place_of[order[0]].is_first or place_of[order[0]].is_last
     assert place_of[order[-1]].is_last
     # GPUs of a node follow each other.

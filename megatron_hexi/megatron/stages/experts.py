@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.megatron.stages.groups import MeshGroups
+from megatron_hexi.megatron.stages.mesh_groups import MeshGroups
 from megatron_hexi.mesh import ExpertDomain, Mesh, job_experts
 from megatron_hexi.plan.experts import HeldExperts
 

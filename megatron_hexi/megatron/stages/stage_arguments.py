@@ -1,7 +1,7 @@
-"""Megatron's arguments where stages differ: checked as those of one rank, then set to each rank's own view.
+"""Megatron's arguments where stages differ: checked for one rank, then set to each rank's own stage.
 
 Megatron derives the batch, the learning rate's schedule and the samples consumed from one rectangle of ranks.
-As one replica of one rank they are right for the job whatever its stages are.
+With one replica of one rank they are right for any stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_hexi.plan.units import Unit
 
 @contextlib.contextmanager
 def as_one_rank(args: Namespace, mesh: Mesh | None) -> Iterator[None]:
-    """Let Megatron check the arguments of a job of one rank; afterwards they are this rank's own.
+    """Let Megatron check the arguments of a job of one rank, then set this rank's own.
 
     Args:
         args: Megatron's arguments; changed in place.
@@ -29,12 +29,12 @@ def as_one_rank(args: Namespace, mesh: Mesh | None) -> Iterator[None]:
         yield
         return
     world_size, sequence_parallel = args.world_size, args.sequence_parallel
-    # Without tensor parallelism Megatron drops it, and says so.
+    # Without tensor parallelism Megatron resets sequence parallelism with a warning.
     args.world_size, args.sequence_parallel = 1, False
     yield
     args.world_size = world_size
     args.sequence_parallel = sequence_parallel
-    # What Megatron's distributed optimizer cuts evenly is cut by the plan's shares, and handed out by them.
+    # The plan's shares divide and gather what Megatron's distributed optimizer divides evenly.
     args.hexi_overlap_values = args.overlap_param_gather
     args.overlap_param_gather = False
     args.dist_ckpt_optim_fully_reshardable = True
@@ -42,7 +42,7 @@ def as_one_rank(args: Namespace, mesh: Mesh | None) -> Iterator[None]:
 
 
 def overlaps_values() -> bool:
-    """Whether new weights travel behind the next forward pass: not where there is none."""
+    """Whether new weights are broadcast behind the next forward pass, if there is one."""
     from megatron.training import get_args
 
     args = get_args()
@@ -50,7 +50,7 @@ def overlaps_values() -> bool:
 
 
 def _set_view(args: Namespace, plan: Plan, unit: Unit) -> None:
-    """Set what Megatron reads of a rank's stage."""
+    """Set the arguments that describe a rank's stage to Megatron."""
     width = unit.width
     slices = job_experts(plan, args.num_experts)[unit.ranks[0]][1].parts if args.num_experts else width
     args.tensor_model_parallel_size = width
@@ -66,7 +66,7 @@ def _set_view(args: Namespace, plan: Plan, unit: Unit) -> None:
     args.pipeline_model_parallel_size = unit.depth
     stages = plan.replicas[unit.replica].stages
     if len(stages) > 1:
-        cells = ["t" * (layers[1] - layers[0]) for layers in (one.layers for one in stages) if layers]
+        cells = ["t" * (layers[1] - layers[0]) for layers in (stage.layers for stage in stages) if layers]
         cells[0], cells[-1] = f"E{cells[0]}", f"{cells[-1]}L"
         args.pipeline_model_parallel_layout = "|".join(cells)
     args.make_vocab_size_divisible_by = _vocabulary_step(plan, args) // width
@@ -74,12 +74,12 @@ def _set_view(args: Namespace, plan: Plan, unit: Unit) -> None:
     if recompute is not None:
         for flag, value in recompute_settings(recompute).items():
             setattr(args, flag.removeprefix("--").replace("-", "_"), value)
-    # One rank after another would write its part; ranks that hold the same are not one group here.
+    # Ranks that hold the same weights are not one group here, so they cannot share the writing.
     args.ckpt_fully_parallel_save = args.ckpt_fully_parallel_load = False
 
 
 def _vocabulary_step(plan: Plan, args: Namespace) -> int:
-    """What the padded vocabulary is a multiple of: one size that every tensor-parallel size divides."""
+    """Return the divisor of the padded vocabulary, a multiple of every tensor-parallel size."""
     widths = math.lcm(*(len(member.ranks) for member in plan.members))
     if plan.workload.padded_vocabulary is not None:
         return plan.workload.padded_vocabulary

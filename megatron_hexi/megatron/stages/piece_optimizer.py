@@ -1,8 +1,8 @@
-"""The optimizer where stages differ: each rank keeps the state of what it owns, in the plan's shares.
+"""The optimizer where stages differ: each rank keeps the state of its slabs, in the plan's shares.
 
 Megatron's mixed-precision optimizer steps on the owned slabs, each an fp32 parameter of its own, so its step,
 loss scaling, clipping and norm are Megatron's: every element is owned once in the job, and all ranks agree on
-whether a gradient is infinite. Afterwards owners hand the new values out.
+whether a gradient is infinite. Afterwards owners broadcast the new values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch.nn import Parameter
 from megatron_hexi.errors import user_errors
 from megatron_hexi.megatron.loss_scale import scales_losses
 from megatron_hexi.megatron.session import active_session
-from megatron_hexi.megatron.stages.arguments import overlaps_values
 from megatron_hexi.megatron.stages.host_optimizer import (
     clip_on_host,
     host_norm,
@@ -38,6 +37,7 @@ from megatron_hexi.megatron.stages.optimizer_state import (
     state_document,
     state_names,
 )
+from megatron_hexi.megatron.stages.stage_arguments import overlaps_values
 from megatron_hexi.mesh import Slab
 from megatron_hexi.runtime.bucket_buffer import BucketBuffer
 from megatron_hexi.runtime.host_memory import HostMemory
@@ -46,12 +46,12 @@ from megatron_hexi.runtime.piece_buffers import PieceBuffers
 
 @dataclass(frozen=True)
 class _OwnedSlab:
-    """What this rank keeps the optimizer's state of.
+    """A slab that this rank owns, with its weights and gradients.
 
     Args:
-        slab: which part of which weight.
+        slab: the part of a weight.
         values: its values in the bucket, in the precision of the model.
-        gradients: likewise.
+        gradients: its gradients in the bucket.
         main: its values in fp32: the same memory where the model is fp32 and both are on the same side.
     """
 
@@ -69,8 +69,8 @@ def _owned(buffer: BucketBuffer, slab: Slab, host: HostMemory) -> _OwnedSlab:
     shape = [stop - start for start, stop in slab.cell]
     span = slice(slab.start - buffer.own_run.start, slab.stop - buffer.own_run.start)
     values = buffer.own_values[span].view(shape)
-    kept = buffer.residence
-    if kept.state_on_host and not (kept.weights_on_host and values.dtype == torch.float32):
+    residence = buffer.residence
+    if residence.state_on_host and not (residence.weights_on_host and values.dtype == torch.float32):
         main = Parameter(host.copy_of(values, torch.float32))
     else:
         main = Parameter(values.float())  # a view where the values are fp32
@@ -83,10 +83,10 @@ class PieceOptimizer(MixedPrecisionOptimizer):
     """Megatron's mixed-precision optimizer over the slabs that this rank owns.
 
     Args:
-        optimizer: torch's or apex's, over the slabs' fp32 parameters.
-        config: Megatron's.
+        optimizer: torch's or apex's optimizer over the slabs' fp32 parameters.
+        config: Megatron's configuration.
         grad_scaler: Megatron's loss scaler; ``None`` where losses are not scaled.
-        init_state_fn: makes the state of parameters that have none.
+        init_state_fn: initializes the state of parameters that have none.
         buffers: the weights and gradients of this rank.
         owned: its slabs.
         is_on_host: whether the slabs, their state and their gradients are in host memory.
@@ -108,28 +108,28 @@ class PieceOptimizer(MixedPrecisionOptimizer):
         self.buffers = buffers
         self.owned = owned
         self.is_on_host = is_on_host
-        #: Steps done, also where this rank owns nothing.
+        #: Steps so far, also where this rank owns nothing.
         self.steps = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the last step; those of the model are the buckets'."""
+        """Drop the gradients of the last step; the buckets have those of the model."""
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's own state, which Megatron's checkpoints do not use."""
+        """Return the inner optimizer's own state, which Megatron's checkpoints do not use."""
         state: dict[str, Any] = self.optimizer.state_dict()
         return state
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        """Give every slab its summed gradient in fp32."""
-        for one in self.owned:
-            one.main.grad = one.gradients.float()
+        """Set the fp32 gradient of every slab to its summed gradient."""
+        for part in self.owned:
+            part.main.grad = part.gradients.float()
 
     def _collect_main_grad_data_for_unscaling(self) -> list[Tensor]:
-        return [one.main.grad for one in self.owned if one.main.grad is not None]
+        return [part.main.grad for part in self.owned if part.main.grad is not None]
 
     def _unscale_main_grads_and_check_for_nan(self) -> bool:
-        """Divide the gradients by the loss scale; whether one of the job is infinite or not a number."""
+        """Divide the gradients by the loss scale; return whether any is infinite or NaN."""
         if not self.is_on_host:
             return bool(super()._unscale_main_grads_and_check_for_nan())
         gradients = self._collect_main_grad_data_for_unscaling()
@@ -140,7 +140,7 @@ class PieceOptimizer(MixedPrecisionOptimizer):
 
     @torch.no_grad()
     def get_grad_norm(self) -> Any:
-        """The norm of all gradients of the job."""
+        """Return the norm of all gradients of the job."""
         if not self.is_on_host:
             return super().get_grad_norm()
         gradients = self.get_grads_for_grad_norm() if self.owned else []
@@ -148,7 +148,7 @@ class PieceOptimizer(MixedPrecisionOptimizer):
         return host_norm(gradients, group, self.get_loss_scale().device)
 
     def clip_grad_norm(self, clip_grad: float) -> Any:
-        """The same, and scale all gradients down where it is over the most allowed."""
+        """Return the norm of all gradients, and scale them down where it exceeds the limit."""
         if not self.is_on_host:
             return super().clip_grad_norm(clip_grad)
         norm = self.get_grad_norm()
@@ -159,46 +159,46 @@ class PieceOptimizer(MixedPrecisionOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step on what this rank owns, and exchange the new values with all holders."""
-        self.buffers.settle_values()  # of a part of the model that did not run
+        """Step on this rank's slabs, and broadcast the new values to all holders."""
+        self.buffers.settle_values()  # for a part of the model that did not run
         success = bool(super().step_with_ready_grads())
         self.steps += 1
         self.buffers.broadcast_values(waits=not overlaps_values())
         return success
 
     def _copy_main_params_to_model_params(self) -> None:
-        for one in self.owned:
-            if one.main.data_ptr() != one.values.data_ptr():
-                one.values.copy_(one.main)
+        for part in self.owned:
+            if part.main.data_ptr() != part.values.data_ptr():
+                part.values.copy_(part.main)
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Take the model's weights as they are now."""
+        """Set the slabs' fp32 weights to the model's present weights."""
         self.buffers.collect_values()
-        for one in self.owned:
-            one.main.data.copy_(one.values)
+        for part in self.owned:
+            part.main.data.copy_(part.values)
 
     @torch.no_grad()
     def weights_loaded(self) -> None:
-        """Take fp32 weights that were loaded into the model, which are these but for where they are."""
-        for one in self.owned:
-            if one.values.dtype == torch.float32 and one.main.data_ptr() != one.values.data_ptr():
-                one.main.data.copy_(one.values)
+        """Copy loaded fp32 weights of the model to slabs with memory of their own."""
+        for part in self.owned:
+            if part.values.dtype == torch.float32 and part.main.data_ptr() != part.values.data_ptr():
+                part.main.data.copy_(part.values)
 
     @property
     def _is_half(self) -> bool:
-        """Whether the model's weights are not the fp32 ones that are stepped on."""
+        """Whether the model's weights are in half precision, apart from the fp32 weights of the slabs."""
         return bool(self.config.bf16 or self.config.fp16)
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The state of what this rank owns, for Megatron to save or to load into.
+        """Return the state of this rank's slabs, for Megatron to save or to load into.
 
         Args:
             model_sharded_state_dict: not used: slabs know their weights.
             is_loading: whether it is for loading.
-            metadata: of the checkpoint.
+            metadata: metadata of the checkpoint.
 
         Raises:
             PlanError: the checkpoint's format depends on the layout that it was saved under.
@@ -209,58 +209,60 @@ class PieceOptimizer(MixedPrecisionOptimizer):
             master = master_name(metadata, self._is_half)
         if is_loading or not self.steps:
             self._complete_state()
-        states = [self._state_of(one, master) for one in self.owned]
-        tensors = sharded_state([one.slab for one in self.owned], states)
+        states = [self._state_of(part, master) for part in self.owned]
+        tensors = sharded_state([part.slab for part in self.owned], states)
         groups = [{**group, "params": LocalNonpersistentObject([])} for group in self.optimizer.param_groups]
         scaler = self.grad_scaler and self.grad_scaler.state_dict()
         return state_document(tensors, groups, self.steps, metadata, self._is_half, scaler)
 
     def _complete_state(self) -> None:
-        """Have all that the optimizer would make in its first step, of which there was none yet."""
-        for one in self.owned:
-            state = self.optimizer.state[one.main]
+        """Make the state that the optimizer would make in its first step, if there was no step yet."""
+        for part in self.owned:
+            state = self.optimizer.state[part.main]
             for name in state_names(self.config):
                 if name not in state:
-                    state[name] = torch.zeros_like(one.main)
+                    state[name] = torch.zeros_like(part.main)
             if self._counts_by_parameter and "step" not in state:
                 state["step"] = torch.tensor(0.0)
 
     @property
     def _counts_by_parameter(self) -> bool:
-        """Whether each parameter has a count of steps of its own; else each group of parameters has."""
+        """Whether each parameter has a step count of its own; else each group of parameters has."""
         from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 
         return self.config.optimizer == "adam" and bool(USING_PYTORCH_OPTIMIZER or self.is_on_host)
 
-    def _state_of(self, one: _OwnedSlab, master: str | None) -> dict[str, Tensor]:
+    def _state_of(self, part: _OwnedSlab, master: str | None) -> dict[str, Tensor]:
         state = {
             name: value
-            for name, value in self.optimizer.state[one.main].items()
+            for name, value in self.optimizer.state[part.main].items()
             if isinstance(value, Tensor) and name != "step"
         }
-        return state if master is None else {**state, master: one.main.data}
+        return state if master is None else {**state, master: part.main.data}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state that Megatron loaded for `sharded_state_dict`."""
+        """Load the state that Megatron read for `sharded_state_dict`."""
         tensors, groups, self.steps = read_document(state_dict)
         if self.grad_scaler and "grad_scaler" in state_dict:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         self.buffers.collect_values()
-        for number, one in enumerate(self.owned):
+        for number, part in enumerate(self.owned):
             state = dict(tensors[number])
             masters = [state.pop(name) for name in MASTER_NAMES if name in state]
-            # Megatron has loaded them into `main` itself: model weights are no more than these, rounded.
-            one.main.copy_(masters[0] if masters else one.values)
-            kept = self.optimizer.state[one.main] if self.is_on_host else {}
+            # Megatron has loaded them into `main` itself: model weights are these, rounded.
+            part.main.copy_(masters[0] if masters else part.values)
+            slab_state = self.optimizer.state[part.main] if self.is_on_host else {}
             for name, tensor in state.items():
-                kept[name] = kept[name].copy_(tensor) if name in kept else tensor.clone()
-            if self._counts_by_parameter and kept:
-                kept["step"] = torch.tensor(float(self.steps))  # one a parameter: each counts its own
-            self.optimizer.state[one.main] = kept
+                slab_state[name] = slab_state[name].copy_(tensor) if name in slab_state else tensor.clone()
+            if self._counts_by_parameter and slab_state:
+                slab_state["step"] = torch.tensor(float(self.steps))  # one a parameter: each counts its own
+            self.optimizer.state[part.main] = slab_state
         bare = [{**group, "params": None} for group in groups]
-        own = self.optimizer.param_groups
-        for group, loaded in zip(own, self._filter_and_reorder_param_groups(own, bare), strict=True):
+        param_groups = self.optimizer.param_groups
+        for group, loaded in zip(
+            param_groups, self._filter_and_reorder_param_groups(param_groups, bare), strict=True
+        ):
             group.update({name: value for name, value in loaded.items() if name not in ("params", "step")})
             if self.config.optimizer == "adam" and not self._counts_by_parameter:
                 group["step"] = self.steps
@@ -280,7 +282,7 @@ def _for_pieces(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> PieceOptimizer:
-    """Megatron's optimizer with its own parameter groups, over the owned slabs; a collective of all ranks."""
+    """Return Megatron's optimizer with its parameter groups, over the owned slabs; a collective of all."""
     from megatron.core import optimizer as megatron_optimizer
 
     if overrides is None:
@@ -291,12 +293,12 @@ def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> Piec
     owned = _owned_slabs(buffers)
     for group in groups:
         group["params"] = []
-    for one in owned:
-        groups[group_of[buffers.parameter_of(one.slab)]]["params"].append(one.main)
-    # The inner optimizer alone: how it is made of the arguments is Megatron's to say.
+    for part in owned:
+        groups[group_of[buffers.parameter_of(part.slab)]]["params"].append(part.main)
+    # The inner optimizer alone, which Megatron makes from the arguments.
     plain = copy.copy(config)
     plain.bf16, plain.fp16, plain.use_distributed_optimizer = False, False, False
-    on_host = [dict(group) for group in groups]  # an optimizer adds its own settings to what it is given
+    on_host = [dict(group) for group in groups]  # an optimizer adds its own settings to its groups
     made = megatron_optimizer._get_megatron_optimizer_based_on_param_groups(
         plain, [chunk], groups, model_parallel_group=world
     )
@@ -312,7 +314,7 @@ def _make_optimizer(config: Any, chunk: Any, overrides: Any, world: Any) -> Piec
 
 
 def _loss_scaler(config: Any, chunk: Any, world: Any) -> Any:
-    """The loss scaler that Megatron makes of the arguments; ``None`` where losses are not scaled."""
+    """Return the loss scaler that Megatron makes from the arguments; ``None`` where losses are not scaled."""
     from megatron.core import optimizer as megatron_optimizer
 
     if not scales_losses(config):

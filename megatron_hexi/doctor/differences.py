@@ -1,4 +1,4 @@
-"""What the ranks of a job must have in common, and where they differ: facts of all in, problems out."""
+"""Problems of a job: those of each machine, and differences between machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_hexi.doctor.rules_fleet import FLEET_RULES
 
 _ONE_IMAGE = "one container image for all nodes does it (docs/docker.md)"
 
-#: What is compared: name, how bad a difference is, and where it is found.
+#: Compared facts: name, severity of a difference, and how to read it.
 _COMPARED: tuple[tuple[str, Severity, Callable[[Facts], str | None]], ...] = (
     ("megatron-hexi", "error", lambda facts: facts.package("megatron-hexi").version),
     ("torch", "error", lambda facts: facts.package("torch").version),
@@ -27,7 +27,7 @@ _COMPARED: tuple[tuple[str, Severity, Callable[[Facts], str | None]], ...] = (
     ("NVIDIA driver", "note", lambda facts: facts.driver.version),
 )
 
-#: Variables that name something of one machine, or only change what is said: they may differ.
+#: Variables that name something of one machine, or only affect output: they may differ.
 _OF_ONE_MACHINE = (
     *("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_GRAPH_FILE", "NCCL_HOSTID", "NCCL_IB_HCA"),
     *("NCCL_SOCKET_IFNAME", "NCCL_TOPO_FILE"),
@@ -35,10 +35,10 @@ _OF_ONE_MACHINE = (
 
 
 def find_job_problems(facts: Sequence[Facts], silent: Sequence[int] = ()) -> list[Problem]:
-    """All that is wrong with a job: what its machines have each, and what they do not have in common.
+    """Return all problems of a job: of each machine, and differences between machines.
 
     Args:
-        facts: of the ranks that answered, in rank order; one without a rank where there is no job.
+        facts: facts of the ranks that answered, in rank order; one without a rank where there is no job.
         silent: the ranks that did not answer.
     """
     problems = list(_merged(facts))
@@ -56,28 +56,29 @@ def find_job_problems(facts: Sequence[Facts], silent: Sequence[int] = ()) -> lis
 
 
 def _merged(facts: Sequence[Facts]) -> Iterable[Problem]:
-    """Each problem once, with all the ranks that have it."""
+    """Yield each problem once, with all the ranks that have it."""
     having: dict[Problem, list[Facts]] = {}
-    for own in facts:
-        for problem in find_problems(own):
-            having.setdefault(problem, []).append(own)
-    for problem, those in having.items():
-        where = "" if len(facts) == 1 else "everywhere" if len(those) == len(facts) else spell_places(those)
+    for rank_facts in facts:
+        for problem in find_problems(rank_facts):
+            having.setdefault(problem, []).append(rank_facts)
+    for problem, ranks in having.items():
+        where = "" if len(facts) == 1 else "everywhere" if len(ranks) == len(facts) else spell_places(ranks)
         yield Problem(problem.severity, problem.what, problem.remedy, where)
 
 
 def _differences(facts: Sequence[Facts]) -> Iterable[Problem]:
     for name, severity, get in _COMPARED:
-        values = [get(own) or "none" for own in facts]
+        values = [get(rank_facts) or "none" for rank_facts in facts]
         if len(set(values)) > 1:
             yield Problem(
                 severity, f"{name} differs: {who_has_what(facts, values)}", f"install one; {_ONE_IMAGE}"
             )
     shared = sorted(
-        {name for own in facts for name in own.environment if name.startswith("NCCL_")} - {*_OF_ONE_MACHINE}
+        {name for rank_facts in facts for name in rank_facts.environment if name.startswith("NCCL_")}
+        - {*_OF_ONE_MACHINE}
     )
     for name in shared:
-        values = [own.environment.get(name, "not set") for own in facts]
+        values = [rank_facts.environment.get(name, "not set") for rank_facts in facts]
         if len(set(values)) > 1:
             yield Problem(
                 "warning",

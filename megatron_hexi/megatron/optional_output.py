@@ -1,7 +1,7 @@
-"""What only watches a training cannot stop it: where it fails, it says so once, and the training goes on.
+"""Writers of metrics and logs whose failures do not stop a training.
 
-Metrics, the record, and Megatron's TensorBoard and Weights & Biases writers all write to disks that fill up
-and mounts that get lost. What was missed is missing; writing is tried again each time.
+Metrics, the record, and Megatron's TensorBoard and Weights & Biases writers write to disks that fill up and
+mounts that get lost. A failure is printed once and leaves a gap; writing is tried again each time.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import Any
 from megatron_hexi.patching import Patch
 
 
-class Onlooker:
-    """Something that only watches.
+class OptionalOutput:
+    """An output of a training, which goes on without it where writing fails.
 
     Args:
-        name: what the user knows it by; a flag.
+        name: the flag that asks for it.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._told = False
+        self._has_warned = False
 
     def attempt[**P](self, write: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Write, and go on if that fails, however it does: a disk, a mount, a library's thread.
+        """Write, and go on if that fails in any way: a disk, a mount, a library's thread.
 
-        No collective may be inside: the other ranks would wait for it.
+        It must not contain a collective: the other ranks would wait for it.
         """
         try:
             write(*args, **kwargs)
         except Exception as problem:
-            self.tell(problem)
+            self.warn(problem)
 
-    def tell(self, problem: Exception) -> None:
-        """Say what failed, the first time."""
-        if self._told:
+    def warn(self, problem: Exception) -> None:
+        """Print what failed, the first time."""
+        if self._has_warned:
             return
-        self._told = True
+        self._has_warned = True
         rank = os.environ.get("RANK", "0")
         # Standard error may be a file on the same full disk.
         with contextlib.suppress(OSError):
@@ -54,24 +54,24 @@ class Onlooker:
             )
 
 
-class SparedWriter:
-    """A writer of Megatron's whose failures end nothing.
+class GuardedWriter:
+    """A writer of Megatron whose failures do not stop the training.
 
     Args:
         writer: TensorBoard's `SummaryWriter`, or the module `wandb`.
-        onlooker: says that it failed.
-        methods: patterns of those that write, and return nothing that anybody needs.
+        output: prints that it failed.
+        methods: patterns of the methods that write, and whose results are not used.
     """
 
-    def __init__(self, writer: Any, onlooker: Onlooker, methods: tuple[str, ...]) -> None:
+    def __init__(self, writer: Any, output: OptionalOutput, methods: tuple[str, ...]) -> None:
         self._writer = writer
-        self._onlooker = onlooker
+        self._output = output
         self._methods = methods
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._writer, name)
+        attribute = getattr(self._writer, name)
         writes = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._methods)
-        return functools.partial(self._onlooker.attempt, found) if writes else found
+        return functools.partial(self._output.attempt, attribute) if writes else attribute
 
 
 def _spare(
@@ -81,14 +81,14 @@ def _spare(
 
     @functools.wraps(original)
     def set_writer(args: Any) -> None:
-        onlooker = Onlooker(flag)
+        output = OptionalOutput(flag)
         try:
             original(args)
         except OSError as problem:  # Megatron goes on without a writer where its library is missing, too
-            onlooker.tell(problem)
+            output.warn(problem)
         writer = getattr(global_vars, variable)
         if writer is not None:
-            setattr(global_vars, variable, SparedWriter(writer, onlooker, methods))
+            setattr(global_vars, variable, GuardedWriter(writer, output, methods))
 
     return set_writer
 
@@ -96,7 +96,7 @@ def _spare(
 WRITER_PATCHES = (
     Patch(
         target="megatron.training.global_vars:_set_tensorboard_writer",
-        why="lets the training go on where TensorBoard's files cannot be written",
+        why="lets the training continue where TensorBoard's files cannot be written",
         build=functools.partial(
             _spare,
             variable="_GLOBAL_TENSORBOARD_WRITER",
@@ -107,7 +107,7 @@ WRITER_PATCHES = (
     ),
     Patch(
         target="megatron.training.global_vars:_set_wandb_writer",
-        why="lets the training go on where Weights & Biases cannot write",
+        why="lets the training continue where Weights & Biases cannot write",
         build=functools.partial(
             _spare, variable="_GLOBAL_WANDB_WRITER", flag="--wandb-project", methods=("log", "finish")
         ),

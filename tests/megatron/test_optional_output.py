@@ -13,7 +13,7 @@ import pytest
 
 from megatron_hexi.errors import HexiError
 from megatron_hexi.megatron import metrics
-from megatron_hexi.megatron.onlookers import Onlooker, SparedWriter
+from megatron_hexi.megatron.optional_output import GuardedWriter, OptionalOutput
 from megatron_hexi.plan import write_plan
 from megatron_hexi.text_file import append_line
 from tests.megatron.test_uneven_training import MODEL, THREE_AND_ONE
@@ -23,17 +23,17 @@ ITERATIONS = 6
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.ESTALE, errno.EROFS, errno.EDQUOT])
 def test_a_disk_that_fails_is_told_of_once_and_written_to_again(number, tmp_path, monkeypatch, capsys):
-    onlooker, path, opened = Onlooker("--hexi-metrics"), tmp_path / "metrics.jsonl", Path.open
+    output, path, opened = OptionalOutput("--hexi-metrics"), tmp_path / "metrics.jsonl", Path.open
 
     def fail(*args, **kwargs):
         raise OSError(number, os.strerror(number))
 
-    onlooker.attempt(append_line, path, "1")
+    output.attempt(append_line, path, "1")
     monkeypatch.setattr(Path, "open", fail)
     for line in ("2", "3"):
-        onlooker.attempt(append_line, path, line)
+        output.attempt(append_line, path, line)
     monkeypatch.setattr(Path, "open", opened)
-    onlooker.attempt(append_line, path, "4")
+    output.attempt(append_line, path, "4")
     assert path.read_text() == "1\n4\n"
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("hexi: warning: [rank ")
@@ -45,7 +45,7 @@ def test_a_disk_that_fails_is_told_of_once_and_written_to_again(number, tmp_path
 def test_a_file_that_becomes_read_only_is_told_of(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.touch(mode=0o444)
-    Onlooker("--hexi-metrics").attempt(append_line, path, "1")
+    OptionalOutput("--hexi-metrics").attempt(append_line, path, "1")
     assert "Permission denied" in capsys.readouterr().err
 
 
@@ -55,7 +55,7 @@ def test_a_log_on_the_same_full_disk_stops_nothing_either(tmp_path, monkeypatch)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("sys.stderr", Full())
-    Onlooker("--hexi-metrics").attempt(append_line, tmp_path, "1")
+    OptionalOutput("--hexi-metrics").attempt(append_line, tmp_path, "1")
 
 
 def test_of_a_writer_only_what_writes_is_spared(capsys):
@@ -68,7 +68,7 @@ def test_of_a_writer_only_what_writes_is_spared(capsys):
         def use_artifact(self):
             raise KeyError("no such artifact")
 
-    writer = SparedWriter(Writer(), Onlooker("--wandb-project"), ("log", "finish"))
+    writer = GuardedWriter(Writer(), OptionalOutput("--wandb-project"), ("log", "finish"))
     writer.log({})
     writer.log({})
     assert capsys.readouterr().err.count("the service is gone") == 1

@@ -1,4 +1,4 @@
-"""``--hexi-record PATH``: rank 0 writes down what the run tells, for ``hexi report``."""
+"""``--hexi-record PATH``: the record of a run, which rank 0 writes for ``hexi report``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_hexi.megatron.session import Session
 from megatron_hexi.record import Interval, Start, append_to_record
 
 
-class Recorder:
-    """Appends to the job's record, where there is one: all ranks make a recorder, rank 0 writes.
+class RecordWriter:
+    """Writer of the job's record, if it has one: all ranks make a writer, rank 0 writes.
 
     Args:
-        session: what the job trains by.
+        session: this rank's session.
         args: Megatron's arguments.
     """
 
@@ -31,11 +31,11 @@ class Recorder:
     def write(self, interval: Interval, digest: str) -> None:
         """Append an interval, after the job's start if that is not written yet.
 
-        A plan that was swapped starts anew.
+        A swapped plan begins with another start.
 
         Args:
-            interval: what to append.
-            digest: of the plan that its iterations ran under.
+            interval: the interval.
+            digest: digest of the plan of its iterations.
 
         Raises:
             HexiError: it cannot be written.
@@ -53,7 +53,7 @@ class Recorder:
 
 
 def job_start(session: Session, args: Namespace) -> Start:
-    """What the record says of the job; a collective of all ranks."""
+    """Return the record's description of the job; a collective of all ranks."""
     devices: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(devices, torch.cuda.get_device_name())
     return Start(

@@ -1,4 +1,4 @@
-"""What a rank derived from a plan whose stages differ, beside what every session has."""
+"""The part of a session for stages that differ."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from megatron_hexi.megatron.session import GivenPlan, Session, local_shard
 from megatron_hexi.megatron.stages.communicator import BorderChannels
 from megatron_hexi.megatron.stages.experts import ExpertsView, make_experts_view
-from megatron_hexi.megatron.stages.groups import MeshGroups, RankView, make_view, set_megatron_groups
+from megatron_hexi.megatron.stages.mesh_groups import MeshGroups, RankView, make_view, set_megatron_groups
 from megatron_hexi.mesh import Mesh
 from megatron_hexi.plan import Schedules
 from megatron_hexi.runtime import DomainAttention
@@ -18,14 +18,14 @@ from megatron_hexi.runtime.wire import connect
 
 @dataclass(frozen=True)
 class StagesSession:
-    """The mesh as this rank sees it.
+    """A rank's mesh, groups and channels.
 
     Args:
         mesh: the units of all ranks.
-        groups: the process groups made so far; those of weights' holders are added when the model is there.
+        groups: the process groups made so far; groups of weights' holders are added when the model is built.
         view: the groups of this rank.
-        channels: to the neighbouring stages.
-        experts: those of this rank; ``None``: the model has none.
+        channels: channels to the neighbouring stages.
+        experts: experts of this rank; ``None``: the model has none.
     """
 
     mesh: Mesh
@@ -43,17 +43,17 @@ def start_stages_session(
     is_packed: bool,
     experts: int | None = None,
 ) -> Session:
-    """Make all groups, put this rank's view in the place of Megatron's, and derive its tables.
+    """Make all groups, replace Megatron's by this rank's, and derive its tables.
 
-    To be called by all ranks of the job, in place of Megatron's own making of groups.
+    All ranks of the job must call it, in place of Megatron's own function.
 
     Args:
         given: the plan.
         mesh: the units of all ranks.
         groups: makes the process groups.
-        device: of this rank's tensors.
+        device: device of this rank's tensors.
         is_packed: whether sequences consist of documents.
-        experts: of a layer; ``None``: the model has none.
+        experts: number of experts of a layer; ``None``: the model has none.
     """
     view = make_view(mesh, groups)
     experts_view = None if experts is None else make_experts_view(mesh, groups, experts)

@@ -1,8 +1,8 @@
-"""Checkpoints where stages differ: in Megatron's own format, of any layout and for any other.
+"""Checkpoints where stages differ: in Megatron's own format, from any layout to any other.
 
-Weights lie in a checkpoint by their names and boxes, so a layout does not matter as long as each rank says
-which box it holds, and one rank of all that hold it writes it. Boxes of unequal layouts are no regular grid,
-which Megatron's stacked layers assume; as single boxes they are stored and found all the same.
+A checkpoint stores weights by name and box, so a layout does not matter as long as each rank gives its box,
+and one of the ranks that hold a box writes it. Boxes of unequal layouts are no regular grid, which Megatron's
+stacked layers assume; as single boxes they can be stored and found.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def stages_active() -> bool:
 
 
 def with_own_boxes(state: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's state dict with this rank's weights as boxes that stand for themselves.
+    """Return Megatron's state dict with this rank's weights as single boxes.
 
     Args:
-        state: as Megatron generates it for saving or loading; changed in place.
+        state: state dict that Megatron generated for saving or loading; changed in place.
     """
     session = active_session()
     if session is None or session.stages is None:
@@ -58,13 +58,13 @@ def _walk(tree: Any, copy_of: Callable[[str], int]) -> Any:
     return tree
 
 
-def _replica(given: Any, copy: int) -> Any:
-    """Which copy this is: 0 for the one that is written. Megatron counts the ranks of its groups last."""
-    return (*given[:-1], copy) if isinstance(given, tuple) else copy
+def _replica(replica_id: Any, copy: int) -> Any:
+    """Return the number of a copy, 0 for the written one. Megatron counts the ranks of its groups last."""
+    return (*replica_id[:-1], copy) if isinstance(replica_id, tuple) else copy
 
 
 def _own_box(tensor: Any) -> Any:
-    """A tensor, or where layers are stacked, what makes one with the layers' axis of its own."""
+    """Return a tensor as a single box; where layers are stacked, a factory that adds the layers' axis."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     if not tensor.prepend_axis_num:
@@ -80,7 +80,7 @@ def _own_box(tensor: Any) -> Any:
 
 
 def _own_boxes(factory: Any) -> Any:
-    """A factory whose tensors are boxes that stand for themselves."""
+    """Return a factory whose tensors are single boxes."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     build, merge = factory.build_fn, factory.merge_fn
@@ -100,7 +100,7 @@ def _own_boxes(factory: Any) -> Any:
 
 
 def _unstacked(tensor: Any) -> Any:
-    """The same box with the axes that Megatron only thinks in front of it."""
+    """Return a box with the stacked axes, which Megatron only implies, in front."""
     shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
     return replace(
         tensor, data=tensor.data.view(shape), local_shape=shape, axis_fragmentations=None, prepend_axis_num=0
@@ -126,7 +126,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def _by_rank(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Random states, in Megatron a grid of pipeline and tensor-parallel ranks: here one a rank."""
+    """Store random states by rank, where Megatron has a grid of pipeline and tensor-parallel ranks."""
 
     @functools.wraps(original)
     def get_rng_state(*args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ def _by_rank(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_chain(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron takes random states from a checkpoint of the same grid: here a chain of all ranks."""
+    """Load random states from a pipeline of all ranks, since Megatron needs the checkpoint's grid."""
 
     @functools.wraps(original)
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ def _as_chain(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_whole_models(original: Callable[..., Any]) -> Callable[..., Any]:
-    """With ministages, ranks hold most weights in shares: all of them come before they are written."""
+    """Gather all weights before they are written: with ministages, ranks hold most of them in shares."""
     chained = _as_chain(original)
 
     @functools.wraps(original)
@@ -169,7 +169,7 @@ def _of_whole_models(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Weights are loaded into parameters: those that lie in several buckets are copied into these."""
+    """Copy loaded parameters into their buckets, where they lie in several."""
     chained = _as_chain(original)
 
     @functools.wraps(original)
@@ -187,9 +187,9 @@ def _into_buckets(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _grid(args: Namespace) -> Iterator[None]:
-    own = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size = 1, args.world_size
     try:
         yield
     finally:
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size = own
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size = sizes

@@ -1,15 +1,15 @@
-"""Which attention kernel would be used for which tensors, and why not the others."""
+"""The attention kernels that a machine would use, and why not others."""
 
 from __future__ import annotations
 
 from megatron_hexi.doctor.facts import KernelChoice
 
-#: Sizes of heads that models have; others behave as the next larger one of these.
+#: Common head sizes; others behave as the next larger one of these.
 _HEAD_DIMS = (64, 128, 256)
 
 
 def find_kernels() -> tuple[KernelChoice, ...]:
-    """The choices of ``--hexi-kernel auto``: for each kind of GPU, or for the CPU where there is none.
+    """Return the choices of ``--hexi-kernel auto`` for each kind of GPU, or for the CPU without GPUs.
 
     Raises:
         ImportError: torch cannot be imported.
@@ -21,7 +21,7 @@ def find_kernels() -> tuple[KernelChoice, ...]:
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     devices = {"cpu": torch.device("cpu")}
     if torch.cuda.is_available():
-        # One of each kind: a node may mix them.
+        # One GPU of each kind: a node may mix them.
         every = range(torch.cuda.device_count())
         devices = {
             torch.cuda.get_device_name(index): torch.device("cuda", index) for index in reversed(every)
@@ -30,15 +30,15 @@ def find_kernels() -> tuple[KernelChoice, ...]:
     for name, device in reversed(devices.items()):
         for dtype_name, dtype in dtypes.items():
             for head_dim in _HEAD_DIMS:
-                taken = select_kernel("auto", device, dtype, head_dim).name
+                chosen = select_kernel("auto", device, dtype, head_dim).name
                 ranked = ranked_kernels(device)
                 verdicts = tuple((k.name, k.refuses(device, dtype, head_dim) or "") for k in ranked)
-                choices.append(KernelChoice(name, dtype_name, head_dim, taken, verdicts))
+                choices.append(KernelChoice(name, dtype_name, head_dim, chosen, verdicts))
     return tuple(choices)
 
 
 def find_triton() -> str:
-    """What keeps Triton from launching our kernels beside attention; empty: nothing.
+    """Return what keeps Triton from launching kernels beside attention; empty if nothing does.
 
     Raises:
         ImportError: torch cannot be imported.

@@ -1,8 +1,9 @@
-"""Mixture of experts: a router's losses count tokens, where Megatron counts ranks of equal size.
+"""Losses of routers that count tokens, where Megatron assumes ranks of equal size.
 
-Megatron takes the tokens of all ranks as the own ones times the number of ranks, in the balancing losses
-and in their scale under a mean over tokens. Both are silent where shards differ. It also counts every row,
-while a shard's padding rows are no tokens (but each is sent to experts: they need rows on every rank).
+Megatron takes the tokens of all ranks as this rank's tokens times the number of ranks, in the balancing
+losses and in their scale under a mean over tokens. Both are silently wrong where shards differ. It also
+counts every row, while a shard's padding rows are no tokens (but each is sent to experts, which need rows on
+every rank).
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ def _without_padding(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable
     def routing(self: Any, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         session = active_session()
         if session is not None:
-            own = padding_rows(session, logits.shape[0], logits.device)
-            own = own[:, None].expand(logits.shape[:2])
-            padding_mask = own if padding_mask is None else own | padding_mask
+            padding = padding_rows(session, logits.shape[0], logits.device)
+            padding = padding[:, None].expand(logits.shape[:2])
+            padding_mask = padding if padding_mask is None else padding | padding_mask
         return original(self, logits, padding_mask)
 
     return routing
 
 
 def padding_rows(session: Session, rows: int, device: torch.device) -> Tensor:
-    """Which of a rank's rows are no tokens, [rows] of bool.
+    """Return which of a rank's rows are padding, [rows] of bool.
 
-    Under sequence parallelism its rows are a part of its shard's.
+    Under sequence parallelism the rank's rows are a part of the shard's.
 
     Args:
-        session: what this rank trains by.
-        rows: how many it has.
-        device: of the result.
+        session: this rank's session.
+        rows: number of the rank's rows.
+        device: device of the result.
     """
     from megatron.core import parallel_state
 
@@ -69,11 +70,12 @@ def _of_all_ranks(original: Callable[..., tuple[Any, Any, Any]]) -> Callable[...
         topk: int | None = None,
         with_padding_mask: bool = False,
     ) -> tuple[Any, Any, Any]:
-        per_expert, own, total = original(routing_map, reduce_group, topk, with_padding_mask)
+        per_expert, local, total = original(routing_map, reduce_group, topk, with_padding_mask)
         if active_session() is not None:
-            # Megatron multiplies the second by the number of ranks, to scale a loss by the tokens of all.
-            own = total / dist.get_world_size(reduce_group)
-        return per_expert, own, total
+            # Megatron multiplies the second by the number of ranks, to scale a loss by the tokens of all
+            # ranks.
+            local = total / dist.get_world_size(reduce_group)
+        return per_expert, local, total
 
     return get_tokens_per_expert_and_token_count
 
@@ -91,7 +93,7 @@ def _weighed(original: Callable[..., None], value: str) -> Callable[..., None]:
             call.arguments[value] = call.arguments[value] * _part(session, call.arguments["name"])
         elif session is not None and call.arguments["name"] == "z_loss":
             call.arguments[value] = call.arguments[value] * _share(session)
-            # Before 0.19 Megatron logs that of one rank.
+            # Before 0.19 Megatron logs the loss of one rank.
             call.arguments["avg_group"] = parallel_state.get_tensor_and_data_parallel_group(
                 with_context_parallel=True
             )
@@ -116,7 +118,7 @@ def _scaled(original: Any) -> Any:
 
 
 def _share(session: Session) -> float:
-    """This rank's tokens over those of an equal shard: what its mean weighs in a mean over ranks."""
+    """Return this rank's tokens over those of an equal shard: the weight of its mean in a mean over ranks."""
     from megatron.core import parallel_state
 
     ranks = dist.get_world_size(session.attention.domain_group)
@@ -127,8 +129,9 @@ def _part(session: Session, name: str) -> float:
     """Return the weight of a rank's loss in a micro-batch's, the sum over the ranks of its stage.
 
     Args:
-        session: what this rank trains by.
-        name: of the loss: a mean over the rank's rows or over its samples; else a part of the value already.
+        session: this rank's session.
+        name: name of the loss: a mean over the rank's rows or over its samples; else a part of the value
+            already.
     """
     assert session.stages is not None
     samples, stages = session.stages.view.place.samples, session.stages
@@ -137,7 +140,7 @@ def _part(session: Session, name: str) -> float:
 
 
 def _tokens(session: Session) -> float:
-    """The part of a sequence that this rank holds; under sequence parallelism, of its unit's."""
+    """Return the part of a sequence that this rank holds; under sequence parallelism, of its unit's part."""
     from megatron.core import parallel_state
 
     rows = session.shard.rows // parallel_state.get_tensor_model_parallel_world_size()
@@ -159,7 +162,7 @@ EXPERT_PATCHES = (
     ),
     Patch(
         target="megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
-        why="the tokens of all ranks are not the own ones times the number of ranks",
+        why="the tokens of all ranks are not this rank's times the number of ranks",
         build=_of_all_ranks,
         parameters=("routing_map", "reduce_group", "topk", "with_padding_mask"),
     ),

@@ -1,4 +1,4 @@
-"""What the doctor found, as tables for a terminal and as plain values for --json."""
+"""The doctor's findings as tables for a terminal, and as plain values for --json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_hexi.doctor.problems import SEVERITIES, Problem, healthy
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
-#: Shown by name where they are not installed, too.
+#: Packages that are listed even if they are not installed.
 _SHOWN = (
     "megatron-hexi",
     "torch",
@@ -27,50 +27,50 @@ _SHOWN = (
     "flash-attn-3",
 )
 
-#: Variables that differ from rank to rank by their nature.
+#: Variables that always differ between ranks.
 _OF_ONE_RANK = ("RANK", "LOCAL_RANK")
 
 
 def doctor_report(facts: Sequence[Facts], problems: Sequence[Problem]) -> RenderableType:
-    """All of it: what is wrong, first; then software, kernels, patches, network, variables.
+    """Return problems first, then tables of software, kernels, patches, network and variables.
 
     Args:
-        facts: of the ranks that answered, in rank order.
-        problems: what is wrong, the worst first.
+        facts: facts of the ranks that answered, in rank order.
+        problems: problems, the worst first.
     """
     tables = (_software, _kernels, _patches, _network, _environment)
     return Group(*_findings(problems), *(part for table in tables if (part := table(facts)) is not None))
 
 
 def doctor_dict(facts: Sequence[Facts], problems: Sequence[Problem]) -> dict[str, Any]:
-    """The same as plain values: ``healthy``, ``problems``, and ``ranks`` with the facts of each."""
+    """Return the findings as plain values: ``healthy``, ``problems``, and ``ranks`` with their facts."""
     return {
         "healthy": healthy(list(problems)),
         "problems": [dataclasses.asdict(problem) for problem in problems],
-        "ranks": [dataclasses.asdict(own) for own in facts],
+        "ranks": [dataclasses.asdict(rank_facts) for rank_facts in facts],
     }
 
 
 def _software(facts: Sequence[Facts]) -> Table:
-    """A row a library, a column for each group of ranks that have the same of everything."""
+    """Return a row for each library, and a column for each group of ranks with equal versions."""
     kinds: dict[tuple[tuple[str, str], ...], list[Facts]] = {}
-    for own in facts:
-        kinds.setdefault(tuple(_installed(own).items()), []).append(own)
+    for rank_facts in facts:
+        kinds.setdefault(tuple(_installed(rank_facts).items()), []).append(rank_facts)
     table = Table()
     table.add_column("installed", no_wrap=True)
-    for those in kinds.values():
-        table.add_column(Text(spell_places(those)), overflow="fold")
+    for ranks in kinds.values():
+        table.add_column(Text(spell_places(ranks)), overflow="fold")
     columns = [dict(kind) for kind in kinds]
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(Text(column.get(name, "")) for column in columns))
     return table
 
 
-def _installed(own: Facts) -> dict[str, str]:
-    torch, driver = own.torch, own.driver
-    versions = {"Python": own.python}
+def _installed(facts: Facts) -> dict[str, str]:
+    torch, driver = facts.torch, facts.driver
+    versions = {"Python": facts.python}
     for name in _SHOWN:
-        package = own.package(name)
+        package = facts.package(name)
         state = package.version or "not installed"
         versions[name] = f"{state}, broken" if package.broken else state
         if name == "torch" and torch is not None:
@@ -81,47 +81,47 @@ def _installed(own: Facts) -> dict[str, str]:
     if driver.cuda is not None:
         versions["NVIDIA driver"] += f" (up to CUDA {driver.cuda})"
     kinds: dict[str, int] = {}
-    for gpu in own.gpus:
+    for gpu in facts.gpus:
         kind = f"{gpu.name} {gpu.memory_gib:.0f} GiB"
         kinds[kind] = kinds.get(kind, 0) + 1
     versions["GPUs"] = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
-    cpu = own.cpu
+    cpu = facts.cpu
     versions["CPU"] = f"{cpu.model or cpu.vendor or 'not known'}, {cpu.numa_nodes or '?'} NUMA nodes"
-    for package in own.packages:
+    for package in facts.packages:
         if package.name not in versions:
             versions[package.name] = package.version or "not installed"
     return versions
 
 
 def _kernels(facts: Sequence[Facts]) -> Table | None:
-    choices = list(dict.fromkeys(choice for own in facts for choice in own.kernels))
+    choices = list(dict.fromkeys(choice for rank_facts in facts for choice in rank_facts.kernels))
     if not choices:
         return None
-    # Rows that say the same become one: first over head sizes, then over types.
+    # Equal rows become one: first over head sizes, then over types.
     sizes: dict[tuple[str, str, str, str], list[int]] = {}
     for choice in choices:
-        key = (choice.device, choice.dtype, choice.kernel, _others(choice))
+        key = (choice.device, choice.dtype, choice.kernel, _refusals(choice))
         sizes.setdefault(key, []).append(choice.head_dim)
     rows: dict[tuple[str, tuple[int, ...], str, str], list[str]] = {}
-    for (device, dtype, kernel, others), heads in sizes.items():
-        rows.setdefault((device, tuple(heads), kernel, others), []).append(dtype)
+    for (device, dtype, kernel, refusals), heads in sizes.items():
+        rows.setdefault((device, tuple(heads), kernel, refusals), []).append(dtype)
     table = Table()
     for name in ("attention on", "type", "head size", "kernel", "and not"):
         table.add_column(name, no_wrap=name == "kernel", overflow="fold")
-    for (device, head_dims, kernel, others), dtypes in rows.items():
+    for (device, head_dims, kernel, refusals), dtypes in rows.items():
         table.add_row(
             Text(device),
             ", ".join(dtypes),
             ", ".join(map(str, head_dims)),
             kernel,
-            Text(others),
+            Text(refusals),
             end_section=True,
         )
     return table
 
 
-def _others(choice: KernelChoice) -> str:
-    """Why each of the other kernels is not the one; a reason that several share is said once."""
+def _refusals(choice: KernelChoice) -> str:
+    """Return why the other kernels are not chosen; kernels with the same reason share a line."""
     reasons: dict[str, list[str]] = {}
     for name, reason in choice.verdicts:
         if name != choice.kernel:
@@ -130,10 +130,10 @@ def _others(choice: KernelChoice) -> str:
 
 
 def _patches(facts: Sequence[Facts]) -> Table | None:
-    states = list(dict.fromkeys(patch for own in facts for patch in own.patches))
+    states = list(dict.fromkeys(patch for rank_facts in facts for patch in rank_facts.patches))
     if not states:
         return None
-    versions = dict.fromkeys(own.package("megatron-core").version or "none" for own in facts)
+    versions = dict.fromkeys(rank_facts.package("megatron-core").version or "none" for rank_facts in facts)
     table = Table()
     table.add_column(f"patch of megatron-core {', '.join(versions)}", overflow="fold")
     table.add_column("state", no_wrap=True)
@@ -145,12 +145,12 @@ def _patches(facts: Sequence[Facts]) -> Table | None:
 
 
 def _network(facts: Sequence[Facts]) -> Table | None:
-    hosts = {own.host: own for own in reversed(facts)}  # one process of each host
+    hosts = {rank_facts.host: rank_facts for rank_facts in reversed(facts)}  # one process of each host
     table = Table()
     for name in ("host", "interface", "state", "speed", "addresses"):
         table.add_column(name, overflow="fold")
-    for host, own in reversed(hosts.items()):
-        for interface in own.network.interfaces:
+    for host, rank_facts in reversed(hosts.items()):
+        for interface in rank_facts.network.interfaces:
             if interface.up:
                 speed = interface.speed_mbit_s
                 table.add_row(
@@ -160,7 +160,7 @@ def _network(facts: Sequence[Facts]) -> Table | None:
                     "not known" if speed is None else f"{speed / 1000:g} Gb/s",
                     Text(", ".join(interface.addresses)),
                 )
-        for port in own.network.infiniband:
+        for port in rank_facts.network.infiniband:
             table.add_row(
                 Text(host),
                 Text(f"{port.device}:{port.port}"),
@@ -173,17 +173,17 @@ def _network(facts: Sequence[Facts]) -> Table | None:
 
 def _environment(facts: Sequence[Facts]) -> Table | None:
     values: dict[tuple[str, str], list[Facts]] = {}
-    for own in facts:
-        for name, value in own.environment.items():
+    for rank_facts in facts:
+        for name, value in rank_facts.environment.items():
             if name not in _OF_ONE_RANK:
-                values.setdefault((name, value), []).append(own)
+                values.setdefault((name, value), []).append(rank_facts)
     if not values:
         return None
     table = Table()
     for name in ("variable", "value", "on"):
         table.add_column(name, overflow="fold")
-    for (name, value), those in sorted(values.items()):
-        where = "everywhere" if len(those) == len(facts) > 1 else spell_places(those)
+    for (name, value), ranks in sorted(values.items()):
+        where = "everywhere" if len(ranks) == len(facts) > 1 else spell_places(ranks)
         table.add_row(Text(name), Text(value), Text(where))
     return table
 
@@ -203,5 +203,7 @@ def _findings(problems: Sequence[Problem]) -> list[RenderableType]:
     counts = [
         (sum(problem.severity == severity for problem in problems), severity) for severity in SEVERITIES
     ]
-    said = ", ".join(f"{count} {severity}{'' if count == 1 else 's'}" for count, severity in counts if count)
-    return [Text(f"{'healthy' if healthy(list(problems)) else 'not healthy'}: {said}"), table]
+    summary = ", ".join(
+        f"{count} {severity}{'' if count == 1 else 's'}" for count, severity in counts if count
+    )
+    return [Text(f"{'healthy' if healthy(list(problems)) else 'not healthy'}: {summary}"), table]

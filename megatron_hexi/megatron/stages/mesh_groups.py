@@ -1,9 +1,8 @@
-"""Process groups where stages differ: each rank's own view of Megatron's groups.
+"""Process groups where stages differ: Megatron's groups as each rank needs them.
 
-Megatron's groups are rows of one rectangle of ranks. Here every rank is given groups that are right for it:
-its unit for tensor parallelism, its domain for context parallelism, one rank of each stage for the pipeline.
-What joins different views (rows over borders, gradients, the loss) has groups of its own, made by all ranks
-of the job in one order.
+Megatron's groups are rows of one rectangle of ranks. Here every rank has groups of its own: its unit for
+tensor parallelism, its domain for context parallelism, a rank of each stage for the pipeline. Rows over
+borders, gradients and the loss have further groups, made by all ranks of the job in one order.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from megatron_hexi.plan.units import Unit
 
 
 class PipelineView(dist.ProcessGroup):
-    """The pipeline as one rank sees it: a rank of each stage, itself at its own.
+    """The pipeline of one rank: a rank of each stage, itself at its own stage.
 
-    Megatron asks it for sizes and ranks. Ranks of one stage see different ones, so nothing can travel on it.
+    Megatron reads its size and ranks. They differ between ranks of a stage, so nothing can be sent on it.
 
     Args:
-        ranks: one of each stage.
+        ranks: a rank of each stage.
         rank: this rank.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         super().__init__(list(ranks).index(rank), len(ranks))  # type: ignore[call-arg]
-        # Where torch.distributed looks up the ranks of a group.
-        dist.distributed_c10d._world.pg_group_ranks[self] = {one: i for i, one in enumerate(ranks)}
+        # torch.distributed looks up the ranks of a group here.
+        dist.distributed_c10d._world.pg_group_ranks[self] = {member: i for i, member in enumerate(ranks)}
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
@@ -64,7 +63,7 @@ class MeshGroups:
         self.alone = self.options.make([self.rank], "HEXI_RANK_GROUP")
 
     def of(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup | None:
-        """A group of some ranks; ``None`` on the others. To be called by all ranks of the job."""
+        """Return a group of ranks; ``None`` on other ranks. All ranks of the job must call it."""
         key = name, tuple(ranks)
         if len(key[1]) == 1:
             return self.alone if self.rank in key[1] else None
@@ -75,11 +74,11 @@ class MeshGroups:
 
 @dataclass(frozen=True)
 class BorderGroups:
-    """The groups of one border, a direction each.
+    """The groups of one border, one for each direction.
 
     Args:
-        forward: of activations.
-        backward: of gradients.
+        forward: group of activations.
+        backward: group of gradients.
     """
 
     forward: dist.ProcessGroup
@@ -92,13 +91,13 @@ class RankView:
 
     Args:
         rank: its number in the job.
-        place: what its unit does.
+        place: its unit.
         unit: its tensor-parallel ranks.
-        domain: those with which it exchanges keys.
-        a2a: those of its A2A group.
-        loss: one rank of each unit that computes the loss; itself alone where it is none of them.
-        before: the border to the stage before; with ministages, the last stage is before the first. ``None``:
-            there is none.
+        domain: the ranks with which it exchanges keys.
+        a2a: the ranks of its A2A group.
+        loss: one rank of each unit that computes the loss; the rank alone where it is none of them.
+        before: the border to the stage before; with ministages, the last stage is before the first. ``None``
+            without one.
         behind: the border to the stage behind, likewise.
         world: all ranks of the job.
     """
@@ -115,14 +114,14 @@ class RankView:
 
 
 def make_view(mesh: Mesh, groups: MeshGroups) -> RankView:
-    """Make all groups that the plan needs; to be called by all ranks of the job."""
+    """Make all groups of the plan; all ranks of the job must call it."""
     world = groups.of(range(len(mesh.units)), "JOB")
     loss = groups.of(mesh.loss_ranks(), "LOSS")
     unit = domain = a2a = None
-    for rank, own in enumerate(mesh.units):
-        unit = groups.of(own.ranks, "UNIT") or unit
+    for rank, rank_unit in enumerate(mesh.units):
+        unit = groups.of(rank_unit.ranks, "UNIT") or unit
         domain = groups.of(mesh.context_ranks(rank), "DOMAIN") or domain
-        a2a = groups.of(a2a_lane(mesh, rank), "A2A") or a2a
+        a2a = groups.of(a2a_ranks(mesh, rank), "A2A") or a2a
     borders: list[BorderGroups | None] = [None, None]
     for number, replica in enumerate(mesh.plan.replicas):
         depth = len(replica.stages)
@@ -140,13 +139,13 @@ def make_view(mesh: Mesh, groups: MeshGroups) -> RankView:
     assert domain is not None
     assert a2a is not None
     assert world is not None
-    own = mesh.units[groups.rank]
+    rank_unit = mesh.units[groups.rank]
     before, behind = borders
-    return RankView(groups.rank, own, unit, domain, a2a, loss or groups.alone, before, behind, world)
+    return RankView(groups.rank, rank_unit, unit, domain, a2a, loss or groups.alone, before, behind, world)
 
 
-def a2a_lane(mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """The ranks of a rank's A2A group: its counterpart in each unit, in the order of the domain's ranks."""
+def a2a_ranks(mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Return the ranks of a rank's A2A group: its counterpart in each unit, in the order of the domain."""
     unit = mesh.units[rank]
     index = unit.ranks.index(rank)
     return tuple(sorted(member.ranks[index] for member in unit.domain.groups[unit.group].members))
@@ -155,36 +154,36 @@ def a2a_lane(mesh: Mesh, rank: int) -> tuple[int, ...]:
 def set_megatron_groups(
     mesh: Mesh, view: RankView, alone: dist.ProcessGroup, expert_slices: dist.ProcessGroup
 ) -> None:
-    """Put a rank's view in the place of Megatron's groups.
+    """Replace Megatron's groups by those of a rank.
 
     Args:
         mesh: the units of all ranks.
         view: the groups of this rank.
         alone: a group of this rank alone.
-        expert_slices: the ranks that cut this rank's experts between them.
+        expert_slices: the ranks that divide this rank's experts between them.
     """
     from megatron.core import parallel_state
 
     rank = view.rank
-    chain = mesh.pipeline_ranks(rank)
-    ends = {chain[0], chain[-1]}
+    pipeline = mesh.pipeline_ranks(rank)
+    ends = {pipeline[0], pipeline[-1]}
     by_name: dict[str, Any] = {
         "TENSOR_MODEL_PARALLEL_GROUP": view.unit,
         "TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": list(view.place.ranks),
         "EXPERT_TENSOR_PARALLEL_GROUP": expert_slices,
-        "PIPELINE_MODEL_PARALLEL_GROUP": PipelineView(chain, rank),
-        "PIPELINE_GLOBAL_RANKS": list(chain),
+        "PIPELINE_MODEL_PARALLEL_GROUP": PipelineView(pipeline, rank),
+        "PIPELINE_GLOBAL_RANKS": list(pipeline),
         "CONTEXT_PARALLEL_GROUP": view.domain,
         "CONTEXT_PARALLEL_GLOBAL_RANKS": dist.get_process_group_ranks(view.domain),
-        # Norms of gradients, and whether a step is skipped: over all ranks.
+        # Gradient norms and skipped steps concern all ranks.
         "MODEL_PARALLEL_GROUP": view.world,
         "MODEL_PARALLEL_GLOBAL_RANKS": list(range(len(mesh.units))),
         "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": view.world,
         # Tied embeddings are pieces that the first and the last stages hold.
         "EMBEDDING_GROUP": alone if rank in ends else None,
         "EMBEDDING_GLOBAL_RANKS": sorted(ends),
-        "POSITION_EMBEDDING_GROUP": alone if rank == chain[0] else None,
-        "POSITION_EMBEDDING_GLOBAL_RANKS": [chain[0]],
+        "POSITION_EMBEDDING_GROUP": alone if rank == pipeline[0] else None,
+        "POSITION_EMBEDDING_GLOBAL_RANKS": [pipeline[0]],
         # A rank loads whole sequences of its replica's micro-batches.
         "DATA_PARALLEL_GLOBAL_RANKS": [rank],
         "DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": dist.get_process_group_ranks(view.loss),
