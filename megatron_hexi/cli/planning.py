@@ -50,7 +50,7 @@ from megatron_hexi.text_file import write_text_atomically
 
 if TYPE_CHECKING:
     from megatron_hexi.planner import Gain, Planned, Request
-    from megatron_hexi.report.launch import LaunchLines
+    from megatron_hexi.report.launch_lines import LaunchLines
 
 # The planner, the simulator and matplotlib take a second to import: only the commands that use them do, and
 # not before their input was found to be right.
@@ -103,15 +103,15 @@ def plan(
     write_plan(planned.plan, out)
     say(f"wrote {out}")
     if picture is not None:
-        from megatron_hexi.report.holdings import holdings
         from megatron_hexi.report.pictures import draw_plan
+        from megatron_hexi.report.unit_summary import unit_summaries
 
         gpus = [rank.device for rank in planned.cost.ranks]
-        write_picture(draw_plan(planned.plan, holdings(planned.plan), gpus), picture)
-    from megatron_hexi.report.gains import gains_dict, gains_report
-    from megatron_hexi.report.launch import launch_dict, launch_text
+        write_picture(draw_plan(planned.plan, unit_summaries(planned.plan), gpus), picture)
+    from megatron_hexi.report.gain_lines import gains_dict, gains_report
+    from megatron_hexi.report.launch_lines import launch_dict, launch_text
     from megatron_hexi.report.planned import job_dict, planned_dict, planned_report
-    from megatron_hexi.report.rivals import rivals_dict, rivals_report
+    from megatron_hexi.report.rival_lines import rivals_dict, rivals_report
 
     lines: LaunchLines | None = None
     with _without_flags():

@@ -51,7 +51,7 @@ def report(
     planned, run_record = read_plan(plan), read_record(record)
     model_file = PlannedJob(model=model).model_file(planned)
     check_outputs([plan, record, cluster, model_file], [out], None, "HTML")
-    from megatron_hexi.report.run import describe_run, last_start, run_dict
+    from megatron_hexi.report.run_summary import describe_run, last_start, run_dict
 
     start = last_start(run_record, planned)
     if cluster is None and model is not None:

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_hexi.doctor.facts import Cpu, InfinibandPort, Interface, Limits
+from megatron_hexi.doctor.facts import Cpu, InfinibandPort, Interface, Limits, NetworkFacts
 
 #: Variables that affect communication and CUDA. The rest of the environment may be private.
 _PREFIXES = ("CUDA_", "GLOO_", "NCCL_", "NVTE_", "TORCH_NCCL_", "UCX_")

@@ -12,7 +12,7 @@ from megatron_hexi.cluster import Cluster
 from megatron_hexi.errors import HexiError
 from megatron_hexi.kubernetes.settings import FOLDER, MAX_NAME, Settings
 from megatron_hexi.plan import Plan
-from megatron_hexi.report.launch import find_agents
+from megatron_hexi.report.launch_lines import find_agents
 from megatron_hexi.slurm import find_gpus
 
 _PORT = 29500

@@ -1,7 +1,7 @@
 """The program of a pass of attention: a rank's posts, computations and waits, in their order.
 
-This is the one place that says so. The runtime carries it out with tensors (`runtime.passes`), the cost
-model with the clocks of all units (`cost.overlap`), the simulator event by event (`lab.simulator.program`),
+This is the one place that says so. The runtime carries it out with tensors (`runtime.passes`), the cost model
+with the clocks of all units (`cost.overlap`), the simulator event by event (`lab.simulator.unit_program`),
 and tests by NCCL's rules. It says nothing of sizes: those stand in the split tables (`plan.schedule`).
 
     post the ways in; wait for the first; post the keys of the first `window` steps

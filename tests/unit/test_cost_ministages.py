@@ -18,7 +18,7 @@ from megatron_hexi.cost.memory import GIB
 from megatron_hexi.cost.ministage_pipeline import Lane, MinistagePipeline, Passing
 from megatron_hexi.errors import ClusterError
 from megatron_hexi.lab.simulator import simulate
-from megatron_hexi.lab.simulator.ministages import replay_ministages
+from megatron_hexi.lab.simulator.ministage_replay import replay_ministages
 from megatron_hexi.mesh import ministage_passes
 from megatron_hexi.plan import read_plan
 from megatron_hexi.plan.shares import assign_in_turn

@@ -12,8 +12,8 @@ from megatron_hexi.lab.simulator import simulate
 from megatron_hexi.lab.simulator.timeline_picture import draw_timeline
 from megatron_hexi.plan import Estimate, proportional_plan, write_plan
 from megatron_hexi.record import RankTimes, Round, read_record
-from megatron_hexi.report.run import Pace, describe_run
 from megatron_hexi.report.run_page import run_page
+from megatron_hexi.report.run_summary import Pace, describe_run
 from tests.support.costs import cluster
 from tests.support.html import Page
 from tests.support.records import GIB, JOB, PLAN, interval, start, write_record

@@ -1,4 +1,4 @@
-"""A whole iteration: layers replayed event by event, stages step by step, the rest as in the cost model."""
+"""A whole iteration: layers replayed event by event, stages step by step, the rest from the cost model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megatron_hexi.cost.stage import exposed_synchronisation
 from megatron_hexi.lab.simulator.engine import Progress
 from megatron_hexi.lab.simulator.extend import StageTimes, extend_stage
 from megatron_hexi.lab.simulator.findings import find
-from megatron_hexi.lab.simulator.ministages import replay_ministages
-from megatron_hexi.lab.simulator.pipeline import pipeline_phases, replay_pipeline
+from megatron_hexi.lab.simulator.ministage_replay import replay_ministages
+from megatron_hexi.lab.simulator.pipeline_replay import pipeline_phases, replay_pipeline
 from megatron_hexi.lab.simulator.replay import Replay, replay_section
 from megatron_hexi.lab.simulator.simulation import LinkUse, PipelineSpan, RankTimeline, Simulation, Span
 from megatron_hexi.lab.simulator.work import LayerWork, layer_work
 from megatron_hexi.plan import Plan
 
-#: So many layers are replayed forward, and backward, at least: all units begin the first one together, the
-#: other two show what goes on.
+#: Least number of layers that are replayed forward and backward: all units begin the first together, the
+#: other two show the steady state.
 LEAST_LAYERS = 3
-#: As many more are replayed as have no more messages than this together, which take a few tenths of a second.
+#: More layers are replayed up to this total of messages, which take a few tenths of a second.
 MOST_MESSAGES = 5_000
 
 
@@ -39,15 +39,15 @@ def simulate(
     gpus: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> Simulation:
-    """Replay a plan.
+    """Simulate an iteration of a plan.
 
     Args:
         plan: a plan that passed its checks.
         job: the job.
         cluster: the cluster.
-        gpus: the cluster's rank of each rank of the job; ``None``: those that the plan names, or else all of
-            the cluster in file order.
-        progress: told how much of how much is done, about a hundred times.
+        gpus: the cluster's GPU of each rank of the job; ``None``: the plan's, or else all of the cluster in
+            file order.
+        progress: callback: receives the parts done and their total, about a hundred times.
 
     Raises:
         PlanError: the plan was made for another job.
@@ -66,22 +66,24 @@ def simulate(
         for section, replay, cost, count in zip(sections, replays, timing.stages, layers, strict=True)
     ]
     waits = exposed_synchronisation(sections, [stage.cost for stage in stages], timing.reductions)
-    lanes = replica_lanes(
+    stage_lanes = replica_lanes(
         sections, ((stage.replicas, stage.forward.tolist()) for stage in stages), timing.micro_batches
     )
     replicas, steps = list[Phases](), list[PipelineSpan]()
     for replica, wait in enumerate(waits):
         pipeline = timing.pipelines[replica]
         if isinstance(pipeline, MinistagePipeline):
-            pipeline = replace(pipeline, lanes=lanes[replica])
+            pipeline = replace(pipeline, lanes=stage_lanes[replica])
             spans, _ = replay_ministages(pipeline, replica)
-            found = pipeline.busiest + pipeline.waits(lambda one: replay_ministages(one, 0)[1])
+            phases_of_replica = pipeline.busiest + pipeline.waits(
+                lambda other: replay_ministages(other, 0)[1]
+            )
         else:
-            pipeline = replace(pipeline, stages=tuple(lane.phases for (lane,) in lanes[replica]))
-            forward = [lane.forward_s for (lane,) in lanes[replica]]
+            pipeline = replace(pipeline, stages=tuple(lane.phases for (lane,) in stage_lanes[replica]))
+            forward = [lane.forward_s for (lane,) in stage_lanes[replica]]
             spans = replay_pipeline(pipeline, forward, replica)
-            found = pipeline_phases(pipeline, forward, spans)
-        replicas.append(found + Phases(gradients=wait))
+            phases_of_replica = pipeline_phases(pipeline, forward, spans)
+        replicas.append(phases_of_replica + Phases(gradients=wait))
         steps += spans
     step = max(float(times.max()) for times in timing.optimizer)
     phases = max(replicas, key=lambda phases: phases.total) + Phases(optimizer=step)
@@ -104,10 +106,10 @@ def simulate(
 
 
 def _layers(section: Section, work: LayerWork) -> int:
-    """How many layers are replayed."""
-    each = work.messages(section.job.mode != "none")
+    """Return the number of layers to replay."""
+    messages = work.messages(section.job.mode != "none")
     fewest = min(section.by_domain(section.parts.layers))
-    return min(fewest, max(LEAST_LAYERS, MOST_MESSAGES // max(1, each)))
+    return min(fewest, max(LEAST_LAYERS, MOST_MESSAGES // max(1, messages)))
 
 
 def _replays(
@@ -121,9 +123,9 @@ def _replays(
     replays: list[Replay] = []
     for number, (section, cost) in enumerate(zip(timing.sections, timing.stages, strict=True)):
 
-        def report(done: int, total: int, before: int = number) -> None:
+        def report(parts_done: int, total: int, before: int = number) -> None:
             if progress is not None:
-                progress(before * total + done, count * total)
+                progress(before * total + parts_done, count * total)
 
         replays.append(replay_section(section, cost, works[number], cluster, layers[number], report))
     return replays
@@ -144,7 +146,7 @@ def _ranks(
         communication = turns * stage.communication + np.array(waits)[replica]
         for unit, numbers in enumerate(section.ranks):
             busy = {kind: float(seconds[unit]) for kind, seconds in work.items()}
-            # Rounding must not make a rank that never waits wait less than nothing.
+            # Rounding must not make the idle time negative.
             idle = max(0.0, whole - sum(busy.values()) - float(communication[unit]))
             for rank, gpu in zip(numbers.tolist(), section.placement.gpus[unit].tolist(), strict=True):
                 ranks.append(
@@ -178,7 +180,7 @@ def _spans(section: Section, replay: Replay) -> list[Span]:
 def _links(
     timing: Timing, replays: Sequence[Replay], stages: Sequence[StageTimes], whole: float
 ) -> tuple[LinkUse, ...]:
-    """Bytes of all layers and micro-batches; the largest share of the iteration first."""
+    """Return the use of links over all layers and micro-batches; the largest share first."""
     sizes: dict[str, float] = defaultdict(float)
     capacity: dict[str, float] = {}
     most: dict[str, int] = defaultdict(int)
@@ -193,7 +195,7 @@ def _links(
 
 
 def _carried(replay: Replay, times: Floats) -> Floats:
-    """Bytes that cross each link in an iteration; `times` that each unit goes through each lap, [laps, U]."""
+    """Return bytes on each link in an iteration; `times` counts each unit's layer passes, [passes, U]."""
     program, table = replay.program, replay.table
     laps = np.array(program.set_laps, dtype=np.int64)[program.sets]
     size = program.size * times[laps, program.src]

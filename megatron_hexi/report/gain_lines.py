@@ -1,4 +1,4 @@
-"""What a plan gains by each feature that Megatron's flags lack, for a terminal and for --json."""
+"""The gain of a plan from each feature that Megatron's flags lack, for a terminal and for --json."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:  # brings the solver, which a report does not need
 
 
 def gains_report(planned: Planned, gains: Sequence[Gain]) -> RenderableType:
-    """A line for each feature: the best plan without it, and the option that asks for that.
+    """Return a line for each feature: the best plan without it, and the option that asks for that.
 
     Args:
         planned: the plan.
-        gains: of the features that it uses.
+        gains: gains of the features that it uses.
     """
     if not gains:
         return Text("gains: the plan is one of Megatron's own flags")
@@ -25,7 +25,7 @@ def gains_report(planned: Planned, gains: Sequence[Gain]) -> RenderableType:
 
 
 def gains_dict(planned: Planned, gains: Sequence[Gain]) -> list[dict[str, Any]]:
-    """The same as plain values: tokens/s, and by what part the plan is faster."""
+    """Return the gains as plain values: tokens/s, and the relative speed-up."""
     return [vars(gain) | {"gain": _gain(planned, gain)} for gain in gains]
 
 

@@ -1,8 +1,8 @@
-"""The lines that start a plan's training: Megatron's flags, torchrun for each node, sbatch for all of them.
+"""Commands that start a plan's training: Megatron's flags, torchrun for each node, sbatch for all nodes.
 
 torchrun numbers the ranks of a job agent by agent, so each agent takes consecutive ranks of the plan on one
 node. A node whose ranks are not consecutive, or that the plan uses in part, gets an agent for each run of
-them, which sees these GPUs only.
+ranks, which sees only the GPUs of these.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_hexi.plan.kernels import join_kernels
 from megatron_hexi.plan.units import job_ranks
 from megatron_hexi.slurm import find_gpus
 
-#: What a trial run takes where the user has not said: synthetic data, few iterations.
+#: Flags of a trial run that the user did not give: synthetic data, few iterations.
 _TRIAL = {
     "--mock-data": None,
     "--tokenizer-type": "NullTokenizer",
@@ -38,11 +38,11 @@ _TRIAL = {
     "--eval-interval": "1000",
     "--log-interval": "1",
 }
-#: With one of these the user has data.
+#: Flags with which the user has data.
 _DATA = ("--data-path", "--data-args-path", "--per-split-data-args-path", "--mock-data")
-#: With one of these the job's schedule counts samples, and with one of the others iterations.
+#: Flags with which the job's schedule counts samples, not iterations.
 _SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples")
-#: Iterations from checkpoint to checkpoint, as of ``hexi arguments``.
+#: Iterations between checkpoints, as in ``hexi arguments``.
 SAVE_INTERVAL = 500
 #: Iterations of a trial run.
 _ITERATIONS = 10
@@ -51,13 +51,13 @@ _PORT = 29500
 
 @dataclass(frozen=True)
 class Agent:
-    """One start of torchrun.
+    """A start of torchrun.
 
     Args:
         node: its host, if the cluster file names it, or else its name there.
-        entry: that it is one of.
-        gpus: of the node, by their numbers there, ascending as ranks are.
-        first_rank: of the job.
+        entry: the node's entry in the cluster file.
+        gpus: numbers of its GPUs in the node, ascending as ranks are.
+        first_rank: its first rank in the job.
         whole: whether these are all GPUs of the node.
     """
 
@@ -70,10 +70,10 @@ class Agent:
 
 @dataclass(frozen=True)
 class LaunchLines:
-    """What to type.
+    """Commands and flags of a training.
 
     Args:
-        flags: all of Megatron's, the plan's included.
+        flags: all flags of Megatron, with the plan's.
         torchrun: node and line, in the order of ranks.
         sbatch: the lines for Slurm, which run from anywhere in the repository.
     """
@@ -83,21 +83,25 @@ class LaunchLines:
     sbatch: tuple[str, ...]
 
 
-def megatron_flags(given: Sequence[str], more: Sequence[str], plan: Plan, path: str) -> tuple[str, ...]:
-    """Return all flags of a training under a plan, as training takes them.
+def megatron_flags(model_words: Sequence[str], more: Sequence[str], plan: Plan, path: str) -> tuple[str, ...]:
+    """Return all flags of a training under a plan, as training parses them.
 
     Args:
-        given: Megatron's flags for the model, and for the job where a file states it.
-        more: the user's own; they replace flags of the same name.
-        plan: the plan; what it sets is left out.
-        path: its file.
+        model_words: Megatron's flags of the model, and of the job where a file states it.
+        more: the user's flags; they replace flags of the same name.
+        plan: the plan; flags that it sets are left out.
+        path: the plan's file.
 
     Raises:
         HexiError: a flag that Megatron does not have, or that does not work with such a plan; a model or a
             job that the plan was not made for.
     """
     names = {word.partition("=")[0] for word in more}
-    words = [*_without(given, {*replaced_flags(plan), *names}), "--seq-length", str(plan.workload.seq_length)]
+    words = [
+        *_without(model_words, {*replaced_flags(plan), *names}),
+        "--seq-length",
+        str(plan.workload.seq_length),
+    ]
     args = _parse([*words, *more])
     resolve(args, path)
     if args.position_embedding_type != "learned_absolute":  # without weights: as many as there are tokens
@@ -110,7 +114,7 @@ def megatron_flags(given: Sequence[str], more: Sequence[str], plan: Plan, path: 
             ]
     names |= {word.partition("=")[0] for word in words}
     words += [word for flag, value in ADDED.items() if flag not in names for word in (flag, value)]
-    # What the image lacks is not asked for: training takes the plan's kernel where it is installed.
+    # Kernels that the image lacks are left out: training uses the plan's kernel where it is installed.
     kernels = shipped_kernels(plan.job.kernel or {})
     pinned = ["--hexi-kernel", join_kernels(kernels)] if kernels and "--hexi-kernel" not in names else []
     flags = ("--hexi-plan", path, *pinned, *words, *_trial(names, args, plan), *more)
@@ -119,10 +123,10 @@ def megatron_flags(given: Sequence[str], more: Sequence[str], plan: Plan, path: 
 
 
 def check_flags(flags: Sequence[str], plan: Plan) -> None:
-    """Hold flags against their plan, as each rank does before it allocates anything.
+    """Check flags against their plan, as each rank does before it allocates anything.
 
     Args:
-        flags: all of Megatron's, the plan's included.
+        flags: all flags of Megatron, with the plan's.
         plan: the plan.
 
     Raises:
@@ -144,7 +148,7 @@ def _parse(words: Sequence[str]) -> Namespace:
 
 
 def _trial(names: set[str], args: Namespace, plan: Plan) -> list[str]:
-    """What the user has not said, for a run of some iterations."""
+    """Return flags that the user did not give, for a run of some iterations."""
     has_data = not names.isdisjoint(_DATA)
     trial = [
         word
@@ -166,7 +170,7 @@ def _trial(names: set[str], args: Namespace, plan: Plan) -> list[str]:
 
 
 def find_agents(plan: Plan, cluster: Cluster) -> tuple[Agent, ...]:
-    """The starts of torchrun, in the order of ranks.
+    """Return the starts of torchrun, in the order of ranks.
 
     Raises:
         PlanError: the plan was made for another cluster.
@@ -174,10 +178,10 @@ def find_agents(plan: Plan, cluster: Cluster) -> tuple[Agent, ...]:
     ranks = [cluster.ranks[gpu] for gpu in find_gpus(plan, cluster)]
     entries = [entry for entry in cluster.file.nodes for _ in range(entry.count)]
     agents, first = [], 0
-    for node, some in itertools.groupby(ranks, key=lambda rank: rank.node):
-        gpus = tuple(rank.local for rank in some)
+    for node, node_ranks in itertools.groupby(ranks, key=lambda rank: rank.node):
+        gpus = tuple(rank.local for rank in node_ranks)
         whole = gpus == tuple(range(len(cluster.nodes[node].ranks)))
-        # As hosts are called: one node alone has no number.
+        # Names of hosts: a single node has no number.
         usual = entries[node].name if entries[node].count == 1 else cluster.nodes[node].name
         name = cluster.file.hosts[node] or usual
         agents.append(Agent(name, entries[node], gpus, first, whole))
@@ -188,15 +192,15 @@ def find_agents(plan: Plan, cluster: Cluster) -> tuple[Agent, ...]:
 def launch_lines(
     plan: Plan, cluster: Cluster, flags: Sequence[str], *, plan_path: str, cluster_path: str, model: str
 ) -> LaunchLines:
-    """What to type for a plan.
+    """Return the commands of a plan.
 
     Args:
         plan: the plan.
-        cluster: that it was made for.
-        flags: of `megatron_flags`.
+        cluster: the plan's cluster.
+        flags: the flags of `megatron_flags`.
         plan_path: the plan's file.
         cluster_path: the cluster's file.
-        model: as ``--model`` takes it.
+        model: a value of ``--model``.
 
     Raises:
         PlanError: the plan was made for another cluster.
@@ -210,18 +214,18 @@ def launch_lines(
 
 
 def launch_dict(lines: LaunchLines) -> dict[str, Any]:
-    """The lines as plain values."""
-    found = asdict(lines)
-    return found | {"torchrun": [{"node": node, "line": line} for node, line in lines.torchrun]}
+    """Return the commands as plain values."""
+    values = asdict(lines)
+    return values | {"torchrun": [{"node": node, "line": line} for node, line in lines.torchrun]}
 
 
 def launch_text(lines: LaunchLines, *, most: int | None = None, more: str = "") -> str:
-    """The lines as a shell takes them: the flags, then torchrun for each node, then Slurm's.
+    """Return the commands as a shell reads them: the flags, then torchrun for each node, then Slurm's.
 
     Args:
-        lines: the lines.
-        most: starts of torchrun that are shown; ``None``: all.
-        more: where the others are.
+        lines: the commands.
+        most: number of torchrun commands to show; ``None``: all.
+        more: where to find the others.
     """
     data = " Synthetic data until you give your own." if "--mock-data" in lines.flags else ""
     text = [f"# Megatron's flags; the plan sets the others.{data}"]
@@ -243,9 +247,9 @@ def _torchrun(number: int, agents: Sequence[Agent]) -> str:
             f"--master-addr={agents[0].node}",
             f"--master-port={_PORT}",
         ]
-    seen = "" if agent.whole else f"CUDA_VISIBLE_DEVICES={','.join(map(str, agent.gpus))} "
+    visible = "" if agent.whole else f"CUDA_VISIBLE_DEVICES={','.join(map(str, agent.gpus))} "
     words = [f"--nproc-per-node={len(agent.gpus)}", *together, "-m", "megatron_hexi.pretrain_gpt"]
-    return f'{seen}torchrun {" ".join(words)} "${{FLAGS[@]}}"'
+    return f'{visible}torchrun {" ".join(words)} "${{FLAGS[@]}}"'
 
 
 def _sbatch(agents: Sequence[Agent], plan_path: str, cluster_path: str, model: str) -> tuple[str, ...]:
@@ -262,9 +266,9 @@ def _sbatch(agents: Sequence[Agent], plan_path: str, cluster_path: str, model: s
 
 
 def _components(agents: Sequence[Agent]) -> Iterator[tuple[str, int, int]]:
-    """Of each component of a job where it runs, how many nodes it has, and GPUs of each.
+    """Yield where each component of a job runs, its number of nodes, and GPUs of each node.
 
-    Nodes whose hosts the cluster file names are asked for by host, those with as many GPUs together.
+    Nodes with hosts in the cluster file are selected by host, grouped by their number of GPUs.
     """
     used = {agent.node: agent.entry for agent in agents}
     named: dict[int, list[str]] = {}
@@ -273,15 +277,15 @@ def _components(agents: Sequence[Agent]) -> Iterator[tuple[str, int, int]]:
             named.setdefault(entry.gpus, []).append(host)
     for gpus, hosts in named.items():
         yield f"--nodelist={shlex.quote(','.join(hosts))}", len(hosts), gpus
-    others = [entry for entry in used.values() if not entry.hosts]
-    counts = Counter(entry.name for entry in others)
-    gpus_of = {entry.name: entry.gpus for entry in others}
+    unnamed = [entry for entry in used.values() if not entry.hosts]
+    counts = Counter(entry.name for entry in unnamed)
+    gpus_of = {entry.name: entry.gpus for entry in unnamed}
     for name, count in counts.items():
         yield f"--partition={shlex.quote(name)}", count, gpus_of[name]
 
 
 def _flag_lines(flags: Sequence[str]) -> list[str]:
-    """The flags for a shell, each with its values on a line of its own."""
+    """Return the flags for a shell, each with its values on a line of its own."""
     lines: list[list[str]] = []
     for word in flags:
         if word.startswith("--") or not lines:
@@ -291,21 +295,21 @@ def _flag_lines(flags: Sequence[str]) -> list[str]:
 
 
 def flags_text(flags: Sequence[str]) -> str:
-    """The flags as a file of Megatron's arguments."""
+    """Return the flags as a file of Megatron's arguments."""
     return "".join(f"{line}\n" for line in _flag_lines(flags))
 
 
 def replace_flags(words: Sequence[str], more: Sequence[str]) -> list[str]:
-    """The words, in which flags of `more` replace those of the same name."""
+    """Return words in which flags of `more` replace those of the same name."""
     return [*_without(words, {word for word in more if word.startswith("--")}), *more]
 
 
 def _without(words: Sequence[str], flags: set[str]) -> list[str]:
-    """The words without these flags and their values."""
-    kept, leaving = [], False
+    """Return words without some flags and their values."""
+    remaining, leaving = [], False
     for word in words:
         if word.startswith("--"):
             leaving = word.partition("=")[0] in flags
         if not leaving:
-            kept.append(word)
-    return kept
+            remaining.append(word)
+    return remaining

@@ -1,7 +1,7 @@
-"""What each unit does: layer after layer its token work and sums, and the program of attention.
+"""Instructions of each unit: layer after layer its token work, all-reduces, and attention.
 
-An operation of that program (`plan.program`) is an instruction to each unit that it concerns: its own
-messages to post or to wait for, its seconds to compute.
+An operation of attention's program (`plan.program`) becomes an instruction for each unit concerned: its
+messages to post or to wait for, its seconds of computation.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from megatron_hexi.plan import program as attention
 
 Way = Literal["forward", "logits", "again", "backward"]
 
-#: Points of a lap that each unit passes: the all-to-all in is posted, attention begins, attention is done
-#: (with what it sends), the all-to-all out is done.
+#: Points of a layer pass: the all-to-all in is posted, attention begins, attention is done (with its sends),
+#: the all-to-all out is done.
 POINTS = ("ready", "enter", "leave", "finish")
 
 
-class Lap(NamedTuple):
-    """One direction of one layer, or the logits.
+class LayerPass(NamedTuple):
+    """A forward or backward pass of one layer, or the logits.
 
     Args:
-        way: what is done.
-        layer: of which layer; that of the last one for logits.
-        whole: whether work on tokens is part of it; recomputed core attention has none.
+        way: the kind of pass.
+        layer: number of the layer; of the last layer for logits.
+        whole: whether token work is part of it; recomputed core attention has none.
     """
 
     way: Way
@@ -38,20 +38,20 @@ class Lap(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Batch:
-    """One unit's messages of one set: what it posts at once.
+class UnitBatch:
+    """One unit's messages of one set, which it posts at once.
 
     Args:
-        unit: whose.
-        lap: of which lap.
+        unit: number of the unit.
+        lap: number of the layer pass.
         phase: ``all_to_all`` or ``exchange``.
-        carries: keys, say, for people.
-        step: of the exchange, from 1; 0 for an all-to-all.
-        part: of the step, from 1; 0 where it has one part only.
-        messages: their numbers.
-        left: how many have not arrived.
-        began: when the first of them left; before that, less than nothing.
-        ended: when the last one arrived.
+        carries: contents as text, such as ``keys``.
+        step: step of the exchange, from 1; 0 for an all-to-all.
+        part: part of the step, from 1; 0 where it has one part only.
+        messages: numbers of the messages.
+        left: number of messages that have not arrived.
+        began: start of the first message; negative before.
+        ended: arrival of the last message.
     """
 
     unit: int
@@ -67,7 +67,7 @@ class Batch:
 
     @property
     def name(self) -> str:
-        """For people: ``keys 2``, or ``keys 1.3`` where a step has parts."""
+        """Name as text: ``keys 2``, or ``keys 1.3`` where a step has parts."""
         part = f".{self.part}" if self.part else ""
         return f"{self.carries} {self.step}{part}" if self.step else self.carries
 
@@ -81,60 +81,60 @@ class Compute(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Sums inside the unit."""
+    """All-reduces inside the unit."""
 
     seconds: float
 
 
-class Post(NamedTuple):
+class PostBatch(NamedTuple):
     """Start a batch, behind those that were posted before."""
 
-    batch: Batch
+    batch: UnitBatch
 
 
-class Wait(NamedTuple):
+class WaitForBatch(NamedTuple):
     """Wait until a batch has arrived."""
 
-    batch: Batch
+    batch: UnitBatch
 
 
 class Mark(NamedTuple):
-    """Pass a point of a lap."""
+    """Pass a point of a layer pass."""
 
     lap: int
     point: int
 
 
-Instruction = Compute | Sum | Post | Wait | Mark
-#: What travels together, as each unit's own batch of it.
-_Sets = dict[attention.Batch, dict[int, Batch]]
+Instruction = Compute | Sum | PostBatch | WaitForBatch | Mark
+#: Batches of attention, each as the units' own batches.
+_Sets = dict[attention.Batch, dict[int, UnitBatch]]
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
-    """What all units do.
+class StageProgram:
+    """The instructions of all units of a stage.
 
     Args:
         units: the instructions of each unit.
-        laps: what they do one after the other.
+        laps: the layer passes, in order.
         src: sending unit of each message, [M].
         dst: receiving unit, [M].
         size: bytes on one GPU, [M].
-        sets: the set of each: messages that the cost model takes to be under way together, [M].
-        set_kinds: what each set carries, for people.
-        set_laps: the lap of each set.
-        batches: sender's and receiver's batch of each message.
+        sets: set of each message; the cost model assumes that a set is under way together, [M].
+        set_kinds: contents of each set, as text.
+        set_laps: layer pass of each set.
+        batches: the sender's and the receiver's batch of each message.
     """
 
     units: list[list[Instruction]]
-    laps: tuple[Lap, ...]
+    laps: tuple[LayerPass, ...]
     src: Ints
     dst: Ints
     size: Floats
     sets: Ints
     set_kinds: list[str]
     set_laps: list[int]
-    batches: list[tuple[Batch, Batch]]
+    batches: list[tuple[UnitBatch, UnitBatch]]
 
 
 class _Builder:
@@ -145,11 +145,11 @@ class _Builder:
         self._logits_sums = sums
         self.sent: list[Messages] = []
         self.units: list[list[Instruction]] = [[] for _ in range(len(work.sums))]
-        self.batches: list[tuple[Batch, Batch]] = []
+        self.batches: list[tuple[UnitBatch, UnitBatch]] = []
         self.set_kinds: list[str] = []
         self.set_laps: list[int] = []
 
-    def add(self, number: int, lap: Lap) -> None:
+    def add(self, number: int, lap: LayerPass) -> None:
         if lap.way == "logits":
             for unit, program in enumerate(self.units):
                 program += _if_any(Compute("logits", "logits", float(self._logits[unit])))
@@ -157,7 +157,7 @@ class _Builder:
                 program += [Mark(number, point) for point in range(len(POINTS))]
             return
         work, way = self._work, int(lap.way == "backward")
-        sets = {what: self._batches(number, what, sent) for what, sent in work.sent[way].items()}
+        sets = {batch: self._batches(number, batch, sent) for batch, sent in work.sent[way].items()}
         for unit, program in enumerate(self.units):
             if lap.whole:
                 program += _if_any(Compute("token", "token work", float(work.token[way][unit])))
@@ -178,10 +178,10 @@ class _Builder:
                     if batch == last_out:
                         yield Mark(lap, 2)
                     if unit in sets[batch]:
-                        yield Post(sets[batch][unit])
+                        yield PostBatch(sets[batch][unit])
                 case attention.Wait(batch):
                     if unit in sets[batch]:
-                        yield Wait(sets[batch][unit])
+                        yield WaitForBatch(sets[batch][unit])
                     if batch == first_in:
                         yield Mark(lap, 1)
                 case attention.OwnBlock(first, stop):
@@ -195,17 +195,18 @@ class _Builder:
                     seconds = float(work.blocks[step][part][way][unit]) * shares
                     yield from _if_any(Compute("attention", f"blocks {step + 1}", seconds))
 
-    def _batches(self, lap: int, what: attention.Batch, messages: Messages) -> dict[int, Batch]:
-        """One batch for each unit that sends or receives any of the messages."""
-        phase, carries, step, part = "all_to_all", f"all-to-all {what.cargo}", 0, 0
-        if what.cargo in ("keys", "gradients"):
-            phase, carries, step = "exchange", what.cargo, what.step + 1
-            part = what.part + 1 if len(self._work.blocks[what.step]) > 1 else 0
+    def _batches(self, lap: int, shared: attention.Batch, messages: Messages) -> dict[int, UnitBatch]:
+        """Return a batch for each unit that sends or receives any of the messages."""
+        phase, carries, step, part = "all_to_all", f"all-to-all {shared.cargo}", 0, 0
+        if shared.cargo in ("keys", "gradients"):
+            phase, carries, step = "exchange", shared.cargo, shared.step + 1
+            part = shared.part + 1 if len(self._work.blocks[shared.step]) > 1 else 0
         number = len(self.batches)
-        found: dict[int, Batch] = {}
+        batches: dict[int, UnitBatch] = {}
         for src, dst in zip(messages.src.tolist(), messages.dst.tolist(), strict=True):
             ends = tuple(
-                found.setdefault(unit, Batch(unit, lap, phase, carries, step, part)) for unit in (src, dst)
+                batches.setdefault(unit, UnitBatch(unit, lap, phase, carries, step, part))
+                for unit in (src, dst)
             )
             for batch in ends:
                 batch.messages.append(number)
@@ -215,26 +216,26 @@ class _Builder:
         self.sent.append(messages)
         self.set_kinds.append(carries)
         self.set_laps.append(lap)
-        return found
+        return batches
 
 
 def build_program(
-    work: LayerWork, laps: Sequence[Lap], window: int, logits: Floats, logits_sums: Floats
-) -> Program:
-    """Write down what each unit of a stage does.
+    work: LayerWork, laps: Sequence[LayerPass], window: int, logits: Floats, logits_sums: Floats
+) -> StageProgram:
+    """Return the instructions of each unit of a stage.
 
     Args:
-        work: of one layer.
-        laps: what is done, in order; a layer at least.
-        window: exchange steps under way ahead of the one in use.
-        logits: output matrix and loss of each unit, both directions, s, [U].
-        logits_sums: the sum inside each unit that they need, s, [U].
+        work: work of one layer.
+        laps: layer passes in order, at least one.
+        window: exchange steps under way ahead of the step in use.
+        logits: seconds of output matrix and loss of each unit, both directions, [U].
+        logits_sums: seconds of their all-reduce inside each unit, [U].
     """
     builder = _Builder(work, window, logits, logits_sums)
     for number, lap in enumerate(laps):
         builder.add(number, lap)
     counts = [len(messages.src) for messages in builder.sent]
-    return Program(
+    return StageProgram(
         units=builder.units,
         laps=tuple(laps),
         src=np.concatenate([messages.src for messages in builder.sent]),

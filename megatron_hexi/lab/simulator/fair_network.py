@@ -1,7 +1,7 @@
-"""Transfers under way: who shares which link with whom, at what rate, and who has arrived.
+"""Transfers under way: shared links, rates and arrivals.
 
-Only transfers that are joined by links (directly or through others) change each other's rates. Such a part of
-the network is worked out anew when one of its transfers begins or ends, and the rest of it is left alone.
+Only transfers that are joined by links, directly or through others, change each other's rates. Such a part of
+the network is recomputed when one of its transfers begins or ends.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ _FULL = 1 - 1e-9
 
 @dataclass
 class Meetings:
-    """Who shared links with whom.
+    """Statistics of transfers that share links.
 
     Args:
-        most: transfers on each link at most.
-        together: the most of one set on each link at a time, by set and link.
-        foreign_s: seconds in which a full link was shared by transfers of different sets, by link and the
-            kinds of those.
+        most: most transfers on each link at a time.
+        together: most transfers of one set on a link at a time, by set and link.
+        foreign_s: seconds in which transfers of different sets shared a full link, by link and kinds.
     """
 
     most: list[int]
@@ -37,14 +36,14 @@ class Meetings:
 
 
 class FairNetwork:
-    """Links shared fairly.
+    """A network of links with fair shares.
 
     Args:
         table: the routes.
-        route: of each transfer, by its number.
-        size: bytes of each.
-        sets: the set of each: those that the cost model takes to be under way together.
-        kinds: what the transfers of each set carry, for people.
+        route: number of each transfer's route.
+        size: bytes of each transfer.
+        sets: set of each transfer; the cost model assumes that a set is under way together.
+        kinds: contents of the transfers of each set, as text.
     """
 
     def __init__(self, table: RouteTable, route: Ints, size: Floats, sets: Ints, kinds: list[str]) -> None:
@@ -70,21 +69,21 @@ class FairNetwork:
         self.meetings = Meetings([0] * count)
 
     def begin(self, transfer: int, now: float) -> None:
-        """Bytes of a transfer start to flow."""
+        """Let the bytes of a transfer flow."""
         self._since[transfer] = now
-        own = self._sets[transfer]
+        own_set = self._sets[transfer]
         meetings = self.meetings
         for link in self._of[transfer]:
             self._on[link].add(transfer)
             sets = self._on_sets[link]
-            sets[own] += 1
+            sets[own_set] += 1
             meetings.most[link] = max(meetings.most[link], len(self._on[link]) * self._lanes[link])
-            if sets[own] > 1:
-                meetings.together[own, link] = max(meetings.together[own, link], sets[own])
+            if sets[own_set] > 1:
+                meetings.together[own_set, link] = max(meetings.together[own_set, link], sets[own_set])
             self._changed.add(link)
 
     def settle(self, now: float) -> list[tuple[float, int]]:
-        """Share the links that changed anew; when the first transfer of each part ends, and the part."""
+        """Share the changed links anew; return for each part when its first transfer ends, and its number."""
         ends = []
         changed, self._changed = self._changed, set()
         while changed:
@@ -98,31 +97,31 @@ class FairNetwork:
         return ends
 
     def arrived(self, part: int, now: float) -> list[int]:
-        """The transfers of a part that have arrived; none if the part is no longer what it was."""
+        """Return the arrived transfers of a part; none if the part has changed."""
         members = self._parts.pop(part, None)
         if members is None:
             return []
-        done: list[int] = members[self._end[members] <= now * (1 + CLOSE)].tolist()
-        for transfer in done:
-            own = self._sets[transfer]
+        finished: list[int] = members[self._end[members] <= now * (1 + CLOSE)].tolist()
+        for transfer in finished:
+            own_set = self._sets[transfer]
             for link in self._of[transfer]:
                 self._on[link].discard(transfer)
                 sets = self._on_sets[link]
-                sets[own] -= 1
-                if not sets[own]:
-                    del sets[own]
+                sets[own_set] -= 1
+                if not sets[own_set]:
+                    del sets[own_set]
                 self._changed.add(link)
-        return done
+        return finished
 
     def _joined(self, link: int) -> tuple[set[int], set[int]]:
-        """All transfers and links that a link is joined to."""
+        """Return all transfers and links that are joined to a link."""
         transfers: set[int] = set()
         links = {link}
         front = {link}
         while front:
-            found: set[int] = set().union(*(self._on[one] for one in front)) - transfers
-            transfers |= found
-            front = set().union(*(self._of[one] for one in found)) - links
+            reached: set[int] = set().union(*(self._on[number] for number in front)) - transfers
+            transfers |= reached
+            front = set().union(*(self._of[number] for number in reached)) - links
             links |= front
         return transfers, links
 
@@ -130,13 +129,13 @@ class FairNetwork:
         number = self._numbers
         self._numbers += 1
         if len(transfers) == 1:
-            # Most transfers are alone; they need no arrays.
+            # Most transfers share no link and need no arrays.
             (only,) = transfers
-            left = self._left[only] - self._rate[only] * (now - self._since[only])
+            remaining = self._left[only] - self._rate[only] * (now - self._since[only])
             rate = self._table.alone[self._route[only]]
-            end = now + max(0.0, left) / rate
+            end = now + max(0.0, remaining) / rate
             self._parts.pop(int(self._part[only]), None)
-            self._left[only], self._rate[only], self._since[only] = left, rate, now
+            self._left[only], self._rate[only], self._since[only] = remaining, rate, now
             self._end[only], self._part[only] = end, number
             self._parts[number] = np.array(transfers)
             for link in links:
@@ -145,15 +144,15 @@ class FairNetwork:
         members = np.array(transfers)
         for old in set(self._part[members].tolist()):
             self._parts.pop(old, None)
-        left = self._left[members] - self._rate[members] * (now - self._since[members])
+        remaining = self._left[members] - self._rate[members] * (now - self._since[members])
         self._local[links] = np.arange(len(links))
         self._local[-1] = len(links)
         routes = self._route[members]
         at, weights = self._local[self._table.links[routes]], self._table.weights[routes]
         capacity = self._table.capacity[[*links, -1]]
         rates = fair_rates(at, weights, capacity)
-        ends = now + np.maximum(left, 0.0) / rates
-        self._left[members], self._rate[members], self._since[members] = left, rates, now
+        ends = now + np.maximum(remaining, 0.0) / rates
+        self._left[members], self._rate[members], self._since[members] = remaining, rates, now
         self._end[members], self._part[members] = ends, number
         self._parts[number] = members
         load = np.bincount(at.ravel(), (weights * rates[:, None]).ravel(), len(capacity))
@@ -162,17 +161,17 @@ class FairNetwork:
         return float(ends.min()), number
 
     def _note(self, link: int, now: float, full: bool) -> None:
-        """Keep count of how long transfers of different sets share a full link."""
+        """Record for how long transfers of different sets share a full link."""
         if link in self._shared:
             since, kinds = self._shared.pop(link)
             self.meetings.foreign_s[link, kinds] += now - since
         sets = self._on_sets[link]
         if full and len(sets) > 1:
-            self._shared[link] = now, tuple(sorted({self._kinds[one] for one in sets}))
+            self._shared[link] = now, tuple(sorted({self._kinds[number] for number in sets}))
 
 
 def _loads(table: RouteTable) -> Floats:
-    """How many times one transfer loads each link: 1, or the tensor-parallel size."""
+    """Return the load of one transfer on each link: 1, or the tensor-parallel size."""
     loads = np.ones(len(table.capacity))
     np.maximum.at(loads, table.links.ravel(), table.weights.ravel())
     return loads

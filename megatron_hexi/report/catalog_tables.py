@@ -12,9 +12,9 @@ from rich.text import Text
 
 from megatron_hexi.cluster import Curve, Device
 
-#: Where attention is read for the overview: tokens.
+#: Tokens at which the overview reads attention's rates.
 OVERVIEW_TOKENS = 16384
-#: Sizes that a GPU's own table shows, as far as its curves tell them apart.
+#: Sizes in the table of a GPU.
 TABLE_SIZES = (1, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 _CAPTION = (
@@ -24,7 +24,7 @@ _CAPTION = (
 
 
 def catalog_table(devices: Sequence[Device]) -> Table:
-    """All devices, one row each, with a line for each attention kernel."""
+    """Return a table of all devices, with a line for each attention kernel."""
     table = Table(caption=_CAPTION, caption_justify="left")
     for name in (
         "GPU",
@@ -37,8 +37,8 @@ def catalog_table(devices: Sequence[Device]) -> Table:
         "link",
         "GB/s",
     ):
-        left = name in ("GPU", "attention kernel", "link")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name == "GPU")
+        is_text = name in ("GPU", "attention kernel", "link")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "GPU")
     for device in devices:
         nominal = device.nominal.bf16 or device.nominal.fp16
         passes = [attention.causal for attention in device.attentions]
@@ -58,7 +58,7 @@ def catalog_table(devices: Sequence[Device]) -> Table:
 
 
 def device_report(device: Device) -> RenderableType:
-    """One device: its facts, its curves, and where each comes from."""
+    """Return the facts and curves of a device, with their sources."""
     nominal = ", ".join(
         f"{key} {value:g}" for key, value in vars(device.nominal).items() if value is not None
     )
@@ -94,7 +94,7 @@ def device_report(device: Device) -> RenderableType:
 
 
 def device_dict(device: Device) -> dict[str, Any]:
-    """The device as plain values; `curves` by name, `attentions` left out."""
+    """Return a device as plain values; `curves` by name, without `attentions`."""
     data = {
         key: value for key, value in dataclasses.asdict(device).items() if key not in ("matmul", "attentions")
     }
@@ -114,7 +114,7 @@ def _size(size: int) -> str:
 
 
 def _sources(device: Device) -> list[str]:
-    """One line for each origin, with the curves that come from it; a kernel's name stands for all four."""
+    """Return a line for each source, with its curves; a kernel's name stands for its four curves."""
     names: dict[tuple[bool, str], list[str]] = {}
     for name, curve in device.curves.items():
         names.setdefault((curve.estimate, curve.source), []).append(name)

@@ -1,8 +1,8 @@
-"""A replica's micro-batches through its stages, step by step in the order of 1F1B.
+"""Replay of a replica's micro-batches through its stages, step by step in the order of 1F1B.
 
-A stage does its steps one after the other. Rows over a border leave when they are computed, when those before
-them have arrived, and when the other side has posted the receive: it does so when it takes up the micro-batch
-before.
+A stage runs its steps one after the other. Rows over a border leave when they are computed, when those before
+them have arrived, and when the other side has posted the receive, which it does when it starts the
+micro-batch before.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron_hexi.lab.simulator.simulation import PipelineSpan
 
 
 def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) -> list[PipelineSpan]:
-    """When each stage does what.
+    """Return the passes of micro-batches in each stage.
 
     Args:
         pipeline: the stages.
-        forward: seconds of a micro-batch's forward pass in each; the backward pass takes the rest.
+        forward: seconds of a micro-batch's forward pass in each stage; the rest is the backward pass.
         replica: number of the replica.
     """
     count = len(pipeline.stages)
@@ -34,19 +34,19 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
     steps = [list(pipeline.steps(stage)) for stage in range(count)]
     place, free = [0] * count, [0.0] * count
     begun: dict[tuple[int, Step], float] = {}
-    done: dict[tuple[int, Step], float] = {}
+    ended: dict[tuple[int, Step], float] = {}
 
     def arrival(stage: int, step: Step) -> float | None:
-        """When a stage has what a step needs; ``None``: not known yet."""
+        """Return when a stage has the input of a step; ``None``: not known yet."""
         ahead = step.way == "forward"
-        other = stage - 1 if ahead else stage + 1
-        if not 0 <= other < count:
+        neighbour = stage - 1 if ahead else stage + 1
+        if not 0 <= neighbour < count:
             return 0.0
-        if (other, step) not in done:
+        if (neighbour, step) not in ended:
             return None
-        travels = float(pipeline.there[other] if ahead else pipeline.back[stage])
+        travels = float(pipeline.there[neighbour] if ahead else pipeline.back[stage])
         posted = begun.get((stage, Step(step.way, step.micro_batch - 1)), 0.0)
-        return max(done[other, step], posted) + travels
+        return max(ended[neighbour, step], posted) + travels
 
     spans: list[PipelineSpan] = []
     waiting = True
@@ -61,7 +61,7 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
                     break
                 start = max(free[stage], there)
                 end = start + seconds[stage][step.way]
-                begun[stage, step], done[stage, step] = start, end
+                begun[stage, step], ended[stage, step] = start, end
                 spans.append(PipelineSpan(replica, stage, step.way, step.micro_batch, 0, start, end))
                 place[stage] += 1
                 free[stage] = end
@@ -69,11 +69,11 @@ def replay_pipeline(pipeline: Pipeline, forward: Sequence[float], replica: int) 
 
 
 def pipeline_phases(pipeline: Pipeline, forward: Sequence[float], spans: Sequence[PipelineSpan]) -> Phases:
-    """Where the replica's time goes: the slowest stage, what its sends add, and what it waits else.
+    """Return the phases of a replica: of the slowest stage, exposed sends, and the bubble.
 
     Args:
         pipeline: the stages.
-        forward: as of `replay_pipeline`.
+        forward: as in `replay_pipeline`.
         spans: the replay.
     """
     slowest = max(pipeline.stages, key=lambda phases: phases.total) * pipeline.micro_batches

@@ -1,4 +1,4 @@
-"""A run beside what was predicted of it, as plain values: what the page shows, and ``hexi report --json``."""
+"""A run compared with its prediction, as plain values: for the page, and for ``hexi report --json``."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from megatron_hexi.plan.units import job_ranks, unit_rows
 from megatron_hexi.record import Interval, Leg, Record, Round, Start
 from megatron_hexi.report.estimate import spell_seconds
 
-#: As in tables of plans: enough to tell digests apart.
+#: Shown characters of a digest, as in tables of plans.
 _DIGEST = 12
-#: Rounds of an elastic job that are told of: the last ones.
+#: Last rounds of an elastic job that are listed.
 _LISTED_ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """One rank: its part of the plan, and its mean iteration; seconds and GiB, ``None`` if not predicted.
+    """A rank: its part of the plan, and its mean iteration; predictions are ``None`` without any.
 
     Args:
         rank: its number in the job.
         member: its number in the plan.
         stage: its pipeline stage.
         device: model of its device.
-        tokens: of its shard.
+        tokens: tokens of its shard.
         heads: its query heads in attention.
-        busy_s: everything but waiting.
-        attention_s: waited in attention.
-        gradients_s: waited for gradients and weights.
-        pipeline_s: waited for other stages.
-        idle_share: part of its step that it waited, from 0 to 1.
-        peak_gib: the most memory.
-        predicted_busy_s: its work.
-        predicted_wait_s: its communication that nothing hides, and waiting for slower ranks.
-        predicted_gib: its peak memory.
-        usable_gib: what its device has.
+        busy_s: seconds without waiting.
+        attention_s: seconds of waiting in attention.
+        gradients_s: seconds of waiting for gradients and weights.
+        pipeline_s: seconds of waiting for other stages.
+        idle_share: part of its step spent waiting, from 0 to 1.
+        peak_gib: peak memory.
+        predicted_busy_s: predicted seconds of work.
+        predicted_wait_s: predicted seconds of exposed communication, and of waiting for slower ranks.
+        predicted_gib: predicted peak memory.
+        usable_gib: usable memory of its device.
     """
 
     rank: int
@@ -64,20 +64,20 @@ class RankRun:
 
     @property
     def waited_s(self) -> float:
-        """All waiting."""
+        """Seconds of all waiting."""
         return self.attention_s + self.gradients_s + self.pipeline_s
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How fast iterations are.
+class RunSpeed:
+    """The mean speed of iterations.
 
     Args:
-        iteration_s: mean seconds of one.
-        tokens_per_s: tokens of one over it.
-        idle_share: part of all ranks' time in which they wait, from 0 to 1.
-        tokens_per_s_per_gpu: of a GPU, in the mean; ``None`` where the cluster is not known, as below.
-        model_tflops_per_gpu: of a GPU, in the mean, of what the model needs (`Throughput`).
+        iteration_s: mean seconds of an iteration.
+        tokens_per_s: tokens of an iteration / `iteration_s`.
+        idle_share: part of all ranks' time spent waiting, from 0 to 1.
+        tokens_per_s_per_gpu: mean of a GPU; ``None`` where the cluster is unknown, as below.
+        model_tflops_per_gpu: mean of a GPU, in FLOPs that the model needs (`Throughput`).
         mfu: model FLOP/s as a part of the datasheet's rate.
     """
 
@@ -91,21 +91,21 @@ class Pace:
 
 @dataclass(frozen=True)
 class Run:
-    """A run.
+    """A run with its measurements and prediction.
 
     Args:
         plan_digest: SHA-256 (hex) of its plan.
-        started: when the job first began, ISO 8601.
+        started: time of the first start, ISO 8601.
         platform: ``cuda`` or ``cpu``.
-        starts: how often it began.
-        iterations: all that were recorded, ascending.
-        losses: of each; ``None`` where it was not finite.
-        seconds: of each.
-        timed: iterations in the means below.
-        measured: what they were.
-        predicted: what they were predicted to be; ``None`` if they were not.
-        ranks: by rank of the job.
-        notes: what a reader should know.
+        starts: number of starts.
+        iterations: recorded iterations, ascending.
+        losses: loss of each; ``None`` where it was not finite.
+        seconds: seconds of each.
+        timed: number of iterations in the means below.
+        measured: measured means.
+        predicted: their prediction; ``None`` without one.
+        ranks: ranks of the job, ascending.
+        notes: notes for the reader.
     """
 
     plan_digest: str
@@ -116,14 +116,14 @@ class Run:
     losses: tuple[float | None, ...]
     seconds: tuple[float, ...]
     timed: int
-    measured: Pace
-    predicted: Pace | None
+    measured: RunSpeed
+    predicted: RunSpeed | None
     ranks: tuple[RankRun, ...]
     notes: tuple[str, ...]
 
 
 def last_start(record: Record, plan: Plan) -> Start:
-    """How the job was last started under a plan.
+    """Return the last start of the job under a plan.
 
     Raises:
         HexiError: the record is of another plan.
@@ -131,9 +131,9 @@ def last_start(record: Record, plan: Plan) -> Start:
     digest = plan_digest(plan)
     starts = [leg.start for leg in record.legs if leg.start.digest == digest]
     if not starts:
-        found = ", ".join(dict.fromkeys(leg.start.digest[:_DIGEST] for leg in record.legs))
+        recorded = ", ".join(dict.fromkeys(leg.start.digest[:_DIGEST] for leg in record.legs))
         raise HexiError(
-            f"{record.path}: was recorded under the plan {found}, not under {digest[:_DIGEST]}; give that "
+            f"{record.path}: was recorded under the plan {recorded}, not under {digest[:_DIGEST]}; give that "
             "run's plan"
         )
     ranks = job_ranks(plan, starts[-1].pipeline_parallel)
@@ -146,12 +146,12 @@ def last_start(record: Record, plan: Plan) -> Start:
 
 
 def describe_run(record: Record, plan: Plan, cost: IterationCost | None) -> Run:
-    """The run of a plan.
+    """Return the run of a plan.
 
     Args:
-        record: what it wrote.
-        plan: that it was trained by.
-        cost: what the cost model says of it; ``None``: only what the plan itself says.
+        record: the run's record.
+        plan: the plan of the training.
+        cost: the cost model's prediction; ``None``: the plan's own estimate is used.
 
     Raises:
         HexiError: the record is of another plan.
@@ -185,23 +185,23 @@ def describe_run(record: Record, plan: Plan, cost: IterationCost | None) -> Run:
 
 
 def run_dict(run: Run) -> dict[str, Any]:
-    """Everything on the page, as plain values."""
+    """Return everything on the page as plain values."""
     return dataclasses.asdict(run)
 
 
 def _timed(legs: Sequence[Leg]) -> list[Interval]:
-    """Intervals that count: all but each start's first iteration, in which kernels and memory warm up."""
+    """Return the intervals without each start's first, in which kernels and memory warm up."""
     warm = [interval for leg in legs for interval in leg.intervals[1:]]
     return warm or [interval for leg in legs for interval in leg.intervals]
 
 
-def _measured(intervals: Sequence[Interval], cost: IterationCost | None) -> Pace:
+def _measured(intervals: Sequence[Interval], cost: IterationCost | None) -> RunSpeed:
     seconds = [value for interval in intervals for value in interval.seconds]
     tokens = sum(interval.tokens * len(interval.iterations) for interval in intervals)
     stepped = sum(sum(_summed(intervals, rank)) for rank in range(len(intervals[0].ranks.step_s)))
     waited = sum(sum(_summed(intervals, rank)[1:]) for rank in range(len(intervals[0].ranks.step_s)))
     rate = tokens / (sum(seconds) or 1.0)
-    return Pace(
+    return RunSpeed(
         iteration_s=sum(seconds) / len(seconds),
         tokens_per_s=rate,
         idle_share=waited / (stepped or 1.0),
@@ -210,7 +210,7 @@ def _measured(intervals: Sequence[Interval], cost: IterationCost | None) -> Pace
 
 
 def _summed(intervals: Sequence[Interval], rank: int) -> tuple[float, float, float, float]:
-    """Seconds of all iterations of one rank: busy, waited in attention, for gradients, for stages."""
+    """Return seconds of all iterations of a rank: busy, waiting in attention, for gradients, for stages."""
     sums = [0.0] * 4
     for interval in intervals:
         times = interval.ranks
@@ -222,15 +222,15 @@ def _summed(intervals: Sequence[Interval], rank: int) -> tuple[float, float, flo
     return busy, attention, gradients, pipeline
 
 
-def _predicted(plan: Plan, cost: IterationCost | None) -> Pace | None:
+def _predicted(plan: Plan, cost: IterationCost | None) -> RunSpeed | None:
     if cost is not None:
         waits = sum(rank.communication_s + rank.idle_s for rank in cost.ranks)
         share = waits / (len(cost.ranks) * cost.iteration_s)
-        return Pace(cost.iteration_s, cost.tokens_per_s, share, **cost.throughput.facts)
+        return RunSpeed(cost.iteration_s, cost.tokens_per_s, share, **cost.throughput.facts)
     estimate = plan.estimate
     if estimate is None or estimate.iteration_s is None or estimate.tokens_per_s is None:
         return None
-    return Pace(estimate.iteration_s, estimate.tokens_per_s, None)
+    return RunSpeed(estimate.iteration_s, estimate.tokens_per_s, None)
 
 
 def _ranks(
@@ -239,18 +239,18 @@ def _ranks(
     units = unit_rows(plan, stages=start.pipeline_parallel)
     unit_of = {rank: (number % plan.units, unit) for number, unit in enumerate(units) for rank in unit.ranks}
     count = sum(len(interval.iterations) for interval in intervals)
-    found = []
+    rank_runs = []
     for rank, device in enumerate(start.devices):
         number, unit = unit_of[rank]
         busy, attention, gradients, pipeline = (total / count for total in _summed(intervals, rank))
         waited = attention + gradients + pipeline
-        own = None if cost is None else cost.ranks[rank]
-        found.append(
+        rank_cost = None if cost is None else cost.ranks[rank]
+        rank_runs.append(
             RankRun(
                 rank=rank,
                 member=number,
                 stage=unit.stage,
-                device=device if own is None else f"{own.device} ({own.name})",
+                device=device if rank_cost is None else f"{rank_cost.device} ({rank_cost.name})",
                 tokens=unit.tokens,
                 heads=unit.heads,
                 busy_s=busy,
@@ -259,13 +259,15 @@ def _ranks(
                 pipeline_s=pipeline,
                 idle_share=waited / ((busy + waited) or 1.0),
                 peak_gib=max(interval.ranks.peak_bytes[rank] for interval in intervals) / GIB,
-                predicted_busy_s=None if own is None else own.compute_s,
-                predicted_wait_s=None if own is None else own.communication_s + own.idle_s,
-                predicted_gib=own.memory_gib if own else _estimated_gib(plan, rank, len(start.devices)),
-                usable_gib=None if own is None else own.usable_gib,
+                predicted_busy_s=None if rank_cost is None else rank_cost.compute_s,
+                predicted_wait_s=None if rank_cost is None else rank_cost.communication_s + rank_cost.idle_s,
+                predicted_gib=rank_cost.memory_gib
+                if rank_cost
+                else _estimated_gib(plan, rank, len(start.devices)),
+                usable_gib=None if rank_cost is None else rank_cost.usable_gib,
             )
         )
-    return tuple(found)
+    return tuple(rank_runs)
 
 
 def _estimated_gib(plan: Plan, rank: int, ranks: int) -> float | None:
@@ -274,7 +276,7 @@ def _estimated_gib(plan: Plan, rank: int, ranks: int) -> float | None:
 
 
 def _settings(start: Start) -> Start:
-    """A start without its moment."""
+    """Return a start without its time, swap and round."""
     return dataclasses.replace(start, started="", swapped_at=None, round=None)
 
 
@@ -289,16 +291,16 @@ def _notes(record: Record, same: Sequence[Leg], timed: Sequence[Interval]) -> tu
             + ("" if len(swaps) <= 8 else " and others")
         )
     rounds = [leg.start.round for leg in record.legs if leg.start.swapped_at is None and leg.start.round]
-    notes += map(_round_note, [one for one in rounds if one.number > 1][-_LISTED_ROUNDS:])
+    notes += map(_round_note, [r for r in rounds if r.number > 1][-_LISTED_ROUNDS:])
     if starts > 1:
         notes.append(
             f"the job was started {starts} times; of an iteration that was repeated after a "
             "restart the last is shown"
         )
-    others = len(record.legs) - len(same)
-    if others:
+    different = len(record.legs) - len(same)
+    if different:
         notes.append(
-            f"{others} of these starts {'and swaps ' if swaps else ''}had another plan or other settings: "
+            f"{different} of these starts {'and swaps ' if swaps else ''}had another plan or other settings: "
             "their losses are in the curve, their times are in no mean"
         )
     iterations = [number for interval in timed for number in interval.iterations]
@@ -311,12 +313,13 @@ def _notes(record: Record, same: Sequence[Leg], timed: Sequence[Interval]) -> tu
     return tuple(notes)
 
 
-def _round_note(one: Round) -> str:
-    """A loss of nodes, or a return, for people."""
-    absent = f"without {', '.join(one.without)}" if one.without else "with all nodes"
+def _round_note(ended: Round) -> str:
+    """Return a note on a round: the loss of nodes, or their return."""
+    absent = f"without {', '.join(ended.without)}" if ended.without else "with all nodes"
     return (
-        f"round {one.number} {absent}: from iteration {one.resumed}{' in memory' if one.in_memory else ''}, "
-        f"{one.undone} iterations done again; goodput {one.goodput:.0%} by then"
+        f"round {ended.number} {absent}: from iteration {ended.resumed}"
+        f"{' in memory' if ended.in_memory else ''}, {ended.undone} iterations done again; "
+        f"goodput {ended.goodput:.0%} by then"
     )
 
 

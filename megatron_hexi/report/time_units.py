@@ -1,4 +1,4 @@
-"""Times as people write them: 17.3 min rather than 1,040 s, 12.5 ms rather than 0.0125 s."""
+"""Times as text in a suitable unit: 17.3 min rather than 1,040 s, 12.5 ms rather than 0.0125 s."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class TimeUnit(NamedTuple):
     """A unit of time.
 
     Args:
-        seconds: in it.
-        name: after a number.
-        word: below an axis.
+        seconds: its seconds.
+        name: its name after a number.
+        word: its name below an axis.
     """
 
     seconds: float
@@ -19,7 +19,7 @@ class TimeUnit(NamedTuple):
     word: str
 
 
-#: Each from so many seconds on: below ten minutes people count seconds, below two hours minutes.
+#: Units with the least seconds for each: below ten minutes people count seconds, below two hours minutes.
 _UNITS = (
     (2 * 86400, TimeUnit(86400, "days", "days")),
     (2 * 3600, TimeUnit(3600, "h", "hours")),
@@ -31,16 +31,16 @@ _UNITS = (
 
 
 def time_unit(seconds: float) -> TimeUnit:
-    """The unit in which a time, or times of which it is the longest, are written."""
+    """Return the unit for a time, or for times of which it is the longest."""
     return next(unit for least, unit in _UNITS if seconds >= least)
 
 
 def spell_time(seconds: float, unit: TimeUnit | None = None) -> str:
-    """A time in three digits with its unit: ``17.3 min``, ``405 s``, ``12.5 ms``; ``0 s`` for nothing.
+    """Return a time in three digits with its unit: ``17.3 min``, ``405 s``, ``12.5 ms``; ``0 s`` for zero.
 
     Args:
         seconds: 0 or more.
-        unit: to write it in; ``None``: in the one that suits it.
+        unit: the unit; ``None``: a suitable one.
     """
     if seconds == 0 and unit is None:
         return "0 s"

@@ -1,9 +1,9 @@
-"""A replica in ministages, event by event: passes of micro-batches, rows, weights, gradients, copies.
+"""Replay of a replica in ministages: passes of micro-batches, rows, weights, gradients, copies.
 
 Each stage has four lanes: its work; its wire, for weights that are gathered and gradients that are summed, in
 the order in which it posts them; copies from host memory, and copies to it. Domains that take whole
-micro-batches have all but the wire for themselves. Rows travel beside these. Nothing here is timed in closed
-form: what may begin begins, and what ends lets others begin.
+micro-batches have separate ones except for the wire. Rows travel independently. Times are not in closed form:
+a task begins as soon as all tasks before it allow.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from megatron_hexi.cost.ministage_pipeline import MinistagePipeline
 from megatron_hexi.lab.simulator.simulation import PipelineSpan
 from megatron_hexi.mesh import ROWS_ON_DEVICE, ministage_passes
 
-#: What is replayed: a kind, the stage, the place of the sweep in its order, and the number of a micro-batch,
-#: of a ministage or of a lane.
+#: A task: its kind, the stage, the place of the pass in its order, and the number of a micro-batch, of a
+#: ministage or of a lane.
 Task = tuple[str, int, int, int]
-#: A stage's begin of a sweep, its work and its end; rows over its border; all else that comes and goes.
+#: Kinds: begin of a pass, work and end; rows over a border; copies, gathers and sums.
 _BEGIN, _WORK, _END, _ROWS = "begin", "work", "end", "rows"
 _COPY_IN, _GATHER, _SUM, _COPY_OUT, _LEFT = "copy in", "gather", "sum", "copy out", "left"
 _ROWS_IN, _ROWS_OUT = "rows in", "rows out"
 
 
 @dataclass
-class _Node:
-    """A task: its seconds, how many others it still waits for, and who waits for its end, or its begin."""
+class _TaskNode:
+    """A task: seconds, number of unfinished predecessors, and successors of its end or its begin."""
 
     seconds: float
     waits_for: int = 0
@@ -41,33 +41,33 @@ class _Node:
 
 
 class _Graph:
-    """Tasks, and what must be done or begun before each. Lanes take tasks as they are added, in order."""
+    """Tasks with their predecessors. Each lane runs tasks in the order in which they are added."""
 
     def __init__(self) -> None:
-        self.nodes: dict[Task, _Node] = {}
+        self.nodes: dict[Task, _TaskNode] = {}
         self._last: dict[tuple[str, int], Task] = {}
         self._needs: list[tuple[Task, Task, bool]] = []
 
     def add(
         self, task: Task, seconds: float, lane: tuple[str, int] | None, after: Iterable[Task] = ()
     ) -> None:
-        """A task after some others, which may be added later."""
-        self.nodes[task] = _Node(seconds)
+        """Add a task after others, which may be added later."""
+        self.nodes[task] = _TaskNode(seconds)
         if lane is not None:
             if lane in self._last:
                 self.need(task, self._last[lane])
             self._last[lane] = task
-        for other in after:
-            self.need(task, other)
+        for earlier in after:
+            self.need(task, earlier)
 
-    def need(self, task: Task, other: Task, *, begun: bool = False) -> None:
-        """A task cannot begin before another is done, or has begun."""
-        self._needs.append((task, other, begun))
+    def need(self, task: Task, earlier: Task, *, begun: bool = False) -> None:
+        """Let a task begin only after another has ended, or has begun."""
+        self._needs.append((task, earlier, begun))
 
     def run(self) -> dict[Task, tuple[float, float]]:
-        """Begin and end of all tasks."""
-        for task, other, begun in self._needs:
-            node = self.nodes[other]
+        """Return begin and end of all tasks."""
+        for task, earlier, begun in self._needs:
+            node = self.nodes[earlier]
             (node.unlocks_begun if begun else node.unlocks).append(task)
             self.nodes[task].waits_for += 1
         times: dict[Task, tuple[float, float]] = {}
@@ -97,7 +97,7 @@ class _Graph:
 
 
 def replay_ministages(pipeline: MinistagePipeline, replica: int) -> tuple[list[PipelineSpan], float]:
-    """When each stage passes which micro-batch, and when all gradients are with their owners.
+    """Return the passes of micro-batches in each stage, and the time at which gradients are reduced.
 
     Args:
         pipeline: the stages.
@@ -111,36 +111,48 @@ def replay_ministages(pipeline: MinistagePipeline, replica: int) -> tuple[list[P
         numbers = range(len(lanes))
         here: dict[int, Task] = {}
         left: Task | None = None
-        for place, sweep in enumerate(order):
-            begins, ends = ([(kind, stage, place, own) for own in numbers] for kind in (_BEGIN, _END))
-            for own, begin in enumerate(begins):
-                graph.add(begin, 0.0, (f"work {own}", stage))
-            here = {number: task for number, task in here.items() if number in sweep.weights}
-            for number in sweep.weights:
+        for place, current in enumerate(order):
+            begins, ends = (
+                [(kind, stage, place, number_of_lane) for number_of_lane in numbers]
+                for kind in (_BEGIN, _END)
+            )
+            for number_of_lane, begin in enumerate(begins):
+                graph.add(begin, 0.0, (f"work {number_of_lane}", stage))
+            here = {number: task for number, task in here.items() if number in current.weights}
+            for number in current.weights:
                 if number in here:
                     continue
-                copies = [(f"{_COPY_IN} {own}", stage, place, number) for own in numbers]
-                for own, (copy, begin) in enumerate(zip(copies, begins, strict=True)):
-                    graph.add(copy, float(passing.copies_in[number]), (f"in {own}", stage), [begin])
+                copies = [
+                    (f"{_COPY_IN} {number_of_lane}", stage, place, number) for number_of_lane in numbers
+                ]
+                for number_of_lane, (copy, begin) in enumerate(zip(copies, begins, strict=True)):
+                    graph.add(
+                        copy, float(passing.copies_in[number]), (f"in {number_of_lane}", stage), [begin]
+                    )
                 gather = (_GATHER, stage, place, number)
                 graph.add(gather, float(passing.gathers[number]), ("wire", stage), copies)
                 here[number] = gather
-            for own, (lane, begin, end) in enumerate(zip(lanes, begins, ends, strict=True)):
-                step, seconds = pipeline.step_s(stage, lane, sweep), pipeline.rows_s(stage, sweep)
+            for number_of_lane, (lane, begin, end) in enumerate(zip(lanes, begins, ends, strict=True)):
+                step, seconds = pipeline.step_s(stage, lane, current), pipeline.rows_s(stage, current)
                 for turn, micro_batch in enumerate(lane.takes):
                     task = (_WORK, stage, place, micro_batch)
-                    graph.add(task, step, (f"work {own}", stage), [here[sweep.ministage]])
+                    graph.add(task, step, (f"work {number_of_lane}", stage), [here[current.ministage]])
                     if seconds:
-                        _add_rows(graph, task, seconds, own, lane.takes, turn, begin, sweep.is_backward)
-                after = [] if left is None or not sweep.is_backward else [left]
-                graph.add(end, 0.0, (f"work {own}", stage), after)
-            if sweep.is_backward:
+                        _add_rows(
+                            graph, task, seconds, number_of_lane, lane.takes, turn, begin, current.is_backward
+                        )
+                after = [] if left is None or not current.is_backward else [left]
+                graph.add(end, 0.0, (f"work {number_of_lane}", stage), after)
+            if current.is_backward:
                 total, left = (_SUM, stage, place, 0), (_LEFT, stage, place, 0)
-                graph.add(total, float(passing.sums[sweep.ministage]), ("wire", stage), ends)
-                copies = [(f"{_COPY_OUT} {own}", stage, place, 0) for own in numbers]
-                for own, copy in enumerate(copies):
+                graph.add(total, float(passing.sums[current.ministage]), ("wire", stage), ends)
+                copies = [(f"{_COPY_OUT} {number_of_lane}", stage, place, 0) for number_of_lane in numbers]
+                for number_of_lane, copy in enumerate(copies):
                     graph.add(
-                        copy, float(passing.copies_out[sweep.ministage]), (f"out {own}", stage), [total]
+                        copy,
+                        float(passing.copies_out[current.ministage]),
+                        (f"out {number_of_lane}", stage),
+                        [total],
                     )
                 graph.add(left, 0.0, None, copies)
     _add_borders(graph, pipeline)
@@ -148,8 +160,8 @@ def replay_ministages(pipeline: MinistagePipeline, replica: int) -> tuple[list[P
     owner = {
         (stage, number): lane
         for stage, lanes in enumerate(pipeline.lanes)
-        for lane, own in enumerate(lanes)
-        for number in own.takes
+        for lane, number_of_lane in enumerate(lanes)
+        for number in number_of_lane.takes
     }
     spans = [
         PipelineSpan(replica, stage, orders[stage][place].way, number, owner[stage, number], *span)
@@ -169,7 +181,7 @@ def _add_rows(
     begin: Task,
     is_backward: bool,
 ) -> None:
-    """Rows that entered for a micro-batch, on their way to host memory or back."""
+    """Add the copies of a micro-batch's entering rows to host memory or back."""
     _, stage, place, micro_batch = task
     if is_backward:
         rows = (_ROWS_IN, stage, place, micro_batch)
@@ -186,19 +198,19 @@ def _add_rows(
 
 
 def _add_borders(graph: _Graph, pipeline: MinistagePipeline) -> None:
-    """Rows from each sweep to the next one in the model's order, when they are there and asked for."""
+    """Add the rows from each pass to the next in the model's order, sent when the receive is posted."""
     placed: dict[int, int] = defaultdict(int)
     before: tuple[int, int, Floats] | None = None
-    for stage, sweep in pipeline.order():
+    for stage, current in pipeline.order():
         place = placed[stage]
         placed[stage] += 1
-        for lane, own in enumerate(pipeline.lanes[stage] if before is not None else ()):
+        for lane, receiver in enumerate(pipeline.lanes[stage] if before is not None else ()):
             source, turn, seconds = before or (0, 0, np.zeros(0))
-            asked, is_begun = (_BEGIN, stage, place, lane), True
-            for number in own.takes:
+            request, is_begun = (_BEGIN, stage, place, lane), True
+            for number in receiver.takes:
                 rows, task = (_ROWS, stage, place, number), (_WORK, stage, place, number)
                 graph.add(rows, float(seconds[number]), None, [(_WORK, source, turn, number)])
-                graph.need(rows, asked, begun=is_begun)
+                graph.need(rows, request, begun=is_begun)
                 graph.need(task, rows)
-                asked, is_begun = task, pipeline.posts_ahead(stage, source)
-        before = stage, place, pipeline.border_s(stage, sweep)
+                request, is_begun = task, pipeline.posts_ahead(stage, source)
+        before = stage, place, pipeline.border_s(stage, current)

@@ -1,4 +1,4 @@
-"""Who holds what: a plan turned round, one row a unit. Tables, pictures and JSON are made from it."""
+"""Rows of a plan's units, from which tables, pictures and JSON are made."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from megatron_hexi.plan.model import Range
 from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.plan.units import Unit, unit_rows
 
-#: What the traffic is counted for: one sequence in bf16.
+#: Traffic is counted for one sequence in bf16.
 BATCH = 1
 ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Holding:
-    """What one unit holds, and what a rank of it sends in one attention layer for one sequence in bf16.
+class UnitSummary:
+    """A unit, and the traffic of one of its ranks in one attention layer for one sequence in bf16.
 
     Args:
-        rank: its number among the units of the plan.
+        rank: number of the unit in the plan.
         ranks: its ranks.
         replica: index of its replica.
         stage: index of its stage in the replica.
         layers: the layers of the stage; ``None``: all, and the job's pipeline repeats it.
         ministages: the layers of each of its ministages; ``None``: it runs whole.
-        offload: what of the stage waits in host memory; ``None``: nothing.
-        recompute: what the stage computes again; ``None``: as the job says.
+        offload: data of the stage that waits in host memory; ``None``: nothing.
+        recompute: what the stage recomputes; ``None``: as the job says.
         domain: index of its domain in the stage.
-        samples: of each micro-batch, what the domain takes; ``None``: all.
-        micro_batches: of an iteration, the whole ones that the domain takes; ``None``: all.
+        samples: samples of each micro-batch that the domain takes; ``None``: all.
+        micro_batches: whole micro-batches of an iteration that the domain takes; ``None``: all.
         group: index of its group in the domain.
         group_name: the group's name; may be empty.
         tokens: size of its shard.
-        share: part of the sequence that this is, from 0 to 1.
+        share: part of the sequence in its shard, from 0 to 1.
         heads: its query heads in attention.
-        kv_heads: the KV heads that these read.
-        segments: positions of the sequence that it holds.
-        state: its share of the optimizer's state, relative to others.
-        experts: the ranges that its ranks hold, or the one that they cut; ``None``: all, cut.
-        forward: what it sends in the forward pass.
-        backward: what it sends in the backward pass.
+        kv_heads: the KV heads that its query heads read.
+        segments: its positions of the sequence.
+        state: its share of the optimizer's state, relative to other units.
+        experts: ranges of experts of its ranks, or one range that they divide; ``None``: all, divided.
+        forward: traffic of the forward pass.
+        backward: traffic of the backward pass.
     """
 
     rank: int
@@ -68,20 +68,20 @@ class Holding:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Replica, stage, domain and group: what members of one group have in common."""
+        """Replica, stage, domain and group, which members of one group share."""
         return (self.replica, self.stage, self.domain, self.group)
 
 
-def holdings(plan: Plan) -> list[Holding]:
-    """One row for each unit of a plan that passed its checks, ascending."""
-    return [_holding(plan, number, unit) for number, unit in enumerate(unit_rows(plan))]
+def unit_summaries(plan: Plan) -> list[UnitSummary]:
+    """Return a row for each unit of a plan that passed its checks, ascending."""
+    return [_summary(plan, number, unit) for number, unit in enumerate(unit_rows(plan))]
 
 
-def _holding(plan: Plan, number: int, unit: Unit) -> Holding:
+def _summary(plan: Plan, number: int, unit: Unit) -> UnitSummary:
     workload = plan.workload_of(unit.domain)
     schedule = build_schedule(workload, unit.domain, unit.member, unit.exchange.parts)
     counted = (schedule, workload.head_dim, BATCH, ELEMENT_BYTES, workload.value_dim)
-    return Holding(
+    return UnitSummary(
         rank=number,
         ranks=unit.ranks,
         replica=unit.replica,

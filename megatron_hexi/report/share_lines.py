@@ -1,4 +1,4 @@
-"""Who gets what, by kind of GPU: stages and groups that are alike, and members on one GPU, share a line."""
+"""Shares of a plan by kind of GPU: similar stages and groups, and members on one kind, share a line."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from megatron_hexi.plan.terms import Offload, Recompute
 from megatron_hexi.plan.units import domain_rows
 
 _NODE = re.compile(r"(?P<base>.+)-(?P<number>\d+)")
-#: Nodes that a line names; more are counted.
+#: Most nodes that a line names; more are counted.
 _NAMED = 4
 
 
 @dataclass(frozen=True)
-class Share:
-    """Members of alike groups in alike replicas, on one kind of GPU.
+class ShareLine:
+    """Members of similar groups in similar replicas, on one kind of GPU.
 
     Args:
-        replicas: their numbers.
-        micro_batches: of an iteration, each replica's.
-        stages: their numbers in the replica, of those that are alike and follow each other.
-        layers: of each of these; ``None``: the job says.
-        ministages: in how many parts each of these runs; ``None``: whole.
-        offload: what of each of these waits in host memory; ``None``: nothing.
-        recompute: what they compute again; ``None``: the job says.
-        tensor_parallel: GPUs of a member that share each weight.
-        groups: how many in each stage.
-        members: on this kind of GPU, in each group.
+        replicas: numbers of the replicas.
+        micro_batches: micro-batches of each replica in an iteration.
+        stages: numbers of adjacent similar stages in the replica.
+        layers: layers of each of these; ``None``: as the job says.
+        ministages: ministages of each of these; ``None``: they run whole.
+        offload: data of each of these that waits in host memory; ``None``: nothing.
+        recompute: what they recompute; ``None``: as the job says.
+        tensor_parallel: tensor-parallel size of a member.
+        groups: number of groups in each stage.
+        members: members on this kind of GPU, in each group.
         device: model of GPU; several where a member's pipeline stages differ.
-        nodes: where all of them are.
-        tokens: of a member, the least and the most.
-        share: part of the sequence that all of them in a stage hold, from 0 to 1.
-        heads: of a member, the least and the most, on one tensor-parallel rank.
-        memory_gib: of the fullest GPU.
-        usable_gib: what that one has.
+        nodes: nodes of all of them.
+        tokens: tokens of a member, the least and the most.
+        share: part of the sequence that they hold in a stage, from 0 to 1.
+        heads: heads of a member, the least and the most, on one tensor-parallel rank.
+        memory_gib: memory of the fullest GPU.
+        usable_gib: usable memory of that GPU.
     """
 
     replicas: tuple[int, ...]
@@ -65,8 +65,8 @@ class Share:
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """Members of one group on one kind of GPU (a number for each GPU of a member)."""
+class _MembersOfKind:
+    """Members of one group on one kind of GPU (`models`: a number for each GPU of a member)."""
 
     models: tuple[int, ...]
     device: str
@@ -81,26 +81,26 @@ class _Kind:
         return _extent(member.heads[1] - member.heads[0] for member in self.members)
 
     def look(self, seq_length: int) -> tuple[object, ...]:
-        """Equal for those that share a line: rounding may deal one token more to some."""
+        """Return a key that members sharing a line have in common; rounding may give some a token more."""
         shares = tuple(f"{count / seq_length:.2g}" for count in self.tokens)
         return self.models, len(self.members), self.heads, shares
 
 
 #: The kinds of one group, in member order.
-_Kinds = list[_Kind]
-#: The groups of a stage, by what they look like.
+_Kinds = list[_MembersOfKind]
+#: The groups of a stage, by their key.
 _Cut = dict[tuple[object, ...], list[_Kinds]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
-    """What is known of a plan's ranks: by the first rank of a member, and by GPU."""
+class _RankFacts:
+    """Facts about a plan's ranks: costs by the first rank of a unit, and models by GPU."""
 
     ranks: dict[int, list[RankCost]]
     models: list[int]
 
     @classmethod
-    def of(cls, plan: Plan, cost: IterationCost, cluster: Cluster) -> _Held:
+    def of(cls, plan: Plan, cost: IterationCost, cluster: Cluster) -> _RankFacts:
         lead = [member.lead for member in plan.members]
         ranks: dict[int, list[RankCost]] = {}
         for rank in cost.ranks:
@@ -110,19 +110,19 @@ class _Held:
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """Stages that look alike and follow each other, and all their groups."""
+    """Adjacent similar stages, and all their groups."""
 
     stages: tuple[int, ...]
     look: tuple[object, ...]
     groups: _Cut
 
 
-def _cut(stage: Stage, held: _Held, length: int) -> tuple[tuple[object, ...], _Cut]:
-    """What a stage looks like, and its groups."""
+def _cut(stage: Stage, facts: _RankFacts, length: int) -> tuple[tuple[object, ...], _Cut]:
+    """Return a key of a stage for comparison, and its groups."""
     groups: _Cut = {}
     for domain in stage.domains:
         for group in domain.groups:
-            kinds = _kinds(group, held)
+            kinds = _kinds(group, facts)
             groups.setdefault(tuple(kind.look(length) for kind in kinds), []).append(kinds)
     layers = None if stage.layers is None else stage.layers[1] - stage.layers[0]
     width = len(stage.members[0].ranks)
@@ -148,22 +148,22 @@ def _runs(cuts: Sequence[tuple[tuple[object, ...], _Cut]]) -> list[_Run]:
     return runs
 
 
-def find_shares(plan: Plan, job: Job, cost: IterationCost, cluster: Cluster) -> tuple[Share, ...]:
-    """One for each line of the table, in plan order.
+def find_shares(plan: Plan, job: Job, cost: IterationCost, cluster: Cluster) -> tuple[ShareLine, ...]:
+    """Return the lines of the table of shares, in plan order.
 
     Args:
         plan: the plan.
-        job: the job that it is for.
-        cost: what the cost model says of it.
-        cluster: where it runs.
+        job: the plan's job.
+        cost: the cost model's prediction.
+        cluster: the plan's cluster.
     """
-    held = _Held.of(plan, cost, cluster)
+    facts = _RankFacts.of(plan, cost, cluster)
     equal = job.global_batch_size // job.micro_batch_size // len(plan.replicas)
     length = plan.workload.seq_length
     alike: dict[tuple[object, ...], list[int]] = {}
     cuts: list[list[_Run]] = []
     for number, replica in enumerate(plan.replicas):
-        runs = _runs([_cut(stage, held, length) for stage in replica.stages])
+        runs = _runs([_cut(stage, facts, length) for stage in replica.stages])
         cuts.append(runs)
         look = replica.micro_batches, *((run.stages, run.look) for run in runs)
         alike.setdefault(look, []).append(number)
@@ -175,15 +175,15 @@ def find_shares(plan: Plan, job: Job, cost: IterationCost, cluster: Cluster) -> 
             stage = first.stages[run.stages[0]]
             same_runs = [cuts[number][place] for number in replicas]
             for key in run.groups:
-                groups = [kinds for one in same_runs for kinds in one.groups[key]]
+                groups = [kinds for run_of_replica in same_runs for kinds in run_of_replica.groups[key]]
                 for kind in range(len(key)):
                     same = [kinds[kind] for kinds in groups]
-                    shares.append(_share(same, tuple(replicas), turns, run.stages, stage, length, held))
+                    shares.append(_share(same, tuple(replicas), turns, run.stages, stage, length, facts))
     return tuple(shares)
 
 
-def shares_table(shares: Sequence[Share], job: Job) -> Table:
-    """The lines."""
+def shares_table(shares: Sequence[ShareLine], job: Job) -> Table:
+    """Return the table of shares."""
     several = len({share.replicas for share in shares}) > 1 or len(shares[0].replicas) > 1
     staged = shares[0].layers is not None
     unit = 1 if staged else job.tensor_parallel * job.pipeline_parallel
@@ -228,24 +228,24 @@ def shares_table(shares: Sequence[Share], job: Job) -> Table:
 
 
 def spell_recompute(recompute: Recompute) -> str:
-    """What is computed again."""
+    """Return recomputation as text."""
     if isinstance(recompute, int):
         return f"{recompute} layer{'' if recompute == 1 else 's'}"
     return recompute
 
 
 def spell_recomputed(plan: Plan, job: Job) -> str:
-    """Which layers a plan computes again: ``none``, ``full``, or ``full: 33 of 80 layers``.
+    """Return the recomputed layers of a plan as text: ``none``, ``full``, or ``full: 33 of 80 layers``.
 
     Args:
         plan: the plan.
-        job: as the plan runs it; says what stages that say nothing recompute, and how many repeat.
+        job: the plan's job: for stages without a setting, and for the number of repeated stages.
     """
     counts: dict[str, int] = {}
     rows = domain_rows(plan, stages=job.pipeline_parallel, layers=job.model.layers)
     for row in rows:
         if row.number or row.layers is None:
-            continue  # one domain speaks for its stage
+            continue  # the first domain stands for its stage
         recompute = job.recompute if row.recompute is None else row.recompute
         again = layers_again(row.layers[1] - row.layers[0], recompute)
         if again:
@@ -258,20 +258,20 @@ def spell_recomputed(plan: Plan, job: Job) -> str:
     return ", ".join(spelt) or "none"
 
 
-def spell_layout(shares: Sequence[Share]) -> str:
-    """The same in a sentence: ``8 x H100 (61% of tokens, 4 heads each) + 8 x A100 (…)``."""
-    sets: dict[tuple[int, ...], list[Share]] = {}
+def spell_layout(shares: Sequence[ShareLine]) -> str:
+    """Return the shares in a sentence: ``8 x H100 (61% of tokens, 4 heads each) + 8 x A100 (…)``."""
+    sets: dict[tuple[int, ...], list[ShareLine]] = {}
     for share in shares:
         sets.setdefault(share.replicas, []).append(share)
     spelt = []
     for replicas, same in sets.items():
-        stages: dict[tuple[int, ...], list[Share]] = {}
+        stages: dict[tuple[int, ...], list[ShareLine]] = {}
         for share in same:
             stages.setdefault(share.stages, []).append(share)
         whole = " | ".join(_spell_stage(of_stage) for of_stage in stages.values())
         if len(sets) > 1:
-            turns, each = same[0].micro_batches, " each" if len(replicas) > 1 else ""
-            batches = f"{turns} micro-batch{'es' if turns > 1 else ''}{each}"
+            turns, suffix = same[0].micro_batches, " each" if len(replicas) > 1 else ""
+            batches = f"{turns} micro-batch{'es' if turns > 1 else ''}{suffix}"
             whole = f"{_replicas(replicas)}, {batches}: {whole}"
         elif len(replicas) > 1:
             whole = f"{len(replicas)} replicas, each {whole}"
@@ -279,18 +279,18 @@ def spell_layout(shares: Sequence[Share]) -> str:
     return "; ".join(spelt)
 
 
-def _spell_stage(shares: Sequence[Share]) -> str:
-    """``2 stages of 12 layers, TP 4: 8 x H100 (…)``; without layers only who has what."""
-    first, who = shares[0], " + ".join(map(_spell_share, shares))
+def _spell_stage(shares: Sequence[ShareLine]) -> str:
+    """Return a stage as text: ``2 stages of 12 layers, TP 4: 8 x H100 (…)``; or only its members."""
+    first, members = shares[0], " + ".join(map(_spell_share, shares))
     if first.layers is None:
-        return who
+        return members
     count = len(first.stages)
     stages = f"{count} stages of {first.layers} layers" if count > 1 else f"{first.layers} layers"
-    return f"{stages}, TP {first.tensor_parallel}: {who}"
+    return f"{stages}, TP {first.tensor_parallel}: {members}"
 
 
 def spell_nodes(nodes: Sequence[str]) -> str:
-    """Nodes as a cluster file counts them: ``h100-0..3, a100-0``."""
+    """Return nodes as a cluster file counts them: ``h100-0..3, a100-0``."""
     runs: list[tuple[str, int, int]] = []
     plain: list[str] = []
     for node in nodes:
@@ -309,7 +309,7 @@ def spell_nodes(nodes: Sequence[str]) -> str:
 
 
 def _models(cluster: Cluster) -> list[int]:
-    """A number for each GPU, the same for those that are alike; a throttled one is not."""
+    """Return a number for each GPU, equal for equal GPUs; a throttled one differs."""
     known: list[Device] = []
     for node in cluster.nodes:
         if node.device not in known:
@@ -318,31 +318,33 @@ def _models(cluster: Cluster) -> list[int]:
     return [of_node[rank.node] for rank in cluster.ranks]
 
 
-def _kinds(group: Group, held: _Held) -> _Kinds:
-    found: dict[tuple[int, ...], list[Member]] = {}
+def _kinds(group: Group, facts: _RankFacts) -> _Kinds:
+    members_of: dict[tuple[int, ...], list[Member]] = {}
     for member in group.members:
-        found.setdefault(tuple(held.models[rank.gpu] for rank in held.ranks[member.lead]), []).append(member)
+        members_of.setdefault(tuple(facts.models[rank.gpu] for rank in facts.ranks[member.lead]), []).append(
+            member
+        )
     kinds = []
-    for model, members in found.items():
-        devices = dict.fromkeys(rank.device for rank in held.ranks[members[0].lead])
-        kinds.append(_Kind(model, " + ".join(devices), tuple(members)))
+    for model, members in members_of.items():
+        devices = dict.fromkeys(rank.device for rank in facts.ranks[members[0].lead])
+        kinds.append(_MembersOfKind(model, " + ".join(devices), tuple(members)))
     return kinds
 
 
 def _share(
-    same: Sequence[_Kind],
+    same: Sequence[_MembersOfKind],
     replicas: tuple[int, ...],
     micro_batches: int,
     stages: tuple[int, ...],
     stage: Stage,
     seq_length: int,
-    held: _Held,
-) -> Share:
+    facts: _RankFacts,
+) -> ShareLine:
     members = [member for kind in same for member in kind.members]
-    ranks = [rank for member in members for rank in held.ranks[member.lead]]
+    ranks = [rank for member in members for rank in facts.ranks[member.lead]]
     fullest = max(ranks, key=lambda rank: rank.memory_gib / rank.usable_gib)
     cuts = len(replicas) * len(stages)
-    return Share(
+    return ShareLine(
         replicas=replicas,
         micro_batches=micro_batches,
         stages=stages,
@@ -373,7 +375,7 @@ def _spell_extent(extent: tuple[int, int]) -> str:
     return f"{most:,}" if least == most else f"{least:,}-{most:,}"
 
 
-def _spell_share(share: Share) -> str:
+def _spell_share(share: ShareLine) -> str:
     groups = f"{share.groups} groups of " if share.groups > 1 else ""
     heads = f"{_spell_extent(share.heads)} heads each"
     return f"{groups}{share.members} x {share.device} ({share.share:.0%} of tokens, {heads})"

@@ -1,4 +1,4 @@
-"""Why this layout: the next best ones beside it, and what time and memory go to in each."""
+"""The next best layouts, with their time and memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:  # brings the solver, which a report does not need
 
 
 def rivals_report(planned: Planned, cluster: Cluster, *, explain: bool = False) -> RenderableType:
-    """The next best layouts: a line each, or a table of what time and memory go to.
+    """Return the next best layouts: a line each, or a table of time and memory.
 
     Args:
         planned: the plan, with its rivals.
-        cluster: that it was made for.
+        cluster: the plan's cluster.
         explain: whether to show the table.
     """
     if not planned.rivals and not explain:
@@ -40,7 +40,7 @@ def rivals_report(planned: Planned, cluster: Cluster, *, explain: bool = False) 
 
 
 def rivals_dict(planned: Planned, cluster: Cluster) -> list[dict[str, Any]]:
-    """The next best layouts as plain values: seconds, GiB, tokens/s."""
+    """Return the next best layouts as plain values: seconds, GiB, tokens/s."""
     return [
         {
             "layout": layout,
@@ -55,7 +55,7 @@ def rivals_dict(planned: Planned, cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def _rows(planned: Planned, cluster: Cluster) -> list[tuple[str, IterationCost]]:
-    """Of the chosen layout and the next best: what it is, and what it costs."""
+    """Return text and cost of the chosen layout and the next best."""
     return [
         (layout_line(planned.plan, planned.job), planned.cost),
         *(
