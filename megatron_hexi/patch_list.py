@@ -1,4 +1,4 @@
-"""Everything that is replaced in Megatron: the one list that the adaptor installs and `hexi doctor` shows."""
+"""All patches of Megatron: the list that the adaptor installs and `hexi doctor` shows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron_hexi.replan.training.replanning import REPLANNING_PATCHES
 
 
 def all_patches(platform: Platform) -> list[Patch]:
-    """The patches of Megatron for a platform, in the order in which they are put on."""
+    """Return the patches of Megatron for a platform, in the order of installation."""
     return [
         *platform.megatron_patches,
         *argument_patches(platform),

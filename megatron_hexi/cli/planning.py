@@ -253,7 +253,7 @@ def _play(
 ) -> None:
     """Simulate a scenario and print the result; `files` begin the document of ``--json``."""
     from megatron_hexi.lab.scenario import play_scenario, read_scenario
-    from megatron_hexi.lab.scenario.report import scenario_dict, scenario_report
+    from megatron_hexi.lab.scenario.scenario_report import scenario_dict, scenario_report
     from megatron_hexi.planner import CHOSEN, Request
 
     scenario, events = read_scenario(path, machines)
@@ -265,7 +265,7 @@ def _play(
             progress=progress and (lambda done, total: progress("playing", done, total)),
         )
     if picture is not None:
-        from megatron_hexi.lab.scenario.picture import draw_scenario
+        from megatron_hexi.lab.scenario.scenario_picture import draw_scenario
 
         write_picture(draw_scenario(played), picture)
     if files is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from megatron_hexi.doctor.facts import Facts
-from megatron_hexi.doctor.places import ranges, spell_places, who_has_what
+from megatron_hexi.doctor.places import ranges, spell_places, values_by_rank
 from megatron_hexi.doctor.problems import Problem, Severity, worst_first
 from megatron_hexi.doctor.rules import find_problems
 from megatron_hexi.doctor.rules_fleet import FLEET_RULES
@@ -71,7 +71,7 @@ def _differences(facts: Sequence[Facts]) -> Iterable[Problem]:
         values = [get(rank_facts) or "none" for rank_facts in facts]
         if len(set(values)) > 1:
             yield Problem(
-                severity, f"{name} differs: {who_has_what(facts, values)}", f"install one; {_ONE_IMAGE}"
+                severity, f"{name} differs: {values_by_rank(facts, values)}", f"install one; {_ONE_IMAGE}"
             )
     shared = sorted(
         {name for rank_facts in facts for name in rank_facts.environment if name.startswith("NCCL_")}
@@ -82,6 +82,6 @@ def _differences(facts: Sequence[Facts]) -> Iterable[Problem]:
         if len(set(values)) > 1:
             yield Problem(
                 "warning",
-                f"{name} differs: {who_has_what(facts, values)}",
+                f"{name} differs: {values_by_rank(facts, values)}",
                 "set it alike everywhere, or nowhere: NCCL hangs where ranks choose differently",
             )

@@ -17,8 +17,7 @@ from pydantic import TypeAdapter
 from megatron_hexi.cluster import entries
 from megatron_hexi.cluster import model as cluster_model
 from megatron_hexi.cluster.model import ClusterFile
-from megatron_hexi.lab.scenario import Scenario
-from megatron_hexi.lab.scenario import model as scenario_model
+from megatron_hexi.lab.scenario import Scenario, scenario_model
 from megatron_hexi.plan import Plan, terms
 from megatron_hexi.plan import model as plan_model
 from scripts.docs.markdown import GENERATED_FROM, code, definitions, one_line, paragraphs, slug

@@ -163,7 +163,7 @@ def test_bytes_flow_a_latency_later():
     arrived, log = run([10], [(0, 1, 10, [0])], latency=0.5)
     assert arrived == pytest.approx([1.5])
     assert log.left[0] == 0
-    network = [piece for piece in log.pieces if piece.lane == "network"]
+    network = [piece for piece in log.activities if piece.lane == "network"]
     assert [piece.end - piece.start for piece in network] == pytest.approx([1.5, 1.5])
     # While the second is on its way the first has the link to itself.
     arrived, _ = run([10], [(0, 1, 10, [0]), (2, 3, 10, [0])], begins=[0, 0, 0.5, 0], latency=0.5)
@@ -203,7 +203,7 @@ def test_sums_inside_a_unit_take_their_time():
     ]
     arrived, log = carry_out(programs, [10], [(0, 1, 10, [0])], [tuple(batch)])
     assert arrived == [4]
-    sums = next(piece for piece in log.pieces if piece.kind == "tensor_parallel")
+    sums = next(piece for piece in log.activities if piece.kind == "tensor_parallel")
     assert (sums.unit, sums.lane, sums.start, sums.end) == (0, "network", 1, 3)
     assert (log.waits[0].batch, log.waits[0].start, log.waits[0].end) == (None, 1, 3)
 

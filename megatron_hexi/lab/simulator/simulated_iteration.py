@@ -169,10 +169,19 @@ def _ranks(
 
 def _spans(section: Section, replay: Replay) -> list[Span]:
     spans = []
-    for piece in replay.log.pieces:
-        lap, rank = replay.laps[piece.lap], int(section.ranks[piece.unit, 0])
+    for activity in replay.log.activities:
+        lap, rank = replay.laps[activity.lap], int(section.ranks[activity.unit, 0])
         spans.append(
-            Span(rank, piece.lane, piece.kind, piece.name, piece.start, piece.end, lap.layer, lap.way)
+            Span(
+                rank,
+                activity.lane,
+                activity.kind,
+                activity.name,
+                activity.start,
+                activity.end,
+                lap.layer,
+                lap.way,
+            )
         )
     return sorted(spans, key=lambda span: (span.rank, span.lane, span.start_s))
 

@@ -14,7 +14,7 @@ from megatron_hexi.megatron.session import Session
 from megatron_hexi.options.meaning import model_features
 
 
-class Advice:
+class PlannerConnection:
     """A connection to the planner's process that never blocks; on rank 0.
 
     Args:

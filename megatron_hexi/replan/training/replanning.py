@@ -39,7 +39,7 @@ from megatron_hexi.patching import STEP_PARAMETERS, Patch
 from megatron_hexi.plan import Plan, dump_plan, plan_digest, plan_from_yaml
 from megatron_hexi.replan.training.plan_swap import forget_positions, swapped_session, swapped_shares
 from megatron_hexi.replan.training.planner_process import (
-    Advice,
+    PlannerConnection,
     job_document,
     may_move_shares,
     model_document,
@@ -308,7 +308,7 @@ def _replanning(original: Callable[..., Any]) -> Callable[..., Any]:
         if _replanner is None:
             store = job_store(_AGREEMENT)
             assert store is not None, "there are several ranks"
-            _replanner = Replanner(meeting(store), options, Advice)
+            _replanner = Replanner(meeting(store), options, PlannerConnection)
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
         with user_errors():
             _replanner.before_step(iteration)

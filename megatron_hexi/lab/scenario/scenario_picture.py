@@ -1,4 +1,4 @@
-"""A scenario as a picture: tokens/s of each policy over time, and below it what happened to the cluster."""
+"""A scenario as a picture: tokens/s of each policy over time, and below it the events of the cluster."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_hexi.cost.arrays import Floats
-from megatron_hexi.lab.scenario import Course, Event, Played
-from megatron_hexi.lab.scenario.report import scenario_line
+from megatron_hexi.lab.scenario import Course, Event, PlayedScenario
+from megatron_hexi.lab.scenario.scenario_report import scenario_line
 from megatron_hexi.report.labels import set_title, wrap
 
 _POLICIES = {"static": "#b2182b", "re-planning": "#4878a8", "oracle": "#777777"}
 _EVENTS = {"throttled": "#e08214", "congested": "#8073ac", "lost": "#333333"}
 _MOST_ROWS = 24
 _UNITS = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "hours"), (0, 60, "minutes"))
-#: Points in time; the pace between two is their mean, so that a swap is no needle down to zero.
+#: Points in time; tokens/s between two are a mean, so that a swap is no spike down to zero.
 _POINTS = 600
 
 
-def draw_scenario(played: Played) -> Figure:
-    """A panel for each policy; below, a row for each name that an event has, if they are not too many."""
+def draw_scenario(played: PlayedScenario) -> Figure:
+    """Draw a panel for each policy, and below a row for each name with events, up to a limit."""
     names = sorted({event.name for event in played.events})
     rows = min(len(names), _MOST_ROWS)
     heights = [1.5] * len(played.courses) + ([0.3 + 0.2 * rows] if rows else [])
@@ -40,7 +40,7 @@ def draw_scenario(played: Played) -> Figure:
     return figure
 
 
-def _draw_course(axes: Axes, course: Course, played: Played, unit_s: float) -> None:
+def _draw_course(axes: Axes, course: Course, played: PlayedScenario, unit_s: float) -> None:
     edges, paces = _means(course, played.lasts_s)
     axes.stairs(paces, edges / unit_s, fill=True, color=_POLICIES[course.policy], alpha=0.75)
     axes.axhline(played.undisturbed_tokens_per_s, color="#444444", linestyle=":", linewidth=1)
@@ -52,7 +52,7 @@ def _draw_course(axes: Axes, course: Course, played: Played, unit_s: float) -> N
 
 
 def _means(course: Course, lasts_s: float) -> tuple[Floats, Floats]:
-    """Mean paces between equal points in time."""
+    """Return mean tokens/s between equidistant points in time."""
     edges = np.linspace(0, lasts_s, _POINTS + 1)
     ends = np.array([0.0, *(piece.end_s for piece in course.pieces)])
     spans = np.diff(ends)
@@ -62,15 +62,15 @@ def _means(course: Course, lasts_s: float) -> tuple[Floats, Floats]:
 
 def _draw_events(axes: Axes, events: tuple[Event, ...], names: list[str], unit_s: float) -> None:
     rows = {name: row for row, name in enumerate(names)}
-    for what in dict.fromkeys(event.what for event in events):
-        shown = [event for event in events if event.what == what and event.name in rows]
+    for kind in dict.fromkeys(event.what for event in events):
+        shown = [event for event in events if event.what == kind and event.name in rows]
         axes.barh(
             [rows[event.name] for event in shown],
             [(event.end_s - event.begin_s) / unit_s for event in shown],
             0.8,
             [event.begin_s / unit_s for event in shown],
-            color=_EVENTS[what],
-            label=what,
+            color=_EVENTS[kind],
+            label=kind,
         )
     axes.set_yticks(range(len(names)), [wrap(name, lines=1) for name in names], fontsize=7)
     axes.set_ylim(len(names) - 0.5, -0.5)

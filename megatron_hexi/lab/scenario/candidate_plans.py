@@ -1,6 +1,6 @@
-"""The plans of a scenario: what each takes under given conditions, and which is best under them.
+"""The plans of a scenario: seconds of each under given conditions, and the best plan under them.
 
-Every plan names GPUs of the whole cluster, so that the cost model can be asked about any of them there.
+Every plan names GPUs of the whole cluster, so that the cost model can evaluate all of them there.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ AS_THE_FILE_SAYS = Conditions()
 
 @dataclass(frozen=True, eq=False)
 class PlacedPlan:
-    """A plan and where it runs.
+    """A plan on the cluster's GPUs.
 
     Args:
         plan: the plan.
-        job: of the plan.
+        job: the plan's job.
         units: the cluster's GPUs of each tensor-parallel unit.
-        nodes: of the cluster, that it uses.
+        nodes: nodes of the cluster that it uses.
     """
 
     plan: Plan
@@ -41,26 +41,26 @@ class PlacedPlan:
 
     @cached_property
     def can_be_cut(self) -> bool:
-        """Whether it can be cut anew while it runs: `recut` moves tokens and heads between units."""
+        """Whether `recut` can move tokens and heads between its units while it runs."""
         return any(row.layers is None and len(row.domain.members) > 1 for row in domain_rows(self.plan))
 
 
 @dataclass(frozen=True, eq=False)
-class Pace:
-    """An iteration under some conditions: its seconds, and those that each rank works, [R]."""
+class PlanPace:
+    """An iteration under some conditions: its seconds, and seconds of work of each rank, [R]."""
 
     seconds: float
     busy_s: Floats
 
 
 class Plans:
-    """Plans of one job on one cluster, each worked out once.
+    """Plans of one job on one cluster, each computed once.
 
     Args:
-        plan: that the job begins with.
-        job: of this plan.
-        request: what other plans are asked for.
-        cluster: as its file says.
+        plan: the job's first plan.
+        job: the job of this plan.
+        request: the planner's request for other plans.
+        cluster: the cluster of the file.
     """
 
     def __init__(self, plan: Plan, job: Job, request: Request, cluster: Cluster) -> None:
@@ -68,14 +68,14 @@ class Plans:
         self._request = request
         self._known: list[PlacedPlan] = []
         self._clusters: dict[Conditions, Cluster] = {}
-        self._paces: dict[tuple[PlacedPlan, Conditions], Pace] = {}
+        self._paces: dict[tuple[PlacedPlan, Conditions], PlanPace] = {}
         self._found: dict[Conditions, PlacedPlan | None] = {}
         self._best: dict[Conditions, float | None] = {}
         self.given = self.add(plan, job)
         self.tokens = job.global_batch_size * job.seq_length  # of an iteration, whatever the plan
 
     def add(self, plan: Plan, job: Job) -> PlacedPlan:
-        """Know a plan of the whole cluster."""
+        """Add a plan of the whole cluster."""
         gpus = rank_gpus(plan, len(self.cluster.ranks))
         rows = unit_rows(plan, stages=job.pipeline_parallel)
         units = tuple(tuple(gpus[rank] for rank in unit.ranks) for unit in rows)
@@ -84,30 +84,30 @@ class Plans:
         self._known.append(placed)
         return placed
 
-    def pace(self, placed: PlacedPlan, conditions: Conditions) -> Pace:
-        """What an iteration takes; which nodes are lost does not matter."""
+    def pace(self, placed: PlacedPlan, conditions: Conditions) -> PlanPace:
+        """Return the pace of a plan; lost nodes do not matter."""
         key = placed, conditions = placed, _at_units(conditions, placed)
         if key not in self._paces:
             cost = CostModel(placed.job, self._at(conditions)).estimate(placed.plan)
             busy = np.array([rank.compute_s for rank in cost.ranks])
-            self._paces[key] = Pace(cost.iteration_s, busy)
+            self._paces[key] = PlanPace(cost.iteration_s, busy)
         return self._paces[key]
 
     def after_loss(self, lost: frozenset[int]) -> PlacedPlan | None:
-        """The plan for the nodes that are left, at the rates of the file; ``None``: none fits in memory."""
+        """Return the plan for the remaining nodes at the file's rates; ``None``: none fits in memory."""
         return self._find(Conditions(lost=lost)) if lost else self.given
 
     def best_seconds(self, conditions: Conditions) -> float | None:
-        """What an iteration of the best plan takes; ``None``: no plan fits on the nodes that are left.
+        """Return the seconds of an iteration of the best plan; ``None``: no plan fits on the remaining nodes.
 
-        The best of all plans that are known by then, and of those that the planner finds for these
-        conditions: with each node at the file's speeds, and at its slowest GPU's, both cut anew. Nodes are
-        alike inside for the planner; cutting anew knows every GPU.
+        Candidates are all plans known so far, and those that the planner finds for these conditions: with
+        each node at the file's speeds, and at its slowest GPU's, both cut again. The planner takes the GPUs
+        of a node as equal; cutting again uses the speed of every GPU.
         """
         if conditions not in self._best:
             level = self._at_nodes(conditions)
-            found = [self._find(one) for one in dict.fromkeys((replace(level, speeds=()), level))]
-            for placed in dict.fromkeys((*found, self.given)) if conditions.speeds else ():
+            candidates = [self._find(state) for state in dict.fromkeys((replace(level, speeds=()), level))]
+            for placed in dict.fromkeys((*candidates, self.given)) if conditions.speeds else ():
                 if placed is not None and placed.can_be_cut and not placed.nodes & conditions.lost:
                     rates = self._at(_at_units(conditions, placed))
                     self.add(recut(placed.plan, placed.job, rates), placed.job)
@@ -122,7 +122,7 @@ class Plans:
         return self._clusters[conditions]
 
     def _at_nodes(self, conditions: Conditions) -> Conditions:
-        """Every GPU as slow as the slowest of its node."""
+        """Return conditions in which every GPU is as slow as the slowest of its node."""
         speeds = dict(conditions.speeds)
         leveled = tuple(
             (rank, slowest)
@@ -134,28 +134,28 @@ class Plans:
         return replace(conditions, speeds=leveled)
 
     def _find(self, conditions: Conditions) -> PlacedPlan | None:
-        """The planner's plan for the nodes that are left; those that are there are alike inside."""
+        """Return the planner's plan for the remaining nodes, whose GPUs it takes as equal."""
         if conditions not in self._found:
             self._found[conditions] = self._ask_planner(conditions)
         return self._found[conditions]
 
     def _ask_planner(self, conditions: Conditions) -> PlacedPlan | None:
-        left = [n for n in range(len(self.cluster.nodes)) if n not in conditions.lost]
-        if not left:
+        remaining = [n for n in range(len(self.cluster.nodes)) if n not in conditions.lost]
+        if not remaining:
             return None
         cluster = self._at(replace(conditions, lost=frozenset()))
         try:
             planned = find_plan(self._request, cluster.without(conditions.lost))
         except NothingFitsError:
             return None
-        there = [rank for node in left for rank in self.cluster.nodes[node].ranks]
+        there = [rank for node in remaining for rank in self.cluster.nodes[node].ranks]
         gpus = tuple(there[gpu] for gpu in rank_gpus(planned.plan, len(there)))
         return self.add(replace(planned.plan, gpus=gpus), planned.job)
 
 
 def _at_units(conditions: Conditions, placed: PlacedPlan) -> Conditions:
-    """Every GPU that a plan uses as slow as the slowest of its unit, for which it waits."""
+    """Return conditions in which every GPU of a plan is as slow as the slowest of its unit."""
     speeds = dict(conditions.speeds)
     slow = [(unit, min(speeds.get(gpu, 1.0) for gpu in unit)) for unit in placed.units]
-    own = sorted((gpu, speed) for unit, speed in slow if speed != 1 for gpu in unit)
-    return Conditions(tuple(own), conditions.links)
+    speeds_of_units = sorted((gpu, speed) for unit, speed in slow if speed != 1 for gpu in unit)
+    return Conditions(tuple(speeds_of_units), conditions.links)

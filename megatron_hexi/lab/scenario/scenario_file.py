@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from megatron_hexi.cluster import Cluster
 from megatron_hexi.errors import HexiError
 from megatron_hexi.lab.scenario.events import Event, find_events
-from megatron_hexi.lab.scenario.model import Scenario
+from megatron_hexi.lab.scenario.scenario_model import Scenario
 from megatron_hexi.yaml_file import read_yaml
 from megatron_hexi.yaml_schema import parse, short
 
@@ -25,7 +25,7 @@ def read_scenario(path: str | os.PathLike[str], cluster: Cluster) -> tuple[Scena
     """
     source = read_yaml(path)
     if not isinstance(source.data, dict):
-        found = "is empty" if source.data is None else f"holds {short(source.data)}"
-        raise HexiError(f"{source.path}:1: {found}; a scenario is a mapping with lasts and events")
+        content = "is empty" if source.data is None else f"holds {short(source.data)}"
+        raise HexiError(f"{source.path}:1: {content}; a scenario is a mapping with lasts and events")
     scenario = parse(_ADAPTER, source.data, source.where, HexiError)
     return scenario, find_events(scenario, cluster, source)

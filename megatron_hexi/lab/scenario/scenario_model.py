@@ -1,4 +1,4 @@
-"""What a scenario file says, as frozen data. Times are since the start."""
+"""Scenario files: data classes and reading. Times are since the start."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ STRICT = ConfigDict(extra="forbid")
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = r"(\d+(?:\.\d+)?)([smhd])"
 _SPELLING = re.compile(rf"{_PART}(?: ?{_PART})*")
-#: A year; longer is a typing error.
+#: Longest duration: a year; more is a typing error.
 _LONGEST_S = 366 * 86400.0
 
 
 def _seconds(text: Any) -> float:
-    """``90s``, ``30m``, ``1h30m`` or ``7d`` in seconds."""
+    """Return the seconds of ``90s``, ``30m``, ``1h30m`` or ``7d``."""
     if isinstance(text, str) and len(text) <= 40 and _SPELLING.fullmatch(text):
         seconds = sum(float(number) * _UNITS[unit] for number, unit in re.findall(_PART, text))
         if seconds <= _LONGEST_S:
@@ -39,14 +39,14 @@ Iterations = Annotated[int, Field(strict=True, ge=1, le=10**6)]
 
 @dataclass(frozen=True)
 class Throttled:
-    """GPUs at a part of their speed for a time.
+    """GPUs with reduced speed for a time.
 
     Args:
         gpus: one GPU (``h100-0/3``), those of nodes (``h100-0``, ``h100-0..3``, ``h100``), or of a kind
             (``H100-SXM-80GB``).
         speed: factor on their curves, at most 1.
         at: when it begins.
-        until: when it ends; with the scenario if not given.
+        until: when it ends; by default with the scenario.
     """
 
     gpus: Text
@@ -59,14 +59,14 @@ class Throttled:
 
 @dataclass(frozen=True)
 class Congested:
-    """Links at a part of their bandwidth for a time, both ways.
+    """Links with reduced bandwidth for a time, both ways.
 
     Args:
         link: from nodes to the network (``h100-0``, ``h100``), inside a node (``h100-0 inside``), or out of a
             group of a level (``rack 0``; ``rack h100-0`` where each node or GPU has its own).
-        bandwidth: factor, at most 1.
+        bandwidth: factor on bandwidth, at most 1.
         at: when it begins.
-        until: when it ends; with the scenario if not given.
+        until: when it ends; by default with the scenario.
     """
 
     link: Text
@@ -79,12 +79,12 @@ class Congested:
 
 @dataclass(frozen=True)
 class Lost:
-    """Nodes that fail, and come back.
+    """Nodes that fail, and may come back.
 
     Args:
         nodes: ``h100-0``, ``h100-0..3`` or ``h100``.
         at: when they fail.
-        until: when they are back; default never.
+        until: when they are back; by default never.
     """
 
     nodes: Text
@@ -96,12 +96,13 @@ class Lost:
 
 @dataclass(frozen=True)
 class RandomThrottles:
-    """GPUs that throttle, each by itself.
+    """GPUs that throttle independently.
 
     Args:
-        mean_time_between: of one GPU, from the end of a throttle to the next; exponentially distributed.
+        mean_time_between: mean time of a GPU from the end of a throttle to the next; exponentially
+            distributed.
         lasts: duration of each.
-        speed: factor, at most 1.
+        speed: factor on speed, at most 1.
     """
 
     mean_time_between: Span
@@ -113,12 +114,13 @@ class RandomThrottles:
 
 @dataclass(frozen=True)
 class RandomCongestion:
-    """Nodes whose links to the network are congested, each by itself.
+    """Nodes whose links to the network are congested independently.
 
     Args:
-        mean_time_between: of one node, from the end of a congestion to the next; exponentially distributed.
+        mean_time_between: mean time of a node from the end of a congestion to the next; exponentially
+            distributed.
         lasts: duration of each.
-        bandwidth: factor, at most 1.
+        bandwidth: factor on bandwidth, at most 1.
     """
 
     mean_time_between: Span
@@ -130,11 +132,11 @@ class RandomCongestion:
 
 @dataclass(frozen=True)
 class RandomFailures:
-    """Nodes that fail, each by itself.
+    """Nodes that fail independently.
 
     Args:
-        mean_time_between: of one node, from its return to its next failure; exponentially distributed.
-        repair: how long it is away.
+        mean_time_between: mean time of a node from its return to its next failure; exponentially distributed.
+        repair: time until it is back.
     """
 
     mean_time_between: Span
@@ -145,13 +147,13 @@ class RandomFailures:
 
 @dataclass(frozen=True)
 class Random:
-    """Events that are drawn; the same seed draws the same.
+    """Drawn events; the same seed draws the same events.
 
     Args:
-        seed: of the draws.
-        throttles: of GPUs.
-        congestion: of nodes' links.
-        failures: of nodes.
+        seed: seed of the draws.
+        throttles: throttles of GPUs.
+        congestion: congestion of nodes' links.
+        failures: failures of nodes.
     """
 
     seed: Annotated[int, Field(strict=True, ge=0, le=2**63)] = 0
@@ -164,11 +166,11 @@ class Random:
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a lost node costs a job.
+    """Costs of a lost node.
 
     Args:
-        checkpoint_every: iterations between checkpoints; those since the last one are done again.
-        restart: from the loss, or from a node's return, until the job trains again.
+        checkpoint_every: iterations between checkpoints; iterations since the last one are repeated.
+        restart: time from the loss, or a node's return, until the job trains again.
     """
 
     checkpoint_every: Iterations = 100
@@ -179,13 +181,13 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Replanning:
-    """How the job is re-planned.
+    """Settings of re-planning.
 
     Args:
-        interval: as --hexi-replan-interval.
-        threshold: as --hexi-replan-threshold.
-        reaction: iterations from the last one that was looked at to the swap.
-        swap: what a swap takes.
+        interval: --hexi-replan-interval.
+        threshold: --hexi-replan-threshold.
+        reaction: iterations from the last examined one to the swap.
+        swap: duration of a swap.
     """
 
     interval: Annotated[int, Field(strict=True, ge=2, le=10**6)] = 10
@@ -198,16 +200,16 @@ class Replanning:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens to a cluster while a job runs on it.
+    """Events of a cluster while a job runs on it, and the job's costs.
 
     Args:
         lasts: its duration.
         throttled: slower GPUs; where several hold at once, their factors multiply.
         congested: slower links, likewise.
         lost: lost nodes.
-        random: events that are drawn.
+        random: drawn events.
         recovery: costs of a lost node.
-        replanning: of the policy that re-plans.
+        replanning: settings of the policy that re-plans.
     """
 
     lasts: Span

@@ -1,4 +1,4 @@
-"""A scenario that was played, as tables for a terminal and as plain values for --json."""
+"""A simulated scenario as tables for a terminal and as plain values for --json."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megatron_hexi.lab.scenario import Event, Played
+from megatron_hexi.lab.scenario import Event, PlayedScenario
 from megatron_hexi.report.time_units import spell_time
 
 _CAPTION = (
     "tokens/s: of iterations that are kept, over all of the time; undisturbed: as a part of what the plan "
     "does without events; lost: iterations done since the last checkpoint; stopped: nothing is trained"
 )
-#: Events shown; --json has all.
+#: Most events that are shown; --json has all.
 _EVENTS = 12
 _UNITS = (("d", 86400), ("h", 3600), ("m", 60))
 
 
-def scenario_report(played: Played) -> RenderableType:
-    """The scenario for a reader: what happened, and what each policy came to."""
+def scenario_report(played: PlayedScenario) -> RenderableType:
+    """Return the scenario for a terminal: its events, and the result of each policy."""
     return Group(
         Text(scenario_line(played)),
         Text(
@@ -36,8 +36,8 @@ def scenario_report(played: Played) -> RenderableType:
     )
 
 
-def policies_table(played: Played) -> Table:
-    """A line a policy."""
+def policies_table(played: PlayedScenario) -> Table:
+    """Return a table with a line for each policy."""
     table = Table(caption=_CAPTION, caption_justify="left")
     for name in ("policy", "tokens/s", "undisturbed", "iterations", "lost", "stopped", "restarts", "swaps"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
@@ -56,8 +56,8 @@ def policies_table(played: Played) -> Table:
     return table
 
 
-def scenario_dict(played: Played) -> dict[str, Any]:
-    """All of it as plain values: seconds since the start, tokens/s."""
+def scenario_dict(played: PlayedScenario) -> dict[str, Any]:
+    """Return the scenario and its results as plain values: seconds since the start, tokens/s."""
     return {
         "lasts_s": played.lasts_s,
         "tokens_per_iteration": played.tokens,
@@ -76,29 +76,29 @@ def scenario_dict(played: Played) -> dict[str, Any]:
     }
 
 
-def scenario_line(played: Played) -> str:
-    """How long it is, and how many events of each kind it has."""
+def scenario_line(played: PlayedScenario) -> str:
+    """Return a line with the duration, and the number of events of each kind."""
     counts = Counter(event.what for event in played.events)
-    named = ", ".join(f"{count} {what}" for what, count in counts.items())
+    named = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     return f"{spell_duration(played.lasts_s)}, {len(played.events)} events" + (f": {named}" if named else "")
 
 
 def spell_event(event: Event) -> str:
-    """``a100-0/3 throttled to 50 % from 10m to 40m``."""
+    """Return an event as text: ``a100-0/3 throttled to 50 % from 10m to 40m``."""
     how = event.what if event.what == "lost" else f"{event.what} to {event.factor:.4g}"
     return f"{event.name} {how} from {spell_duration(event.begin_s)} to {spell_duration(event.end_s)}"
 
 
 def spell_duration(seconds: float) -> str:
-    """Seconds as a scenario file writes them, in two units at most: ``1d4h``, ``10m``, ``0.2s``."""
+    """Return seconds as in a scenario file, in two units at most: ``1d4h``, ``10m``, ``0.2s``."""
     if seconds < 60:
         return f"{seconds:.3g}s"
     size = next(size for _, size in _UNITS if seconds >= size)
     least = max(1, {86400: 3600, 3600: 60, 60: 1}[size])
-    left = round(seconds / least) * least
+    remaining = round(seconds / least) * least
     words = []
-    for unit, each in (*_UNITS, ("s", 1)):
-        count, left = divmod(left, each)
+    for unit, unit_s in (*_UNITS, ("s", 1)):
+        count, remaining = divmod(remaining, unit_s)
         if count:
             words.append(f"{count}{unit}")
     return "".join(words)
