@@ -194,7 +194,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Exchange:
-    """How keys and values travel between groups.
+    """Settings of the exchange of keys and values between groups.
 
     Args:
         window: KV blocks in flight ahead of the one in use.

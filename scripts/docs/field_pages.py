@@ -44,7 +44,7 @@ direction, latencies of one message; rates are TFLOP/s. Bold fields are required
 _SCENARIO = f"""\
 # Fields of the scenario file
 
-{GENERATED_FROM.format(source="megatron_hexi/lab/scenario/model.py")}
+{GENERATED_FROM.format(source="megatron_hexi/lab/scenario/scenario_model.py")}
 
 `hexi simulate --scenario` plays one ([scenarios](../scenarios.md)). Durations are `90s`, `30m`, `1h30m` or
 `7d`; times are since the start. Bold fields are required; unknown ones are refused.
